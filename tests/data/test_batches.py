@@ -1,0 +1,148 @@
+"""Batches: the plan covers every example, and the mask supervises exactly what is drafted at serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.data.batches import BatchPlan, Example, collate, load_examples, process_share, supervised_mask
+from toolkit.data.jsonl import DataError
+
+NINE = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)  # p p p A0 A1 A2 E \n p
+
+
+def roots(mask: torch.Tensor) -> list[int]:
+    return mask[0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "step, expected", [(0, [2, 3, 4]), (1, [1, 2, 3]), (2, [0, 1, 2]), (3, [0, 1]), (6, []), (20, [])]
+)
+def test_nine_token_drawing(step: int, expected: list[int]) -> None:
+    """The drawing above the code: an off-by-one would train on the prompt, on A0, or past the end of the turn."""
+    assert roots(supervised_mask(NINE, step)) == expected
+
+
+def test_shifted_mask_loses_the_first_draft_and_leaks_past_the_answer() -> None:
+    """The experiment's mask must have the real defect, else it would compare something else."""
+    assert roots(supervised_mask(NINE, 0, shift=1)) == [3, 4, 5]
+    assert roots(supervised_mask(NINE, 1, shift=1)) == [2, 3, 4]
+    at_end = NINE[:, :7]
+    assert roots(supervised_mask(at_end, 0, shift=1)) == [3, 4]
+    assert roots(supervised_mask(NINE, 0, shift=1, lengths=torch.tensor([7]))) == [3, 4]
+
+
+def test_mask_agrees_with_its_definition_on_random_rows() -> None:
+    """Slices against the sentence they implement, over several turns, every root and step."""
+    response = torch.rand(6, 17, generator=torch.Generator().manual_seed(0)) < 0.6
+    for step in range(18):
+        mask = supervised_mask(response, step)
+        for row in range(6):
+            for t in range(17):
+                inside = t + 2 + step < 17
+                wanted = inside and bool(response[row, t + 1 + step]) and bool(response[row, t + 2 + step])
+                assert bool(mask[row, t]) == wanted
+
+
+@pytest.mark.parametrize("step, shift", [(-1, 0), (0, 2), (0, -1)])
+def test_mask_refuses_what_it_does_not_mean(step: int, shift: int) -> None:
+    """A negative step or other shift would index from the row's end and silently supervise nonsense."""
+    with pytest.raises(ValueError, match="came"):
+        supervised_mask(NINE, step, shift)
+
+
+@pytest.mark.parametrize("count, batch", [(1, 8), (8, 8), (37, 8), (1000, 8), (5, 1)])
+def test_each_epoch_holds_every_example_once(count: int, batch: int) -> None:
+    """A dropped remainder or a doubled example would bias what is learned."""
+    plan = BatchPlan([(i * 7919) % 301 for i in range(count)], batch, seed=3)
+    batches = plan.epoch(2)
+    assert sorted(sum(batches, [])) == list(range(count))
+    assert len(batches) == len(plan) and max(map(len, batches)) <= batch
+    assert sum(len(b) < batch for b in batches) == (count % batch != 0)
+
+
+def test_plan_is_deterministic_and_differs_by_epoch_and_seed() -> None:
+    """Resume and several processes rely on equal plans; equal epochs would repeat one order for ever."""
+    lengths = [(i * 31) % 97 for i in range(200)]
+    assert BatchPlan(lengths, 8, 1).epoch(4) == BatchPlan(lengths, 8, 1).epoch(4)
+    assert BatchPlan(lengths, 8, 1).epoch(4) != BatchPlan(lengths, 8, 1).epoch(5)
+    assert BatchPlan(lengths, 8, 1).epoch(4) != BatchPlan(lengths, 8, 2).epoch(4)
+
+
+def test_plan_wastes_little_padding() -> None:
+    """Length buckets are the point of the plan: without them half of a batch is padding."""
+    lengths = [20 + (i * 7919) % 400 for i in range(512)]
+    batches = BatchPlan(lengths, 8, 0).epoch(0)
+    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_plan_goes_on_from_a_position() -> None:
+    """An interrupted training must see exactly the batches that an uninterrupted one would have seen."""
+    plan = BatchPlan(list(range(30)), 4, 0)
+    whole = plan.from_position()
+    first = [next(whole) for _ in range(20)]
+    epoch, index, _ = first[11]
+    resumed = plan.from_position(epoch, index)
+    assert [next(resumed) for _ in range(9)] == first[11:]
+    assert {entry[0] for entry in first} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_processes_share_a_batch_without_overlap(processes: int) -> None:
+    """Two processes together must do what one does, for the curves to agree."""
+    batch = [9, 4, 7, 1, 0]
+    shares = [process_share(batch, rank, processes) for rank in range(processes)]
+    assert sorted(sum(shares, [])) == sorted(batch)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_collate_pads_right_and_never_supervises_padding() -> None:
+    """Left padding would shift positions; a True on padding would train on the pad id."""
+    batch = collate([Example("a", [5, 6, 7], [False, True, True]), Example("b", [8], [True])], pad_id=2)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]
+    assert batch.response.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.lengths.tolist() == [3, 1]
+    with pytest.raises(DataError, match="at least one"):
+        collate([], 0)
+
+
+def row(identity: str, split: str, ids: list[int], spans: list[list[int]]) -> dict[str, object]:
+    return {"id": identity, "split": split, "input_ids": ids, "response_spans": spans}
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None:
+    """A long rollout still teaches with its beginning; one with nothing left to supervise does not count as data."""
+    path = write(
+        tmp_path / "rollouts.jsonl",
+        [
+            row("a", "train", [1, 2, 3, 4, 5, 6], [[2, 6]]),
+            row("b", "held_out", [1, 2, 3], [[1, 3]]),
+            row("c", "train", [1, 2, 3, 4, 5, 6], [[4, 6]]),
+        ],
+    )
+    examples, cut = load_examples(path, "train", 4)
+    assert examples == [Example("a", [1, 2, 3, 4], [False, False, True, True])] and cut == 2
+    assert load_examples(path, "held_out", 4)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"id": "x", "split": "train"}, "input_ids, response_spans"),
+        (row("x", "train", [1, 2], [[1, 3]]), "outside"),
+        (row("x", "held_out", [1, 2, 3], [[1, 3]]), "no usable 'train'"),
+    ],
+)
+def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:
+    """A wrong file handed to the trainer must not become an empty or shifted data set."""
+    with pytest.raises(DataError, match=message):
+        load_examples(write(tmp_path / "r.jsonl", [bad]), "train", 16)

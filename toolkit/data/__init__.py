@@ -1,0 +1,1 @@
+"""Conversations, rollouts, and the training batches made of them."""

@@ -1,0 +1,188 @@
+"""Rollouts as training batches: examples, the plan of an epoch, right padding, and which predictions are supervised.
+
+Shapes: B sequences, L positions (the longest of the batch).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.data.jsonl import DataError, read_rows
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
+
+# Batches are cut from runs of this many shuffled batches sorted by length: little padding, still a random order.
+BATCHES_PER_BUCKET = 32
+
+
+@dataclass(frozen=True)
+class Example:
+    """One rollout: its ids and, per id, whether the target wrote it as (part of) an answer."""
+
+    id: str
+    input_ids: list[int]
+    response: list[bool]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64."""
+
+    input_ids: Tensor
+    response: Tensor
+    lengths: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device))
+
+
+def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
+    """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
+
+    An example with nothing to supervise (no two neighbouring response ids left) is left out with a warning.
+    Raises `DataError` for rows that are no rollouts and when no example of the split is left.
+    """
+    if max_length < 3:
+        raise DataError(f"max_length {max_length} came; at least 3 ids are needed to predict one from two")
+    examples: list[Example] = []
+    cut = empty = other = 0
+    for number, row in read_rows(path):
+        example = _example(row, f"{path}:{number}")
+        if row["split"] != split:
+            other += 1
+            continue
+        cut += len(example.input_ids) > max_length
+        ids, response = example.input_ids[:max_length], example.response[:max_length]
+        if any(a and b for a, b in zip(response, response[1:], strict=False)):
+            examples.append(Example(example.id, ids, response))
+        else:
+            empty += 1
+    if empty:
+        logger.warning(f"{path}: {empty} {split} rollouts left out: nothing to supervise within {max_length} ids")
+    if not examples:
+        raise DataError(
+            f"{path} has no usable {split!r} rollouts ({empty} without supervised ids within {max_length}, "
+            f"{other} of other splits); write more rollouts, raise max_length, or change the held-out share"
+        )
+    return examples, cut
+
+
+def _example(row: dict[str, Any], where: str) -> Example:
+    absent = [name for name in ("id", "input_ids", "response_spans", "split") if name not in row]
+    if absent:
+        raise DataError(f"{where}: a rollout needs {', '.join(absent)}; it has {', '.join(row) or 'nothing'}")
+    ids = row["input_ids"]
+    response = [False] * len(ids)
+    for start, end in row["response_spans"]:
+        if not 0 <= start < end <= len(ids):
+            raise DataError(f"{where}: response span [{start}, {end}) is empty or outside the {len(ids)} input_ids")
+        response[start:end] = [True] * (end - start)
+    return Example(str(row["id"]), ids, response)
+
+
+class BatchPlan:
+    """Which examples form which global batch, in which order: a pure function of (lengths, global_batch, seed, epoch).
+
+    Every epoch holds each example once. Examples are shuffled, cut into runs of `BATCHES_PER_BUCKET` batches, sorted by
+    length inside a run, cut into batches, and the batches are shuffled. The remainder is kept as one short batch (which
+    may give a process nothing when there are more processes than its rows). The number of processes plays no part: a
+    process takes its share of each global batch with `process_share`.
+    """
+
+    def __init__(self, lengths: Sequence[int], global_batch: int, seed: int) -> None:
+        if global_batch < 1:
+            raise DataError(f"global_batch {global_batch} came; at least 1 sequence is needed")
+        if not lengths:
+            raise DataError("no examples came; a plan needs at least one")
+        self.lengths = list(lengths)
+        self.global_batch = global_batch
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """Global batches per epoch."""
+        return -(-len(self.lengths) // self.global_batch)
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """The global batches of one epoch, as lists of example indices."""
+        draw = random.Random(f"batches {self.seed} {epoch}")
+        order = list(range(len(self.lengths)))
+        draw.shuffle(order)
+        bucket = self.global_batch * BATCHES_PER_BUCKET
+        batches: list[list[int]] = []
+        for start in range(0, len(order), bucket):
+            run = sorted(order[start : start + bucket], key=lambda index: self.lengths[index])
+            batches += [run[first : first + self.global_batch] for first in range(0, len(run), self.global_batch)]
+        draw.shuffle(batches)
+        return batches
+
+    def from_position(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, list[int]]]:
+        """Endless (epoch, index in the epoch, batch), beginning at a position: how an interrupted training goes on."""
+        while True:
+            for at, batch in enumerate(self.epoch(epoch)):
+                if at >= index:
+                    yield epoch, at, batch
+            epoch, index = epoch + 1, 0
+
+
+def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
+    """Every `processes`-th example of a global batch from `rank` on: even in number (within one) and in length."""
+    return list(batch[rank::processes])
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> Batch:
+    """Right-pad examples with `pad_id` to the longest of them."""
+    if not examples:
+        raise DataError("an empty list of examples came; a batch needs at least one")
+    longest = max(len(example.input_ids) for example in examples)
+    input_ids = torch.full((len(examples), longest), pad_id, dtype=torch.long)
+    response = torch.zeros((len(examples), longest), dtype=torch.bool)
+    for row, example in enumerate(examples):
+        length = len(example.input_ids)
+        input_ids[row, :length] = torch.tensor(example.input_ids, dtype=torch.long)
+        response[row, :length] = torch.tensor(example.response, dtype=torch.bool)
+    lengths = torch.tensor([len(example.input_ids) for example in examples], dtype=torch.long)
+    return Batch(input_ids, response, lengths)
+
+
+# Root t, step k: the head reads the embedding of x_{t+1+k} and predicts x_{t+2+k}. Supervised: both are response ids.
+# So A0, which always comes from the target, is never predicted, and the last id predicted is the end of the turn (E).
+#
+#   position   0  1  2  3  4  5  6  7  8          supervised roots t -> what they predict
+#   token      p  p  p  A0 A1 A2 E  \n p
+#   response   .  .  .  #  #  #  #  .  .          step 0 (x_{t+2}):  2 -> A1   3 -> A2   4 -> E
+#                    t=2 |  |                     step 1 (x_{t+3}):  1 -> A1   2 -> A2   3 -> E
+#                 feature emb->predict            step 2 (x_{t+4}):  0 -> A1   1 -> A2   2 -> E
+#
+# shift=1 (the mask lags by one):                 step 0 (x_{t+2}):  3 -> A2   4 -> E    5 -> \n
+def supervised_mask(response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None) -> Tensor:
+    """[B, L] bool: is root t supervised at `step` k? Iff response[t+1+k] and response[t+2+k]; False past the end.
+
+    `shift` is for one experiment: 1 makes the mask lag the predictions by one, response[t+k] and response[t+1+k], the
+    defect of SpecForge issue 885: the first draft of an answer (A1) never gets a loss, and ids after the answer do.
+    (There the mask is response[t+k] alone: one id more after the answer; equal where a sequence ends with its answer.)
+    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised.
+    """
+    if step < 0:
+        raise ValueError(f"step {step} came; steps count from 0")
+    if shift not in (0, 1):
+        raise ValueError(f"shift {shift} came; 0 (exact) or 1 (the lagging mask of the experiment) is needed")
+    width = response.shape[1]
+    supervised = torch.zeros_like(response)
+    roots = width - (step + 2)
+    if roots <= 0:
+        return supervised
+    first = step + 1 - shift
+    supervised[:, :roots] = response[:, first : first + roots] & response[:, first + 1 : first + 1 + roots]
+    if lengths is not None:
+        predicted = torch.arange(width, device=response.device) + step + 2
+        supervised &= predicted[None, :] < lengths[:, None]
+    return supervised

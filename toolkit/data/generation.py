@@ -1,0 +1,45 @@
+"""What data/ asks of whatever writes tokens: the bundled engine, or any server put in its place.
+
+`GenerateFn` takes all requests at once, so that an engine can keep a large continuous batch full, and yields each
+result as it ends, in any order, so that the caller can write it down at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and how to continue it. `temperature` 0 is greedy; `seed` decides every draw of this request."""
+
+    prompt_ids: list[int]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """`output_ids` are the ids written, the stop id included if one ended it.
+
+    `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context).
+    `draft_used` names the draft head that helped, None for plain decoding.
+    """
+
+    output_ids: list[int]
+    finish_reason: str
+    draft_used: str | None = None
+
+
+GenerateFn = Callable[[Sequence[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]
+"""Yields (index into the requests, result) as each request ends. Every index once, in any order."""
+
+
+def derived_seed(seed: int, *parts: object) -> int:
+    """A 63-bit seed for one sample, hashed from the run's seed and the sample's name: order and batch do not matter."""
+    text = "\x1f".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
