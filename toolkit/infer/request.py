@@ -1,0 +1,87 @@
+"""A request and the log of its verify steps, from which every statistic is derived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolkit.infer.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTooLongError(ValueError):
+    """The prompt leaves no room for an answer inside the context the engine was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyEvent:
+    """One verify step of one request.
+
+    offered: drafted nodes in the tree (0: a plain step). depth_offered: depth of the deepest one.
+    accepted: drafted tokens the target agreed with. committed: tokens really appended, accepted + 1 unless truncated.
+    truncated: a stop id or max_tokens cut the run, so `committed < accepted + 1`.
+    draft_s, verify_s, commit_s: seconds of the step's parts; they are the whole batch's, shared by `batch` requests.
+    """
+
+    offered: int
+    depth_offered: int
+    accepted: int
+    committed: int
+    truncated: bool
+    draft_s: float
+    verify_s: float
+    commit_s: float
+    batch: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine. Compared by identity."""
+
+    # written by the caller, once
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    speculative: bool = True
+    submitted_at: float = field(default_factory=time.perf_counter)
+    # written by Engine only
+    output_ids: list[int] = field(default_factory=list)
+    token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
+    events: list[VerifyEvent] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    stop_set: frozenset[int] = frozenset()
+    token_limit: int = 0  # output tokens at most: max_tokens, or less where the context ends first
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence so far, prompt included."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def append_run(self, tokens: Sequence[int], accepted: int) -> int:
+        """Append `accepted` drafted tokens and the target's own behind them, as far as stop ids and the limit allow.
+
+        Returns the number of tokens appended; sets `finish_reason` and `finished_at` when the run ended the answer.
+        """
+        now = time.perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        for count, token in enumerate(tokens, start=1):
+            self.output_ids.append(token)
+            self.token_from_draft.append(count <= accepted)
+            if token in self.stop_set:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) >= self.token_limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                self.finished_at = now
+                return count
+        return len(tokens)
