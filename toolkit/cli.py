@@ -1,0 +1,82 @@
+"""The `toolkit` command: finds the subcommand, imports it alone, and turns errors meant for users into one line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit import __version__
+
+# In the order of the work; the file of a command is its name with underscores.
+COMMANDS = ("run", "synthesize", "rollouts", "build-token-map", "train", "bench", "report", "serve", "chat")
+_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+
+
+def command_help(name: str) -> str:
+    """The HELP line of a command, read from its source, so that listing all commands imports none of them."""
+    path = Path(__file__).parent / "commands" / f"{name.replace('-', '_')}.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "HELP":
+            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+    raise AssertionError(f"{path} has no HELP line")
+
+
+def overview() -> str:
+    """What `toolkit --help` prints."""
+    rows = "\n".join(f"  {name:<16} {command_help(name)}" for name in COMMANDS)
+    return (
+        "usage: toolkit [--version] COMMAND ...\n\n"
+        "Train draft heads for a language model and serve the model with them, by speculative decoding.\n\n"
+        f"commands:\n{rows}\n\n"
+        "toolkit COMMAND --help says more. TOOLKIT_LOG=debug shows tracebacks.\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 2 wrong input, 130 interrupted, else the command's own."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview(), end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"toolkit {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+        return _fail(f"no command {name!r}; {hint}")
+    try:
+        return _run_command(name, arguments[1:])
+    except KeyboardInterrupt:
+        print("\ntoolkit: interrupted; what was written so far is kept", file=sys.stderr)
+        return _INTERRUPTED
+    except (ValueError, OSError) as error:
+        if not _for_users(error) or os.environ.get("TOOLKIT_LOG", "").lower() == "debug":
+            raise
+        return _fail(str(error))
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
+    parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def _for_users(error: BaseException) -> bool:
+    """Errors that speak about the user's input: our own ValueErrors, and files that cannot be opened."""
+    ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == "toolkit"
+    return ours or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+
+
+def _fail(message: str) -> int:
+    print(f"toolkit: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,222 @@
+"""The recipe: every setting of a pipeline run as one frozen tree, read from YAML and dotted overrides.
+
+Unknown keys, wrong types and values out of range raise `RecipeError`; nothing is ignored or converted in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _need(ok: bool, key: str, value: object, needed: str) -> None:
+    if not ok:
+        raise RecipeError(f"{key} = {value!r}, but {needed} is needed")
+
+
+def _positive(settings: object, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        _need(value is None or value > 0, f"{section}.{name}", value, "a number above 0")
+
+
+def _sampling(settings: object, section: str) -> None:
+    temperature, top_p = settings.temperature, settings.top_p  # type: ignore[attr-defined]
+    _need(temperature >= 0, f"{section}.temperature", temperature, "0 (greedy) or more")
+    _need(0 < top_p <= 1, f"{section}.top_p", top_p, "a share above 0 and up to 1")
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """The model whose output is to be reproduced: demo name, hub id, directory or GGUF file."""
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """Where user turns come from: `sources` (files or hub:org/name), self-synthesis by the target, or both."""
+
+    sources: tuple[str, ...] = ()
+    limit: int | None = None  # at most so many conversations from the sources
+    synthesize: int = 0  # accepted prompts wanted from self-synthesis
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int = 96
+    batch_size: int = 64
+    min_words: int = 3
+
+    def __post_init__(self) -> None:
+        _need(self.synthesize >= 0, "prompts.synthesize", self.synthesize, "0 or more prompts")
+        _positive(self, "prompts", "limit", "max_tokens", "batch_size", "min_words")
+        _sampling(self, "prompts")
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How the target answers the prompts. `held_out` is the share of conversations kept from training."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 160
+    batch_size: int = 64
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        _positive(self, "rollouts", "max_tokens", "batch_size")
+        _sampling(self, "rollouts")
+        _need(0 <= self.held_out < 1, "rollouts.held_out", self.held_out, "a share from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class TokenMapSettings:
+    """Size of the draft vocabulary, given as a count of ids or as the share of response tokens it must cover."""
+
+    size: int | None = 8192
+    coverage: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "token_map", "size")
+        one = (self.size is None) != (self.coverage is None)
+        both = f"size {self.size}, coverage {self.coverage}"
+        _need(one, "token_map", both, "exactly one of the two (set the other to null)")
+        _need(self.coverage is None or 0 < self.coverage <= 1, "token_map.coverage", self.coverage, "a share up to 1")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """EAGLE-3 training (arXiv 2503.01840). Lengths in tokens, batches in sequences, `max_minutes` of wall time."""
+
+    ttt_steps: int = 4  # steps of the training-time test, K
+    step_decay: float = 0.8  # step k weighs step_decay^k
+    learning_rate: float = 2e-3
+    warmup_ratio: float = 0.04
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    global_batch: int = 8  # over all processes and accumulation steps
+    micro_batch: int = 8  # in one forward of one process
+    max_length: int = 512
+    max_steps: int | None = None
+    epochs: float = 3.0
+    max_minutes: float | None = None
+    clip: float = 0.5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    init: Literal["target", "random"] = "target"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    save_every: int = 50
+    eval_every: int = 25
+    keep_states: int = 2
+    wandb: bool = False
+    wandb_project: str = "toolkit"
+    aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
+    mask_shift: int = 0  # shifts the loss mask; anything but 0 is an experiment that shows what the exact mask is worth
+
+    def __post_init__(self) -> None:
+        counts = ("ttt_steps", "global_batch", "micro_batch", "max_length", "max_steps", "save_every", "eval_every")
+        _positive(self, "train", *counts, "keep_states", "learning_rate", "epochs", "max_minutes", "clip")
+        _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
+        _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
+        _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
+        _need(all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers from 0 to below 1")
+        ids = self.aux_layer_ids
+        rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
+        _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40."""
+
+    prompts: str | None = None
+    limit: int | None = None
+    max_tokens: int = 96
+    temperature: float = 0.0
+    shapes: tuple[str, ...] = ("4,1,5", "4,4,16")
+    warmup: int = 2  # prompts decoded before the clock starts
+
+    def __post_init__(self) -> None:
+        _positive(self, "bench", "limit", "max_tokens")
+        _need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
+        _need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
+        for shape in self.shapes:
+            _need(re.fullmatch(r"\d+,\d+,\d+", shape) is not None, "bench.shapes", shape, '"steps,top_k,nodes"')
+        _need(len(self.shapes) > 0, "bench.shapes", self.shapes, "at least one draft shape")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One pipeline run. `run_dir` is relative to the working directory and defaults to runs/<name>."""
+
+    name: str
+    target: TargetSettings
+    seed: int = 0
+    run_dir: str = ""
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    token_map: TokenMapSettings = field(default_factory=TokenMapSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    bench: BenchSettings = field(default_factory=BenchSettings)
+
+    def __post_init__(self) -> None:
+        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
+        _need(plain, "name", self.name, "a name of letters, digits, '.', '_' or '-' (it names the run folder)")
+        _need(self.seed >= 0, "seed", self.seed, "0 or more")
+        if not self.run_dir:
+            object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+
+def default_recipe_path() -> Path:
+    """The demo recipe of this checkout. Raises `RecipeError` when the package was installed without it."""
+    path = REPOSITORY / "recipes" / "smollm2-135m.yaml"
+    if not path.is_file():
+        raise RecipeError(f"no demo recipe at {path}: `pip install -e .` from a clone, or name a recipe file")
+    return path
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, then apply overrides of the form `section.key=value` (value in YAML) in order.
+
+    Raises FileNotFoundError, or `RecipeError` that names the file and the key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no recipe at {path}; the demo recipe is recipes/smollm2-135m.yaml")
+    tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"{path} holds {kind_of(tree)} at its top; a mapping with keys such as name and target is needed"
+        )
+    for override in overrides:
+        apply_override(tree, override)
+    try:
+        return build_strictly(Recipe, tree)
+    except RecipeError as error:
+        raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as plain JSON-ready values (tuples become lists)."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+    return plain(dataclasses.asdict(recipe))
+
+
+def print_config(recipe: Recipe) -> None:
+    """Print the resolved whole on stdout as YAML that `load_recipe` reads back to the same recipe."""
+    print(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
