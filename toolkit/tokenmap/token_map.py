@@ -1,0 +1,162 @@
+"""The target ids a draft vocabulary keeps, and the two directions of the mapping (EAGLE-3's d2t/t2d, FR-Spec's ranked ids).
+
+Shapes: D = draft vocabulary, V = target vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+class TokenMapError(ValueError):
+    """Ids that cannot be a draft vocabulary: duplicates, out of range, too many, or a damaged file."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """Draft id i stands for target id `ids[i]`.
+
+    `ids` [D] int64 is ascending and unique, every id within [0, vocab_size); anything else raises `TokenMapError`. A
+    duplicate would let top-k offer one token twice as siblings, which makes sampled verification inexact.
+    """
+
+    ids: torch.Tensor
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        _check_vocab_size(self.vocab_size)
+        ids = _as_ids(self.ids, self.vocab_size).clone()
+        if (ids[1:] < ids[:-1]).any():
+            raise TokenMapError(
+                "token map ids came unsorted; ascending ids are needed: use TokenMap.from_ids, which sorts"
+            )
+        object.__setattr__(self, "ids", ids)
+
+    @classmethod
+    def from_ids(cls, ids: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
+        """A map of these target ids in any order. Raises `TokenMapError` on duplicates and ids out of range."""
+        _check_vocab_size(vocab_size)
+        return cls(_as_ids(ids, vocab_size).sort().values, vocab_size)
+
+    @classmethod
+    def from_d2t(cls, d2t: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
+        """A map from offsets `d2t` [D] (target = draft + d2t[draft]). The draft order is the file's, so ids must come out ascending."""
+        offsets = _as_int64(d2t)
+        return cls(offsets + torch.arange(offsets.numel()), vocab_size)
+
+    @classmethod
+    def identity(cls, vocab_size: int) -> TokenMap:
+        """The map that keeps the whole target vocabulary."""
+        _check_vocab_size(vocab_size)
+        return cls(torch.arange(vocab_size), vocab_size)
+
+    @property
+    def size(self) -> int:
+        """D, the number of ids kept."""
+        return self.ids.numel()
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every target id is kept."""
+        return self.size == self.vocab_size
+
+    @cached_property
+    def d2t(self) -> torch.Tensor:
+        """Offsets [D] int64: target = draft + d2t[draft]."""
+        return self.ids - torch.arange(self.size)
+
+    @cached_property
+    def t2d(self) -> torch.Tensor:
+        """Mask [V] bool: true where the target id is in the draft vocabulary."""
+        mask = torch.zeros(self.vocab_size, dtype=torch.bool)
+        mask[self.ids] = True
+        return mask
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex sha256 over the vocabulary size and the ids."""
+        text = f"{self.vocab_size}:" + ",".join(map(str, self.ids.tolist()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Target ids of draft ids; any shape, on the draft ids' device."""
+        return self._ids_on(draft_ids.device)[draft_ids]
+
+    def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids of target ids, -1 where a target id is not kept; any shape, on the target ids' device."""
+        return self._inverse_on(target_ids.device)[target_ids]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenMap) and self.vocab_size == other.vocab_size and torch.equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __repr__(self) -> str:
+        return f"TokenMap({self.size} of {self.vocab_size} ids, sha256 {self.sha256[:12]})"
+
+    @cached_property
+    def _by_device(self) -> dict[tuple[str, torch.device], torch.Tensor]:
+        return {}
+
+    def _ids_on(self, device: torch.device) -> torch.Tensor:
+        # to_target runs in every draft step: one copy a device, not one a call.
+        if ("ids", device) not in self._by_device:
+            self._by_device["ids", device] = self.ids.to(device)
+        return self._by_device["ids", device]
+
+    def _inverse_on(self, device: torch.device) -> torch.Tensor:
+        if ("inverse", device) not in self._by_device:
+            inverse = torch.full((self.vocab_size,), -1, dtype=torch.int64)
+            inverse[self.ids] = torch.arange(self.size)
+            self._by_device["inverse", device] = inverse.to(device)
+        return self._by_device["inverse", device]
+
+
+def _check_vocab_size(vocab_size: int) -> None:
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise TokenMapError(
+            f"vocab_size {vocab_size!r} is no positive integer; give the target's number of embedding rows"
+        )
+
+
+def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(list(values) or [], dtype=None)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.is_complex()):
+        raise TokenMapError(f"token ids came as {tensor.dtype}; whole numbers are needed")
+    if tensor.dim() != 1:
+        raise TokenMapError(f"token ids came with shape {tuple(tensor.shape)}; one dimension is needed")
+    return tensor.detach().to("cpu", torch.int64)
+
+
+def _as_ids(values: torch.Tensor | Iterable[int], vocab_size: int) -> torch.Tensor:
+    """Ids [D] int64 on the CPU, checked for emptiness, range and duplicates; order kept."""
+    ids = _as_int64(values)
+    if ids.numel() == 0:
+        raise TokenMapError("a token map without ids came; at least one id is needed")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.numel():
+        raise TokenMapError(
+            f"{outside.numel()} ids lie outside the target vocabulary [0, {vocab_size}): {_some(outside)}; "
+            "the map was made for another tokenizer, build it again for this target"
+        )
+    unique, counts = ids.unique(return_counts=True)
+    if unique.numel() != ids.numel():
+        raise TokenMapError(
+            f"{ids.numel() - unique.numel()} duplicate ids in a map of {ids.numel()}: {_some(unique[counts > 1])}; "
+            "each target id may be kept once, rebuild the map with `toolkit build-token-map`"
+        )
+    return ids
+
+
+def _some(ids: torch.Tensor, limit: int = 8) -> str:
+    shown = ", ".join(map(str, ids[:limit].tolist()))
+    return shown + (", ..." if ids.numel() > limit else "")
