@@ -1,0 +1,159 @@
+"""Every form that prompts come in is read alike, and a bad row is named by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data.conversations import Conversation, read_conversations, user_turns, write_conversations
+from toolkit.data.jsonl import DataError, RowAppender, read_rows
+
+SHAREGPT = {
+    "id": "s1",
+    "conversations": [
+        {"from": "system", "value": "Be kind."},
+        {"from": "human", "value": "Hi?"},
+        {"from": "gpt", "value": "Yes."},
+        {"from": "user", "value": "And?"},
+    ],
+}
+PARTS = [{"type": "text", "text": "Hi?"}]
+OPENAI = {"messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": ""}]}
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "prompt": "ignored beside turns"}
+PROMPT = {"prompt": "Only this."}
+ROWS = [SHAREGPT, OPENAI, MT_BENCH, PROMPT]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress((json.dumps(rows) if ".json" in path.suffixes else text).encode()))
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["mixed.jsonl", "mixed.jsonl.gz", "mixed.json", "mixed.json.gz"])
+def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
+    """ShareGPT's names and OpenAI's must become the same roles, and MT-bench's turns the user's messages."""
+    read = read_conversations(write(tmp_path / name, ROWS))
+    assert [[message["role"] for message in one.messages] for one in read] == [
+        ["system", "user", "assistant", "user"],
+        ["user", "assistant"],
+        ["user", "user"],
+        ["user"],
+    ]
+    assert read[0].id == "s1" and read[2].id == "mixed-81" and len({one.id for one in read}) == 4
+    assert read[1].messages[0]["content"] == "Hi?"
+    assert [message["content"] for message in user_turns(read[0]).messages] == ["Be kind.", "Hi?", "And?"]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "x"}, "keys text came; one of conversations"),
+        ({"conversations": [{"from": "tool", "value": "x"}]}, "role 'tool' came; one of system, user"),
+        ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "no message of the user"),
+        ({"messages": [{"role": "user", "content": None}]}, "NoneType; text is needed"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
+        ({"turns": "One."}, "holds a str; a list"),
+        ({"messages": ["x", 3]}, "a str came; an object"),
+        ([1], "a list came"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
+    """A row that is skipped in silence would be data lost in silence."""
+    path = write(tmp_path / "bad.jsonl", [PROMPT, row])
+    with pytest.raises(DataError, match=message) as caught:
+        read_conversations(path)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    """Absent, cut short, of another encoding or kind: each must say so, not read as empty."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt": ')
+    zipped = write(tmp_path / "cut.jsonl.gz", ROWS * 50)
+    zipped.write_bytes(zipped.read_bytes()[:-20])
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    (tmp_path / "object.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, message in [
+        ("broken.jsonl", r"broken.jsonl:2: not valid JSON"),
+        ("cut.jsonl.gz", "copy the file again"),
+        ("latin.jsonl", "UTF-8"),
+        ("object.json", "a dict came; a list"),
+        ("text.txt", "a .jsonl, .jsonl.gz, .json"),
+        ("empty.jsonl", "no conversations"),
+        ("absent.jsonl", "does not exist"),
+        ("absent.json", "does not exist"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            read_conversations(tmp_path / name)
+
+
+def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path) -> None:
+    """A recipe with a limit must give the same prompts again."""
+    path = write(tmp_path / "many.jsonl", [{"prompt": f"question {i}"} for i in range(50)])
+    assert [one.id for one in read_conversations(path, limit=3)] == ["many-0", "many-1", "many-2"]
+    sample = read_conversations(path, limit=10, seed=1)
+    assert sample == read_conversations(path, limit=10, seed=1) != read_conversations(path, limit=10, seed=2)
+    with pytest.raises(DataError, match="limit 0"):
+        read_conversations(path, limit=0)
+
+
+def test_several_sources_take_turns_and_keep_ids_apart(tmp_path: Path) -> None:
+    """A limit must not spend itself on the first file, and equal ids must not swallow each other's rollouts."""
+    one = write(tmp_path / "one.jsonl", [{"id": name, "prompt": name} for name in "abc"])
+    two = write(tmp_path / "two.jsonl", [{"id": "a", "prompt": "4"}])
+    assert [c.id for c in read_conversations([one, two], limit=3)] == ["a", "a#2", "b"]
+
+
+def test_written_conversations_are_read_again(tmp_path: Path) -> None:
+    """The prompts stage writes what the rollouts stage reads."""
+    conversations = [Conversation("a", ({"role": "user", "content": "naïve 東京\n\u2028?"},))]
+    assert write_conversations(tmp_path / "p.jsonl", conversations, {"a": {"source": "test"}}) == 1
+    assert read_conversations(tmp_path / "p.jsonl") == conversations
+    assert next(read_rows(tmp_path / "p.jsonl"))[1]["provenance"] == {"source": "test"}
+
+
+@pytest.mark.parametrize("limit, seed", [(None, None), (2, None), (2, 5)])
+def test_datasets_from_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, seed: int | None
+) -> None:
+    """`hub:` and directories go through `datasets`; a local path stands in for the hub, streaming included."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": f"question {i}"} for i in range(5)]
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write(folder / "train.jsonl", rows)
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    for source in (f"hub:{folder}:train", str(folder), str(saved), f"hub:{saved}"):
+        assert len(read_conversations(source, limit=limit, seed=seed)) == (limit or 5)
+    with pytest.raises(DataError, match="split 'nope'"):
+        read_conversations(f"hub:{folder}:nope")
+
+
+def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
+    """Appending behind half a line would corrupt two rows and stop every later reader."""
+    path = tmp_path / "rows.jsonl"
+    for torn in ('{"a": 1}\n{"b": ', '{"a": 1}\n' + '{"b": "' + "x" * 200_000, '{"a": 1}\n'):
+        path.write_text(torn)
+        with RowAppender(path) as rows:
+            rows.append({"c": "東"})
+        assert [row for _, row in read_rows(path)] == [{"a": 1}, {"c": "東"}]
+    path.write_text("torn from the first byte")
+    with RowAppender(path) as rows:
+        rows.append({"c": 3})
+    assert [row for _, row in read_rows(path)] == [{"c": 3}]

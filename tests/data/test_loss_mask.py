@@ -1,0 +1,120 @@
+"""The response mask marks exactly what the target wrote, on the templates of three families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.chat_template import ChatTemplateError, prompt_ids
+from toolkit.data.loss_mask import LossMaskError, preview, response_mask, spans
+
+TokenizerOf = Callable[[str], PreTrainedTokenizerFast]
+ENDS = {"chatml": "<|im_end|>", "chatml-tagged": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+CONVERSATION = [
+    {"role": "user", "content": "How do I cook rice? assistant\n"},
+    {"role": "assistant", "content": "Wash it, then boil it.\n\nYes — naïve 東京."},
+    {"role": "user", "content": "Wash it, then boil it."},
+    {"role": "assistant", "content": "Certainly."},
+]
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_marked_text_is_the_answers_with_their_end_of_turn(tokenizer_of: TokenizerOf, family: str) -> None:
+    """A newline, a header or the user's words in the mask would train the head on what the target never writes."""
+    tokenizer = tokenizer_of(family)
+    ids, mask = response_mask(tokenizer, CONVERSATION)
+    written = [tokenizer.decode(ids[start:end]) for start, end in spans(mask)]
+    assert written == [CONVERSATION[1]["content"] + ENDS[family], "Certainly." + ENDS[family]]
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_ids_are_those_of_the_template_itself(tokenizer_of: TokenizerOf, family: str) -> None:
+    """A second BOS or another tokenisation would shift every position against serving."""
+    tokenizer = tokenizer_of(family)
+    ids, _ = response_mask(tokenizer, CONVERSATION)
+    assert ids == tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_generation_prompt_is_no_response(tokenizer_of: TokenizerOf, family: str) -> None:
+    """The form in which the next answer is asked for: earlier answers are marked, the header that follows is not."""
+    tokenizer = tokenizer_of(family)
+    ids, mask = response_mask(tokenizer, CONVERSATION[:3], add_generation_prompt=True)
+    assert ids == prompt_ids(tokenizer, CONVERSATION[:3])
+    assert len(spans(mask)) == 1 and not mask[-1]
+    assert response_mask(tokenizer, CONVERSATION[:1], add_generation_prompt=True)[1].count(True) == 0
+
+
+@pytest.mark.parametrize("content", ["", "   ", "  two spaces around  ", "\n\nnewlines\n"])
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_spaces_around_an_answer_keep_its_end(tokenizer_of: TokenizerOf, family: str, content: str) -> None:
+    """Templates that trim, and byte-level offsets that trim, must not lose the end-of-turn id or take the newline."""
+    tokenizer = tokenizer_of(family)
+    ids, mask = response_mask(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": content}])
+    ((start, end),) = spans(mask)
+    assert tokenizer.decode(ids[start:end]) == (content.strip() if family == "llama3" else content) + ENDS[family]
+
+
+def test_default_system_prompt_is_no_obstacle(tokenizer_of: TokenizerOf) -> None:
+    """SmolLM2's template invents a system turn when there is none, and keeps a given one."""
+    tokenizer = tokenizer_of("chatml")
+    system = {"role": "system", "content": "Yes."}
+    ids, mask = response_mask(tokenizer, [system, *CONVERSATION[:2]])
+    assert len(spans(mask)) == 1 and "helpful" not in tokenizer.decode(ids)
+    assert "helpful" in tokenizer.decode(response_mask(tokenizer, CONVERSATION[:2])[0])
+
+
+def test_template_without_end_of_turn_marks_the_words_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With no special id after an answer, the newline and the next speaker's name stay outside."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    ids, mask = response_mask(tokenizer, CONVERSATION)
+    written = [tokenizer.decode(ids[start:end]).strip() for start, end in spans(mask)]
+    assert written == [CONVERSATION[1]["content"], "Certainly."]
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for m in messages %}{{ m['role'] + messages | length | string }}{% endfor %}", "no prefix"),
+        ("{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}", "rewrites answers"),
+    ],
+)  # fmt: skip
+def test_unlocatable_answers_are_an_error(tokenizer: PreTrainedTokenizerFast, template: str, message: str) -> None:
+    """Templates that rewrite history must not be masked by guess."""
+    tokenizer.chat_template = template
+    with pytest.raises(LossMaskError, match=message):
+        response_mask(tokenizer, CONVERSATION)
+
+
+def test_conversations_without_answers_are_an_error(tokenizer_of: TokenizerOf) -> None:
+    """Zero supervised ids would be a training that silently learns nothing."""
+    for family in ENDS:
+        with pytest.raises(LossMaskError, match="no response ids"):
+            response_mask(tokenizer_of(family), CONVERSATION[:1])
+    with pytest.raises(LossMaskError, match="begins with an assistant"):
+        response_mask(tokenizer_of("chatml"), CONVERSATION[1:])
+
+
+def test_template_errors_say_what_the_template_says(
+    tokenizer_of: TokenizerOf, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A refused role and an absent template are the user's to mend, so they must be named."""
+    with pytest.raises(ChatTemplateError, match="System role not supported"):
+        response_mask(tokenizer_of("gemma"), [{"role": "system", "content": "x"}, *CONVERSATION])
+    tokenizer.chat_template = None
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        response_mask(tokenizer, CONVERSATION)
+
+
+def test_preview_colours_exactly_the_response(tokenizer_of: TokenizerOf) -> None:
+    """What a user checks by eye must be what is trained on."""
+    tokenizer = tokenizer_of("chatml")
+    shown = preview(tokenizer, *response_mask(tokenizer, CONVERSATION[:2]))
+    assert shown.count("\x1b[32m") == 1
+    assert shown.split("\x1b[32m")[1] == f"{CONVERSATION[1]['content']}<|im_end|>\x1b[0m\n"

@@ -1,0 +1,137 @@
+"""Which ids of a rendered conversation the target answered with: the response mask.
+
+From the {% generation %} tags of the chat template where it has them; else from rendered prefixes: everything up to an
+answer, rendered with the generation prompt, is a prefix of the whole text, so the answer begins where it ends. The
+whole text is tokenised once and read by character offsets; prefixes are never tokenised: ids at a cut may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat_template import (
+    ChatTemplateError,
+    Message,
+    encode_with_answers,
+    render_text,
+    special_ids,
+    template_text,
+)
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class LossMaskError(ChatTemplateError):
+    """The response ids of a conversation cannot be told apart, or there are none."""
+
+
+def response_mask(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Ids of the rendered conversation, and per id whether it belongs to an answer.
+
+    An answer is its own ids and the end-of-turn id after it; neither the template's text after that (a newline) nor the
+    generation prompt. Where the template has {% generation %} tags, they alone decide.
+    Raises `LossMaskError` when the answers cannot be located or hold no id at all. (With `add_generation_prompt`, the
+    form in which a further answer is asked for, a conversation without answers is fine.)
+    """
+    if _GENERATION_TAG.search(template_text(tokenizer)):
+        ids, mask = encode_with_answers(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    else:
+        ids, mask = _from_prefixes(tokenizer, messages, add_generation_prompt)
+    if not any(mask) and not add_generation_prompt:
+        roles = ", ".join(message["role"] for message in messages)
+        raise LossMaskError(f"no response ids in a conversation of roles [{roles}]; it needs an assistant's answer")
+    return ids, mask
+
+
+def spans(mask: Sequence[bool]) -> list[list[int]]:
+    """The runs of True as [start, end) pairs."""
+    padded = [False, *mask, False]
+    edges = [index for index in range(len(mask) + 1) if padded[index] != padded[index + 1]]
+    return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def preview(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]) -> str:
+    """The text with its response ids in green, for a terminal."""
+    parts: list[str] = []
+    cursor = 0
+    for start, end in [*spans(mask), [len(ids), len(ids)]]:
+        parts.append(tokenizer.decode(list(ids[cursor:start])))
+        if start < end:
+            parts.append(f"\x1b[32m{tokenizer.decode(list(ids[start:end]))}\x1b[0m")
+        cursor = end
+    return "".join(parts)
+
+
+# ChatML, one answer:   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n
+#                       |---------------------- prompt -------------------------||-||--- tail ---|
+#                                                                          answer
+# Response: the ids that begin inside the answer, then those of the tail up to its first special id (end of turn).
+def _from_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+) -> tuple[list[int], list[bool]]:
+    if not tokenizer.is_fast:
+        raise LossMaskError(
+            f"{type(tokenizer).__name__} gives no character offsets; a fast tokenizer (tokenizer.json) is needed, "
+            "or a chat template with {% generation %} tags"
+        )
+    text = render_text(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, starts = list(encoded["input_ids"]), _starts(encoded["offset_mapping"])
+    specials = special_ids(tokenizer)
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        begin, answer_end, turn_end = _answer_characters(tokenizer, messages, index, text)
+        tail: list[int] = []
+        for at, start in enumerate(starts):
+            if begin <= start < answer_end:
+                mask[at] = True
+            elif answer_end <= start < turn_end:
+                tail.append(at)
+        ended = next((place for place, at in enumerate(tail) if ids[at] in specials), None)
+        for at in tail[: ended + 1] if ended is not None else ():
+            mask[at] = True
+    return ids, mask
+
+
+def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """First character of each token. Byte-level offsets are trimmed of spaces: a token of only spaces has none left."""
+    starts: list[int] = []
+    reached = 0
+    for start, end in offsets:
+        starts.append(reached if start == end else start)
+        reached = max(reached, end)
+    return starts
+
+
+def _answer_characters(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str
+) -> tuple[int, int, int]:
+    """Where answer `index` begins, where its words end, and where its turn ends, as characters of `text`."""
+    if index == 0:
+        raise LossMaskError("a conversation begins with an assistant's message; it needs a user's message before it")
+    prompt = render_text(tokenizer, messages[:index], add_generation_prompt=True)
+    turn = render_text(tokenizer, messages[: index + 1])
+    for part, what in ((prompt, "before it, with the generation prompt,"), (turn, "up to it")):
+        if not text.startswith(part):
+            raise LossMaskError(
+                f"message {index} cannot be located: the conversation {what} renders to text that is no prefix of the "
+                "whole. The template rewrites earlier turns; put {% generation %} tags around the answers in it"
+            )
+    begin = len(prompt)
+    spaces = len(text[begin:]) - len(text[begin:].lstrip())
+    words = messages[index]["content"].strip()
+    if not words:
+        return begin, begin, len(turn)
+    if not text.startswith(words, begin + spaces):
+        raise LossMaskError(
+            f"message {index} cannot be located: {words[:40]!r} is expected after the generation prompt, the template "
+            f"wrote {text[begin : begin + 40]!r}. It rewrites answers; put {{% generation %}} tags around them in it"
+        )
+    return begin, begin + spaces + len(words), len(turn)
