@@ -19,6 +19,11 @@ from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kin
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def _passing(default: Any) -> Any:
+    """A field that does not decide the result of its stage."""
+    return field(default=default, metadata={"passing": True})
+
+
 def _need(ok: bool, key: str, value: object, needed: str) -> None:
     if not ok:
         raise RecipeError(f"{key} = {value!r}, but {needed} is needed")
@@ -55,7 +60,7 @@ class PromptSettings:
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 96
-    batch_size: int = 64
+    batch_size: int = _passing(64)
     min_words: int = 3
 
     def __post_init__(self) -> None:
@@ -71,7 +76,7 @@ class RolloutSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 160
-    batch_size: int = 64
+    batch_size: int = _passing(64)
     held_out: float = 0.05
 
     def __post_init__(self) -> None:
@@ -97,7 +102,7 @@ class TokenMapSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """EAGLE-3 training (arXiv 2503.01840). Lengths in tokens, batches in sequences, `max_minutes` of wall time."""
+    """EAGLE-3 training (arXiv 2503.01840). Lengths in tokens, batches in sequences; the schedule counts steps."""
 
     ttt_steps: int = 4  # steps of the training-time test, K
     step_decay: float = 0.8  # step k weighs step_decay^k
@@ -105,27 +110,26 @@ class TrainSettings:
     warmup_ratio: float = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
-    micro_batch: int = 8  # in one forward of one process
+    micro_batch: int = _passing(8)  # in one forward of one process
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
-    max_minutes: float | None = None
     clip: float = 0.5
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     init: Literal["target", "random"] = "target"
     precision: Literal["bf16", "fp32"] = "bf16"
-    save_every: int = 50
+    save_every: int = _passing(50)
     eval_every: int = 25
-    keep_states: int = 2
-    wandb: bool = False
-    wandb_project: str = "toolkit"
+    keep_states: int = _passing(2)
+    wandb: bool = _passing(False)
+    wandb_project: str = _passing("toolkit")
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
     mask_shift: int = 0  # shifts the loss mask; anything but 0 is an experiment that shows what the exact mask is worth
 
     def __post_init__(self) -> None:
         counts = ("ttt_steps", "global_batch", "micro_batch", "max_length", "max_steps", "save_every", "eval_every")
-        _positive(self, "train", *counts, "keep_states", "learning_rate", "epochs", "max_minutes", "clip")
+        _positive(self, "train", *counts, "keep_states", "learning_rate", "epochs", "clip")
         _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
         _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
         _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
@@ -209,12 +213,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as plain JSON-ready values (tuples become lists)."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, tuple) else value
+    return _plain(dataclasses.asdict(recipe))
 
-    return plain(dataclasses.asdict(recipe))
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def result_settings(section: Any) -> dict[str, Any]:
+    """The keys of one section that decide its result, as JSON-ready values.
+
+    Left out are keys that only say how the work is cut up, stored or shown: a cut-off stage may go on with others.
+    """
+    return {
+        entry.name: _plain(getattr(section, entry.name))
+        for entry in dataclasses.fields(section)
+        if not entry.metadata.get("passing")
+    }
 
 
 def print_config(recipe: Recipe) -> None:

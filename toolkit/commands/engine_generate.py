@@ -1,0 +1,53 @@
+"""The bundled engine as the `generate` callable that prompts and rollouts are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
+from toolkit.infer.engine import Engine
+from toolkit.infer.request import Request
+from toolkit.infer.sampling_params import SamplingParams
+
+
+def engine_generate(engine: Engine, *, max_batch: int, draft_used: str | None = None) -> GenerateFn:
+    """`generate` over `engine`, which runs up to `max_batch` requests at once and takes the next as soon as one ends.
+
+    `draft_used` goes into every result's provenance. Leaving the loop early (an error, Ctrl-C) aborts what runs.
+    """
+
+    def generate(requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        waiting = iter(enumerate(requests))
+        running: dict[int, tuple[int, Request]] = {}
+        try:
+            # One request ahead of the batch's size, so that the engine never steps with a free row.
+            while _fill(engine, waiting, running, max_batch + 1):
+                for request in engine.step():
+                    if request.finish_reason is not None:
+                        index, _ = running.pop(id(request))
+                        yield index, GenerationResult(list(request.output_ids), request.finish_reason, draft_used)
+        finally:
+            for _, request in running.values():
+                engine.abort(request)
+
+    return generate
+
+
+def _fill(
+    engine: Engine,
+    waiting: Iterator[tuple[int, GenerationRequest]],
+    running: dict[int, tuple[int, Request]],
+    limit: int,
+) -> bool:
+    """Hand over requests until `limit` run or wait in the engine; False when nothing is left to do."""
+    while len(running) < limit:
+        following = next(waiting, None)
+        if following is None:
+            break
+        index, wanted = following
+        params = SamplingParams(
+            temperature=wanted.temperature, top_p=wanted.top_p, max_tokens=wanted.max_tokens, seed=wanted.seed
+        )
+        request = engine.add_request(wanted.prompt_ids, params)
+        running[id(request)] = (index, request)
+    return bool(running)

@@ -1,0 +1,133 @@
+"""Starting the training processes: the `accelerate launch` line, threads per process, signals and exit status."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.recipe import REPOSITORY
+
+ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
+TRAIN_SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class LaunchError(ValueError):
+    """A launch line that cannot work."""
+
+
+def physical_cores() -> int:
+    """Cores this process may use: its affinity, hardware threads of one core counted once, and the cgroup's quota."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _cgroup_cores() or len(cores)))
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_cores() -> int | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else max(1, round(int(quota) / int(period)))
+
+
+def set_threads(processes: int = 1) -> int:
+    """Set OMP_NUM_THREADS for this process and its children unless the user did; returns it. Call before torch loads."""
+    return int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // processes))))
+
+
+def default_processes() -> int:
+    """One training process a GPU, or one in all."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None) -> list[str]:
+    """The command that trains. Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files."""
+    if processes < 1:
+        raise LaunchError(f"{processes} training processes came; at least 1 is needed")
+    config = config_file or ACCELERATE_CONFIG
+    for needed in (config, TRAIN_SCRIPT):
+        if not needed.is_file():
+            raise FileNotFoundError(f"no {needed}; training starts from a clone of the repository (`pip install -e .`)")
+    line = ["accelerate", "launch", "--config_file", _short(config), "--num_processes", str(processes)]
+    # Port 0 lets accelerate choose a free one, so that two trainings can share a machine.
+    return [*line, "--main_process_port", "0", _short(TRAIN_SCRIPT), "--recipe", str(recipe), *overrides]
+
+
+def run_training(line: Sequence[str]) -> int:
+    """Print `line`, run it, and return its exit status (128 + signal number when a signal ended it)."""
+    print(f"$ OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {shlex.join(line)}", file=sys.stderr, flush=True)
+    # The same interpreter's accelerate, wherever the PATH points.
+    return run_child([sys.executable, "-m", "accelerate.commands.launch", *line[2:]], dict(os.environ))
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a child that gets our termination signals and does not outlive us; returns its exit status as a shell would.
+
+    Ctrl-C reaches the child through the terminal; we wait for it to end before KeyboardInterrupt goes on.
+    """
+    child = subprocess.Popen(command, env=dict(environment), preexec_fn=_die_with_parent())
+
+    def pass_on(number: int, frame: Any) -> None:
+        child.send_signal(number)
+
+    former = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        status = child.wait()
+    except KeyboardInterrupt:
+        _end(child)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if child.poll() is None:
+            _end(child)
+    return status if status >= 0 else 128 - status
+
+
+def _end(child: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
+    for stop in (lambda: None, child.terminate, child.kill):
+        stop()
+        try:
+            child.wait(patience_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux the kernel sends the launcher SIGTERM when we vanish, and it takes its workers along.
+
+    Otherwise a SIGKILLed `toolkit run` would leave a trainer that writes into the folder the next run resumes from.
+    """
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def arrange() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # we vanished between fork and prctl
+            os._exit(1)
+
+    return arrange
+
+
+def _short(path: Path) -> str:
+    """`path` from the working directory where it lies below it, so that the printed line can be typed."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,215 @@
+"""Running the stages of a pipeline: skip what is up to date, resume what was cut off, redo what changed.
+
+For each stage, in order, the folder's manifest is compared with what the recipe and the input files are now:
+
+    no manifest, no files         run it
+    no manifest, but files        set them aside (nobody knows what they were made from), run it
+    settings or inputs changed    set this stage's files and those of all later stages aside, run it
+    same, status "running"        it was cut off: run it again over its own partial files, which it continues
+    same, status "done"           skip it
+
+Nothing is deleted: what is set aside moves to <run>/replaced/<time>/. A stage's own folder, with its manifest, moves
+last, and later stages move before earlier ones, so a kill at any moment leaves a state that leads to the same decision.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.commands.manifest import FILE_NAME, FileMark, Manifest, differences, mark_files, read_manifest
+
+State = Literal["new", "unknown", "changed", "interrupted", "incomplete", "done"]
+
+
+class PipelineError(ValueError):
+    """A stage that cannot start, did not end well, or a run folder that is in use."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. Paths are relative to the run folder.
+
+    outputs: files that exist when it is done. makes: what it writes outside its own folder. settings: the part of the
+    recipe that decides its result. inputs: name -> file, looked up when the stage's turn comes. work: does it, over
+    partial files of its own if there are any, and returns a headline such as "640 prompts".
+    """
+
+    name: str
+    folder: str
+    outputs: tuple[str, ...]
+    settings: Mapping[str, Any]
+    inputs: Callable[[], Mapping[str, Path]]
+    work: Callable[[], str]
+    makes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a stage; `seconds` is what its last working session took, `worked` whether that was now."""
+
+    stage: str
+    worked: bool
+    seconds: float
+    headline: str
+
+
+@dataclass
+class _Look:
+    state: State
+    why: str
+    marks: dict[str, FileMark]
+    manifest: Manifest | None
+
+
+def run_stages(
+    run_dir: Path,
+    stages: Sequence[Stage],
+    *,
+    only: str | None = None,
+    force: str | None = None,
+    until: str | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Outcome]:
+    """Bring the stages up to date, in order; `only` one of them, or up to and with `until`. `force` redoes from a stage on.
+
+    Raises `PipelineError`: unknown stage name, missing input, folder in use, or a stage that failed.
+    """
+    names = [stage.name for stage in stages]
+    for option, wanted in (("--force", force), ("--until", until), ("stage", only)):
+        if wanted is not None and wanted not in names:
+            raise PipelineError(f"{option} {wanted}: no such stage; the stages are {', '.join(names)}")
+    outcomes = []
+    with _lock(run_dir):
+        for position, stage in enumerate(stages):
+            if only in (None, stage.name):
+                if stage.name == force:
+                    _set_aside(run_dir, stages[position:], say)
+                label = f"[{position + 1}/{len(stages)}] {stage.name:<10}"
+                outcomes.append(_bring_up_to_date(run_dir, stages[position:], label, say))
+            if stage.name == until:
+                break
+    return outcomes
+
+
+def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str, say: Callable[[str], None]) -> Outcome:
+    stage = stages[0]
+    look = _look(run_dir, stage)
+    if look.state == "done" and look.manifest is not None:
+        if look.marks != look.manifest.inputs:  # same contents with another time: spare the next run the hashing
+            look.manifest.inputs = look.marks
+            look.manifest.write(_manifest_path(run_dir, stage))
+        made = (look.manifest.finished or "")[:16].replace("T", " ")
+        say(f"{label} skipped, up to date ({look.manifest.headline}, {made})")
+        return Outcome(stage.name, False, look.manifest.seconds, look.manifest.headline)
+    say(f"{label} {look.why}")
+    if look.state in ("unknown", "changed", "incomplete"):
+        _set_aside(run_dir, stages, say)
+    return _work(run_dir, stage, look, label, say)
+
+
+def _look(run_dir: Path, stage: Stage) -> _Look:
+    manifest = read_manifest(_manifest_path(run_dir, stage))
+    inputs = stage.inputs()
+    for name, path in inputs.items():
+        if not path.is_file():
+            raise PipelineError(f"stage {stage.name} needs {path} ({name}), which does not exist; run the stage before it")
+    marks = mark_files(inputs, manifest.inputs if manifest else {})
+    if manifest is None:
+        existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
+        if existing:
+            return _Look("unknown", f"{existing[0]} has files but no manifest: starting afresh", marks, None)
+        return _Look("new", "started", marks, None)
+    reasons = differences(manifest, stage.settings, marks)
+    if reasons:
+        more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
+        return _Look("changed", f"redone, because {'; '.join(reasons[:3])}{more}", marks, manifest)
+    if manifest.status != "done":
+        return _Look("interrupted", f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", marks, manifest)
+    missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
+    if missing:
+        return _Look("incomplete", f"redone, because {missing[0]} is gone", marks, manifest)
+    return _Look("done", "", marks, manifest)
+
+
+def _work(run_dir: Path, stage: Stage, look: _Look, label: str, say: Callable[[str], None]) -> Outcome:
+    resumed = look.state == "interrupted" and look.manifest is not None
+    manifest = Manifest(
+        stage=stage.name,
+        status="running",
+        settings=dict(stage.settings),
+        inputs=look.marks,
+        started=look.manifest.started if resumed and look.manifest else _now(),
+        sessions=look.manifest.sessions + 1 if resumed and look.manifest else 1,
+    )
+    path = _manifest_path(run_dir, stage)
+    manifest.write(path)
+    begin = time.monotonic()
+    headline = stage.work()
+    missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
+    if missing:
+        raise PipelineError(f"stage {stage.name} ended, but {', '.join(missing)} is not in {run_dir}")
+    manifest.status, manifest.headline, manifest.finished = "done", headline, _now()
+    manifest.seconds, manifest.versions = time.monotonic() - begin, _versions()
+    manifest.write(path)
+    say(f"{label} done in {manifest.seconds / 60:.1f} min ({headline})")
+    return Outcome(stage.name, True, manifest.seconds, headline)
+
+
+def _versions() -> dict[str, Any]:
+    from toolkit.bench.records import versions  # after the work, when torch is loaded anyway
+
+    return versions()
+
+
+def _set_aside(run_dir: Path, stages: Sequence[Stage], say: Callable[[str], None]) -> None:
+    """Move the files of these stages to <run>/replaced/<time>, the last stage first, each one's manifest last."""
+    attic = run_dir / "replaced" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    moved = False
+    for stage in reversed(stages):
+        for place in _places(run_dir, stage):
+            if place.exists():
+                to = attic / place.relative_to(run_dir)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                place.rename(to)
+                moved = True
+    if moved:
+        say(f"      earlier files of {', '.join(stage.name for stage in stages)} are now in {attic}")
+
+
+def _places(run_dir: Path, stage: Stage) -> list[Path]:
+    return [run_dir / name for name in (*stage.makes, stage.folder)]
+
+
+def _holds_files(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(entry.is_file() for entry in path.rglob("*")))
+
+
+def _manifest_path(run_dir: Path, stage: Stage) -> Path:
+    return run_dir / stage.folder / FILE_NAME
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+@contextmanager
+def _lock(run_dir: Path) -> Iterator[None]:
+    """One run at a time in a folder; the kernel frees the lock when the process ends, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(f"another toolkit process works in {run_dir}; wait for it, or choose another run_dir") from None
+        yield
