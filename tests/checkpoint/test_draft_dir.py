@@ -1,0 +1,125 @@
+"""The draft directory round-trips bitwise and every kind of damage is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
+from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.weights import WeightsError, load_tensors, save_tensors
+
+
+@pytest.fixture
+def saved(tiny_draft, tiny_target, tmp_path):
+    meta = {"target": {"name": "tiny", "fingerprint": tiny_target.fingerprint}}
+    return save_draft(
+        tmp_path / "ckpt", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta
+    )
+
+
+def _rewrite(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_tensors(path)
+    change(tensors)
+    save_tensors(path, tensors)
+
+
+def test_round_trip_is_bitwise(saved, tiny_draft):
+    """Would break if a tensor were cast, renamed or left out on the way to disk and back."""
+    loaded = load_draft(saved)
+    assert loaded.head.config == tiny_draft.head.config
+    assert loaded.token_map == tiny_draft.token_map
+    for name, value in tiny_draft.head.state_dict().items():
+        assert torch.equal(loaded.head.state_dict()[name], value), name
+
+
+def test_fifteen_tensors_in_the_field_names(saved):
+    """vLLM and SGLang look these names up; a renamed one is silently random there."""
+    names = set(load_tensors(saved / "model.safetensors"))
+    layer = {"hidden_norm", "input_layernorm", "post_attention_layernorm"}
+    layer |= {f"self_attn.{p}_proj" for p in "qkvo"} | {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+    expected = {"d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight"} | {f"midlayer.{n}.weight" for n in layer}
+    assert names == expected and len(names) == 15
+
+
+def test_missing_tensor(saved):
+    _rewrite(saved, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(WeightsError, match="missing: lm_head.weight"):
+        load_draft(saved)
+
+
+def test_unexpected_tensor(saved):
+    _rewrite(saved, lambda tensors: tensors.update(extra=torch.zeros(2)))
+    with pytest.raises(WeightsError, match="unexpected: extra"):
+        load_draft(saved)
+
+
+def test_wrong_shape(saved):
+    _rewrite(saved, lambda tensors: tensors.update({"fc.weight": torch.zeros(3, 4)}))
+    with pytest.raises(WeightsError, match=r"wrong shape: fc.weight \(3, 4\) \(needed \(64, 192\)\)"):
+        load_draft(saved)
+
+
+def test_truncated_file(saved):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(WeightsError, match="cut short"):
+        load_draft(saved)
+
+
+def test_duplicate_in_the_map_is_refused(saved):
+    """A duplicate id would offer one token twice as siblings, which makes sampled verification inexact."""
+
+    def change(tensors):
+        tensors["d2t"][5] = tensors["d2t"][4] - 1
+
+    _rewrite(saved, change)
+    with pytest.raises(TokenMapError, match="duplicate"):
+        load_draft(saved)
+
+
+def test_map_halves_that_disagree(saved):
+    _rewrite(saved, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
+    with pytest.raises(WeightsError, match="same token map"):
+        load_draft(saved)
+
+
+def test_not_a_draft_directory(tmp_path):
+    with pytest.raises(DraftDirError, match="no config.json"):
+        load_draft(tmp_path)
+
+
+def test_config_lacks_a_key(saved):
+    config = json.loads((saved / "config.json").read_text())
+    del config["head_dim"]
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DraftDirError, match="lacks head_dim"):
+        load_draft(saved)
+
+
+def test_foreign_config(saved):
+    config = json.loads((saved / "config.json").read_text())
+    del config["toolkit"]
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DraftDirError, match="no `toolkit` block"):
+        load_draft(saved)
+
+
+def test_head_of_another_target(saved, tiny_target):
+    loaded = load_draft(saved)
+    check_draft_matches(loaded, tiny_target)
+    object.__setattr__(loaded.head.config, "vocab_size", 7)
+    with pytest.raises(DraftDirError, match="vocab_size 7"):
+        check_draft_matches(loaded, tiny_target)
+
+
+def test_a_bad_head_is_not_saved(tiny_draft, tmp_path):
+    """Saving something that cannot be read back must fail before a file is written."""
+    state = dict(tiny_draft.head.state_dict())
+    del state["norm.weight"]
+    with pytest.raises(WeightsError, match="missing: norm.weight"):
+        save_draft(tmp_path / "ckpt", state, tiny_draft.head.config, tiny_draft.token_map, {})
+    assert not (tmp_path / "ckpt").exists()

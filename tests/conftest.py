@@ -1,0 +1,108 @@
+"""A tiny random target with a tokenizer trained here, and an untrained draft head for it: no downloads, no GPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.target.features import default_aux_layer_ids
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = (
+    "the quick brown fox jumps over the lazy dog while seven wizards count apples and write short stories about rivers, "
+    "trains, numbers 0 1 2 3 4 5 6 7 8 9 and the weather in spring; system user assistant You are helpful."
+)
+DRAFT_VOCAB = 160
+
+torch.set_num_threads(1)
+
+
+def train_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ChatML's specials and template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([WORDS] * 8, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    wrapped.chat_template = CHATML
+    return wrapped
+
+
+def build_target(layers: int = 7, seed: int = 0) -> Target:
+    """A random fp32 Llama (hidden 64, 4 heads, 2 kv heads) with the tokenizer above."""
+    tokenizer = train_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    return Target(model=LlamaForCausalLM(config), tokenizer=tokenizer, name="tiny", revision=None)
+
+
+def build_draft(target: Target, draft_vocab_size: int = DRAFT_VOCAB, seed: int = 1) -> DraftCheckpoint:
+    """An untrained head; its draft vocabulary is a random subset that holds the stop ids."""
+    torch.manual_seed(seed)
+    config = Eagle3Config.from_target_config(
+        target.config,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layer_ids=default_aux_layer_ids(target.n_layers),
+    )
+    head = Eagle3Head(config).eval().requires_grad_(False)
+    forced = sorted(target.stop_ids)
+    others = [token for token in torch.randperm(target.vocab_size).tolist() if token not in target.stop_ids]
+    token_map = TokenMap.from_ids(forced + others[: draft_vocab_size - len(forced)], target.vocab_size)
+    return DraftCheckpoint(head=head, token_map=token_map)
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Target:
+    return build_target()
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny_target: Target) -> DraftCheckpoint:
+    return build_draft(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory):
+    """The tiny target as a Hugging Face directory on disk."""
+    directory = tmp_path_factory.mktemp("tiny-target")
+    tiny_target.model.save_pretrained(directory)
+    tiny_target.tokenizer.save_pretrained(directory)
+    return directory

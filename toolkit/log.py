@@ -1,0 +1,42 @@
+"""Messages and progress on stderr, so that stdout stays the result's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+def get_logger(name: str) -> logging.Logger:
+    """A logger that writes `toolkit: message` lines to stderr; its level comes from TOOLKIT_LOG (default info)."""
+    root = logging.getLogger("toolkit")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s" if _debug() else "toolkit: %(message)s"))
+        root.addHandler(handler)
+        root.setLevel(os.environ.get("TOOLKIT_LOG", "info").upper())
+        root.propagate = False
+    return logging.getLogger(name if name.startswith("toolkit") else f"toolkit.{name}")
+
+
+def _debug() -> bool:
+    return os.environ.get("TOOLKIT_LOG", "").lower() == "debug"
+
+
+def progress(total: int | None, what: str, unit: str = "", initial: int = 0) -> Any:
+    """A tqdm bar on stderr with a time estimate; a line every 15 seconds where stderr is no terminal."""
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        desc=what,
+        unit=f" {unit}" if unit else "it",
+        initial=initial,
+        mininterval=0.2 if terminal else 15.0,
+        dynamic_ncols=terminal,
+        ncols=None if terminal else 100,
+        file=sys.stderr,
+        smoothing=0.05,
+    )

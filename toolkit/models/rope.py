@@ -1,0 +1,53 @@
+"""Rotary position embedding (arXiv 2104.09864) as Hugging Face's Llama computes it, with its scaling rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+# The other types change their frequencies with the length of the sequence, which a table cannot follow.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Rope:
+    """cos/sin tables in fp32. Not a module: casting the head to bf16 must not round its frequencies."""
+
+    def __init__(self, rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> None:
+        rope_type = rope_parameters.get("rope_type", "default")
+        if rope_type not in STATIC_ROPE_TYPES:
+            raise ValueError(
+                f"rope_type {rope_type!r} is not supported in a draft head; {', '.join(STATIC_ROPE_TYPES)} are"
+            )
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters=dict(rope_parameters),
+        )
+        source = LlamaRotaryEmbedding(config)
+        self._inv_freq = source.inv_freq.float().cpu()
+        self._scaling = float(source.attention_scaling)
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, head_dim] for `positions` [T] in the device and dtype of `like`; all positions < `reach`."""
+        key = (like.device, like.dtype)
+        if key not in self._tables or self._tables[key][0].shape[0] < reach:
+            size = max(512, 1 << (reach - 1).bit_length())
+            angles = torch.outer(torch.arange(size, dtype=torch.float32), self._inv_freq.to("cpu"))
+            angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+            self._tables[key] = (
+                (angles.cos() * self._scaling).to(*key),
+                (angles.sin() * self._scaling).to(*key),
+            )
+        cos, sin = self._tables[key]
+        return cos[positions], sin[positions]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply the rotation to `x` [T, heads, head_dim]."""
+    return x * cos + rotate_half(x) * sin

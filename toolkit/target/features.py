@@ -1,0 +1,93 @@
+"""Hidden states of the target, taken by hooks while its own forward runs.
+
+Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.target.load import Target, TargetError
+
+
+def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
+    """The three layers EAGLE-3 fuses, as indices into HF `hidden_states` (id k = input of layer k).
+
+    `(2, n//2, n-3)` as EAGLE, vLLM and SGLang take them; models of 4 to 6 layers, where those coincide, get
+    `(1, n//2, n-1)`. Raises `TargetError` below 4 layers.
+    """
+    ids = (2, n_layers // 2, n_layers - 3)
+    if ids[0] < ids[1] < ids[2]:
+        return ids
+    if n_layers >= 4:
+        return (1, n_layers // 2, n_layers - 1)
+    raise TargetError(
+        f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
+        "name them yourself with train.aux_layer_ids=[a,b,c] (0 = the embeddings)"
+    )
+
+
+def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
+    """Raise `TargetError` unless the ids are ascending, distinct and within 0..n_layers."""
+    ids = tuple(aux_layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n_layers:
+        raise TargetError(
+            f"aux_layer_ids {list(ids)} do not fit a target of {n_layers} layers: ascending, distinct ids from 0 "
+            f"(the embeddings) to {n_layers} (the last layer's output) are needed"
+        )
+
+
+class AuxCapture:
+    """Keeps the hidden states that enter the named layers during a forward of the target's body.
+
+    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's output.
+    Install once, run the body, then `take()`. `remove()` takes the hooks off again.
+    """
+
+    def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
+        check_aux_layer_ids(aux_layer_ids, target.n_layers)
+        self.aux_layer_ids = tuple(aux_layer_ids)
+        self._states: dict[int, torch.Tensor] = {}
+        self._handles = []
+        for layer_id in self.aux_layer_ids:
+            module = target.layers[layer_id] if layer_id < target.n_layers else target.final_norm
+            self._handles.append(module.register_forward_pre_hook(self._hook(layer_id), with_kwargs=True))
+
+    def _hook(self, layer_id: int):
+        def keep(_module, args, kwargs):
+            self._states[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def take_each(self) -> list[torch.Tensor]:
+        """The states [B, N, H] of the last forward, in the ids' order; a second call without a forward is an error."""
+        assert len(self._states) == len(self.aux_layer_ids), "no forward of the target ran since the last take"
+        states = [self._states[layer_id] for layer_id in self.aux_layer_ids]
+        self._states = {}
+        return states
+
+    def take(self) -> torch.Tensor:
+        """The states of the last forward side by side, [B, N, A*H]."""
+        return torch.cat(self.take_each(), dim=-1)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What training needs of one target forward: `aux` [B, N, A*H] and `last` [B, N, H] after the final norm."""
+
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
+@torch.no_grad()
+def target_features(target: Target, capture: AuxCapture, input_ids: torch.Tensor) -> TargetFeatures:
+    """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees."""
+    last = target.body(input_ids=input_ids.to(target.device), use_cache=False).last_hidden_state
+    return TargetFeatures(aux=capture.take(), last=last)

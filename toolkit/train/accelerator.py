@@ -1,0 +1,87 @@
+"""accelerate + DeepSpeed, set up so that one process on a laptop and eight GPUs run the same lines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+from toolkit.log import get_logger
+
+log = get_logger(__name__)
+
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
+
+
+def set_threads() -> None:
+    """Share this machine's cores between the local processes, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip: float) -> Accelerator:
+    """An Accelerator over DeepSpeed: the launcher's plugin where one was configured, ZeRO-2 from
+    `recipes/accelerate/zero2.yaml` where not.
+
+    Call it after the target is loaded: at ZeRO stage 3, models loaded later would be sharded.
+    Raises ValueError when the launcher chose another way to distribute.
+    """
+    chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+    for other, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
+        if os.environ.get(other, "false") == "true":
+            raise ValueError(f"the accelerate configuration asks for {name}; this trainer runs on DeepSpeed: "
+                             f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate")
+    _stand_alone_environment()
+    plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())
+    config = plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = micro_batch
+    config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
+    config["gradient_clipping"] = plugin.gradient_clipping = clip
+    # DeepSpeed's own step log would repeat ours.
+    config["steps_per_print"] = 1 << 30
+    handlers: list[Any] = []
+    if not torch.cuda.is_available():
+        _quiet_cpu()
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    return Accelerator(
+        mixed_precision={"bf16": "bf16", "fp32": "no"}[precision],
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=accumulation,
+        kwargs_handlers=handlers,
+    )
+
+
+def _default_plugin() -> dict[str, Any]:
+    if not DEFAULT_CONFIG.is_file():
+        log.info("no recipes/accelerate beside this installation: ZeRO-2 with DeepSpeed's defaults")
+        return {"zero_stage": 2}
+    settings = yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8"))["deepspeed_config"]
+    names = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
+    return {name: settings[name] for name in names if name in settings}
+
+
+def _stand_alone_environment() -> None:
+    """Without a launcher's variables DeepSpeed looks for MPI; a group of one needs none."""
+    if "LOCAL_RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _quiet_cpu() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce (minutes, and a C++ compiler) where gloo serves."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,149 @@
+"""Where a head starts: at random, or from the target's own weights (fewer tokens to a good head).
+
+Shapes: P positions, H hidden size, A auxiliary layers.
+
+The head stands in for the target's last layer one position ahead: it reads position i and must say what that layer says
+at i+1. So its layer starts as the last layer, its `lm_head` and `norm` as the target's, and `fc` as the ridge
+regression from the features at i to the input of the last layer at i+1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from toolkit.data.batches import Batch
+from toolkit.log import get_logger
+from toolkit.models.eagle3 import Eagle3Head
+from toolkit.target.features import AuxCapture
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+
+log = get_logger(__name__)
+
+RANDOM_STD = 0.02
+# Relative to the mean of the Gram matrix's diagonal.
+RIDGE = 1e-3
+# Enough for a map from 3H to H columns at H = 576; wider targets take proportionally more.
+POSITIONS_PER_COLUMN = 12
+
+
+def initialise_random(head: Eagle3Head, seed: int) -> None:
+    """Normal weights of deviation 0.02, norms at one; as published. Draws from its own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * RANDOM_STD)
+
+
+def initialise_from_target(
+    head: Eagle3Head, target: Target, token_map: TokenMap, batches: list[Batch], seed: int
+) -> float | None:
+    """Copy what fits from the target's last layer, norm and output matrix, and solve for `fc` on `batches`.
+
+    Parts whose shapes differ (another attention or MLP than the head's) stay random and are named in the log. Returns
+    the regression's R2, None when no batches came.
+    """
+    initialise_random(head, seed)
+    left = _copy_last_layer(head, target)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
+        _copy_norm(head.norm, target.final_norm, target.hidden_size)
+    if left:
+        log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
+    return _solve_fc(head, target, batches) if batches else None
+
+
+@torch.no_grad()
+def _copy_last_layer(head: Eagle3Head, target: Target) -> list[str]:
+    layer, last = head.midlayer, target.layers[-1]
+    source = dict(last.named_parameters())
+    left = []
+    for name, parameter in layer.named_parameters():
+        value = source.get(name)
+        if name in ("input_layernorm.weight", "hidden_norm.weight"):
+            continue
+        if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+            half = parameter.shape[1] // 2
+            if value is not None and value.shape == (parameter.shape[0], half):
+                # Embedding half first: small and random; the hidden half is the target's own projection.
+                parameter[:, half:].copy_(value)
+                continue
+        elif value is not None and value.shape == parameter.shape:
+            parameter.copy_(value)
+            continue
+        left.append(name)
+    norm = getattr(last, "input_layernorm", None)
+    if norm is None or not _copy_norm(layer.hidden_norm, norm, target.hidden_size):
+        left.append("hidden_norm.weight")
+    return left
+
+
+@torch.no_grad()
+def _copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
+    """Take the scale that the target's norm really applies (some families store w, others 1 + w)."""
+    probe = torch.ones(1, width, device=theirs.weight.device, dtype=theirs.weight.dtype)
+    scale = theirs(probe).float().squeeze(0) * math.sqrt(1.0 + (mine.eps or 0.0))
+    if scale.shape != mine.weight.shape or not torch.isfinite(scale).all() or bool((scale == 0).all()):
+        return False
+    mine.weight.copy_(scale)
+    return True
+
+
+@torch.no_grad()
+def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch]) -> float:
+    """Ridge regression of the last layer's input at i+1 on the features at i; returns R2 on the same positions."""
+    ids = head.config.aux_layer_ids
+    last_input = target.n_layers - 1
+    captured = tuple(sorted({*ids, last_input}))
+    capture = AuxCapture(target, captured)
+    try:
+        columns = head.fc.in_features
+        gram = torch.zeros(columns, columns, dtype=torch.float64, device=target.device)
+        cross = torch.zeros(columns, target.hidden_size, dtype=torch.float64, device=target.device)
+        square, total, positions = 0.0, torch.zeros(target.hidden_size, dtype=torch.float64, device=target.device), 0
+        for batch in batches:
+            target.body(input_ids=batch.input_ids.to(target.device), use_cache=False)
+            states = dict(zip(captured, capture.take_each(), strict=True))
+            pairs = _pairs(batch, target.device)
+            x = torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float()
+            y = states[last_input][:, 1:][pairs].float()
+            gram += (x.T @ x).double()
+            cross += (x.T @ y).double()
+            square += float((y.double() ** 2).sum())
+            total += y.double().sum(0)
+            positions += len(x)
+    finally:
+        capture.remove()
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    weight = torch.linalg.solve(gram, cross)
+    head.fc.weight.copy_(weight.T)
+    residual = square - 2 * float((weight * cross).sum()) + float((weight * (gram @ weight)).sum())
+    return 1.0 - residual / max(square - float((total**2).sum()) / max(positions, 1), 1e-12)
+
+
+def _pairs(batch: Batch, device: torch.device) -> torch.Tensor:
+    """[B, L-1] bool: i and i+1 both real, and i+1 about to write or writing an answer (where the head will work).
+
+    Position 0 is left out: its states are an outlier by orders of magnitude in most models (attention sink).
+    """
+    length = batch.input_ids.shape[1]
+    real = torch.arange(length - 1)[None, :] + 1 < batch.lengths[:, None]
+    real[:, 0] = False
+    return (real & batch.response[:, 1:]).to(device)
+
+
+def regression_batches(batches: list[Batch], columns: int) -> list[Batch]:
+    """As many of the first batches as the regression needs."""
+    taken, positions = [], 0
+    for batch in batches:
+        taken.append(batch)
+        positions += int(batch.response.sum())
+        if positions >= POSITIONS_PER_COLUMN * columns:
+            break
+    return taken

@@ -1,0 +1,263 @@
+"""The training loop of a draft head: deterministic in its recipe, resumable at any kill, equal on any number of processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples, process_share
+from toolkit.log import get_logger, progress
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.recipe import Recipe, TrainSettings
+from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
+from toolkit.target.load import Target, load_target
+from toolkit.tokenmap.files import load_token_map
+from toolkit.train.accelerator import build_accelerator
+from toolkit.train.forecast import Forecast
+from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
+from toolkit.train.loss import TrainedHead
+from toolkit.train.metrics import Metrics
+from toolkit.train.schedule import learning_rate_at, total_steps
+from toolkit.train.state import Position, restore_state, save_state, stored_states
+from toolkit.train.step import TargetSide, forecast_accept_length, head_parameters, micro_step, supervised_counts
+from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
+
+log = get_logger(__name__)
+
+# Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
+FORECAST_ROLLOUTS = 64
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out examples with the plan of their batches."""
+
+    train: list[Example]
+    held_out: list[Batch]
+    plan: BatchPlan
+    pad_id: int
+
+
+class Trainer:
+    """Owns the prepared model and optimiser; `run()` trains to the end and writes the draft directory."""
+
+    def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
+        self.recipe, self.settings, self.directory = recipe, recipe.train, directory
+        # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
+        self.target = load_target(recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision,
+                                  device=_device())
+        self.token_map = load_token_map(token_map)
+        self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
+        self.fingerprint = sha256_json([asdict(self.settings), recipe.seed, self.target.fingerprint,
+                                        self.token_map.sha256, sha256_file(rollouts)])
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.accumulation = accumulation_steps(self.settings, world)
+        self.accelerator = build_accelerator(self.settings.precision, self.micro_batch(world), self.accumulation,
+                                             self.settings.clip)
+        ids = self.settings.aux_layer_ids or default_aux_layer_ids(self.target.n_layers)
+        check_aux_layer_ids(ids, self.target.n_layers)
+        self.config = Eagle3Config.from_target_config(self.target.config, vocab_size=self.target.vocab_size,
+                                                      draft_vocab_size=self.token_map.size, aux_layer_ids=ids)
+        self.side = TargetSide(self.target, self.token_map, ids, self.settings.precision)
+        self.steps = total_steps(self.settings, len(self.data.plan))
+        self.model, self.optimizer = self._prepare()
+        self.metrics = Metrics(directory / "metrics.jsonl", main=self.accelerator.is_main_process,
+                               project=self.settings.wandb_project if self.settings.wandb else None,
+                               run_name=recipe.name, settings={**asdict(self.settings), "fingerprint": self.fingerprint})
+
+    def micro_batch(self, world: int) -> int:
+        return self.settings.global_batch // (world * self.accumulation)
+
+    def _prepare(self) -> tuple[torch.nn.Module, Any]:
+        head = Eagle3Head(self.config).to(self.target.device)
+        # A resumed run overwrites every weight: only a fresh one pays for the regression.
+        if self.settings.init == "target" and not stored_states(self.directory):
+            batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
+            r2 = initialise_from_target(head, self.target, self.token_map,
+                                        regression_batches(batches, head.fc.in_features), self.recipe.seed)
+            log.info("head starts from the target's last layer; features explain %.2f of its next input", r2 or 0.0)
+        else:
+            initialise_random(head, self.recipe.seed)
+        model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay)
+        optimizer = torch.optim.AdamW(head_parameters(model), lr=self.settings.learning_rate, betas=self.settings.betas,
+                                      weight_decay=self.settings.weight_decay)
+        return self.accelerator.prepare(model, optimizer)
+
+    def _collate(self, indices: list[int]) -> Batch:
+        return collate([self.data.train[index] for index in indices], self.data.pad_id)
+
+    def run(self) -> Path:
+        """Train to the last step; returns the draft directory. Picks up the newest state of the same settings."""
+        position = restore_state(self.accelerator, self.directory, self.fingerprint)
+        self.metrics.rewind(position.step)
+        main = self.accelerator.is_main_process
+        log.info("%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s", len(self.data.train), self.steps,
+                 self.settings.global_batch, self.accelerator.num_processes, self.settings.precision,
+                 self.accelerator.state.deepspeed_plugin.zero_stage)
+        bar = progress(self.steps, "train", "step", initial=position.step) if main else None
+        batches = self.data.plan.from_position(position.epoch, position.index)
+        while position.step < self.steps:
+            position = self._advance(position, *next(batches), bar)
+        if bar is not None:
+            bar.close()
+        self.metrics.close()
+        return self._finish(position)
+
+    def _advance(self, position: Position, epoch: int, index: int, indices: list[int], bar: Any) -> Position:
+        """One optimiser step with its row of metrics, and at their intervals the forecast and the state."""
+        started = time.perf_counter()
+        row = self._optimise(position.step, indices)
+        done = position.step + 1
+        seconds = time.perf_counter() - started
+        position = replace(position, step=done, epoch=epoch, index=index + 1, seconds=position.seconds + seconds,
+                           supervised_tokens=position.supervised_tokens + row["supervised_tokens"])
+        self.metrics.write({"step": done, "epoch": epoch, "tokens": position.supervised_tokens,
+                            "seconds_per_step": seconds, **row})
+        if bar is not None:
+            bar.set_postfix_str(f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
+                                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""))
+            bar.update(1)
+        if done % self.settings.eval_every == 0 or done == self.steps:
+            position = self._evaluate(position)
+        if done % self.settings.save_every == 0 or done == self.steps:
+            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+        return position
+
+    def _optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
+        settings, accelerator = self.settings, self.accelerator
+        k, shift = settings.ttt_steps, settings.mask_shift
+        counts = supervised_counts(self._collate(indices), k, shift)
+        rate = learning_rate_at(step, self.steps, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # DeepSpeed averages gradients over processes and micro-batches; the loss is a sum over both.
+        scale = accelerator.num_processes * self.accumulation
+        mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
+        totals = torch.zeros(2 * k, device=self.target.device)
+        size = self.micro_batch(accelerator.num_processes)
+        for start in range(0, size * self.accumulation, size):
+            with accelerator.accumulate(self.model):
+                batch = self._micro_batch(mine[start : start + size], indices[0])
+                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift)
+                accelerator.backward(loss * scale)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                totals += torch.cat((by_step, right))
+        totals = accelerator.reduce(totals, "sum").cpu()
+        weights = settings.step_decay ** torch.arange(k)
+        norm = self.model.get_global_grad_norm() if hasattr(self.model, "get_global_grad_norm") else None
+        return {
+            "loss": float((weights * totals[:k]).sum()),
+            "loss_by_step": totals[:k].tolist(),
+            "accuracy_by_step": (totals[k:] / counts.clamp(min=1)).tolist(),
+            "learning_rate": rate,
+            "grad_norm": None if norm is None else float(norm),
+            "supervised_tokens": int(counts[0]),
+        }
+
+    def _micro_batch(self, indices: list[int], filler: int) -> Batch:
+        """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
+        if indices:
+            return self._collate(indices)
+        batch = self._collate([filler])
+        return replace(batch, response=torch.zeros_like(batch.response))
+
+    def _evaluate(self, position: Position) -> Position:
+        """Forecast on held-out rollouts; the best head so far is kept beside the states."""
+        self.model.eval()
+        forecast = forecast_accept_length(self.model, self.side, self.data.held_out, self.settings.ttt_steps)
+        self.model.train()
+        self.metrics.write({"step": position.step, **forecast_row(forecast)})
+        if position.best_step and not forecast.accept_length > position.best_forecast:
+            return position
+        state = self._head_state()
+        if self.accelerator.is_main_process:
+            save_tensors(self.directory / "best.safetensors", state, {"step": str(position.step)})
+        return replace(position, best_step=position.step, best_forecast=forecast.accept_length)
+
+    def _head_state(self) -> dict[str, torch.Tensor]:
+        """The head's weights, gathered (all processes must call this), in the target's dtype."""
+        state = self.accelerator.get_state_dict(self.model)
+        dtype = self.target.dtype
+        return {name.removeprefix("head."): value.to(dtype) for name, value in (state or {}).items()}
+
+    def _finish(self, position: Position) -> Path:
+        ckpt = self.directory.parent / "ckpt"
+        if self.accelerator.is_main_process:
+            meta = {
+                "target": describe_target(self.target),
+                "training": {
+                    **asdict(self.settings),
+                    "seed": self.recipe.seed,
+                    "steps": position.step,
+                    "best_step": position.best_step,
+                    "supervised_tokens": position.supervised_tokens,
+                    "seconds": round(position.seconds, 1),
+                    "forecast_accept_length": position.best_forecast,
+                    "rollouts": len(self.data.train),
+                },
+                "token_map_sha256": self.token_map.sha256,
+            }
+            save_draft(ckpt, load_tensors(self.directory / "best.safetensors"), self.config, self.token_map, meta)
+            log.info("draft head of step %d, forecast accept_length %.2f (chain of %d, greedy, held-out rollouts): %s",
+                     position.best_step, position.best_forecast, self.settings.ttt_steps, ckpt)
+        self.accelerator.wait_for_everyone()
+        return ckpt
+
+
+def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
+    """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
+    train, cut = load_examples(rollouts, "train", settings.max_length)
+    held_out, _ = load_examples(rollouts, "held_out", settings.max_length)
+    if cut:
+        log.info("%d of %d rollouts are longer than max_length %d and were cut", cut, len(train), settings.max_length)
+    pad_id = target.tokenizer.pad_token_id
+    pad_id = next(iter(target.stop_ids), 0) if pad_id is None else pad_id
+    held_out = sorted(held_out[:FORECAST_ROLLOUTS], key=lambda example: len(example.input_ids))
+    size = settings.micro_batch
+    batches = [collate(held_out[start : start + size], pad_id) for start in range(0, len(held_out), size)]
+    plan = BatchPlan([len(example.input_ids) for example in train], settings.global_batch, seed)
+    return Data(train=train, held_out=batches, plan=plan, pad_id=pad_id)
+
+
+def accumulation_steps(settings: TrainSettings, processes: int) -> int:
+    """Micro-batches a process runs per optimiser step. Raises ValueError if the global batch cannot be shared out."""
+    share, rest = divmod(settings.global_batch, processes)
+    if rest or share == 0:
+        raise ValueError(f"train.global_batch {settings.global_batch} cannot be shared by {processes} processes evenly; "
+                         f"make it a multiple of {processes}")
+    if share <= settings.micro_batch:
+        return 1
+    if share % settings.micro_batch:
+        raise ValueError(f"{share} sequences a process are no multiple of train.micro_batch {settings.micro_batch}")
+    return share // settings.micro_batch
+
+
+def forecast_row(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "forecast_accept_length": forecast.accept_length,
+        "forecast_interval": list(forecast.interval),
+        "forecast_rate": forecast.accept_rate,
+        "forecast_verify_steps": forecast.verify_steps,
+    }
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """What a draft directory says of its target: enough for `toolkit serve --draft DIR` to load it again."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "template_sha256": target.template_sha256,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def _device() -> str:
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

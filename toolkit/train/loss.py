@@ -1,0 +1,93 @@
+"""The loss of the unrolled head: soft cross-entropy on the draft vocabulary (EAGLE-3), exactly masked.
+
+Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of a step, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.data.batches import supervised_mask
+from toolkit.models.eagle3 import Eagle3Head
+from toolkit.train.teacher import TeacherRows
+from toolkit.train.ttt import unroll
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """Which roots are supervised at each step, and the teacher row of each.
+
+    roots[k] [S] index the flat [B*L] positions; rows[k] [S] index the teacher's M rows, which stand for the flat
+    positions `teacher_positions` [M].
+    """
+
+    teacher_positions: torch.Tensor
+    roots: list[torch.Tensor]
+    rows: list[torch.Tensor]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Supervised tokens by step, [K] float."""
+        return torch.tensor([float(len(roots)) for roots in self.roots])
+
+
+def plan_supervision(response: torch.Tensor, lengths: torch.Tensor, steps: int, shift: int = 0) -> Supervision:
+    """Supervised roots of a batch: response [B, L] bool, lengths [B].
+
+    Root t of step k predicts token i+1 from position i = t+1+k, so one teacher row per position i serves all steps.
+    """
+    masks = [supervised_mask(response, step, shift, lengths).flatten() for step in range(steps)]
+    flat = [mask.nonzero().squeeze(-1) for mask in masks]
+    # Roots of step 0 reach every position that a later step predicts from.
+    positions = flat[0] + 1
+    row_of = torch.full((response.numel() + steps,), -1, dtype=torch.long, device=response.device)
+    row_of[positions] = torch.arange(len(positions), device=response.device)
+    return Supervision(positions, flat, [row_of[roots + 1 + step] for step, roots in enumerate(flat)])
+
+
+class TrainedHead(nn.Module):
+    """The module that the optimiser sees: a head, and the unroll as its forward."""
+
+    def __init__(self, head: Eagle3Head, steps: int, step_decay: float) -> None:
+        super().__init__()
+        self.head = head
+        self.steps = steps
+        self.step_decay = step_decay
+
+    def forward(
+        self,
+        aux: torch.Tensor,
+        embeds: torch.Tensor,
+        supervision: Supervision,
+        teacher: TeacherRows | None = None,
+        draft_choice: torch.Tensor | None = None,
+        denominators: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Unroll and score.
+
+        draft_choice [M]: the teacher's argmax as a draft id, -1 if the draft vocabulary lacks it. With `teacher`, the
+        loss sum_k decay^k * (sum of row losses) / denominators[k]; without one it is 0 and only the hits are computed.
+        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the target's").
+        """
+        losses, hits = [], []
+        for step, hidden in enumerate(unroll(self.head, aux, embeds, self.steps)):
+            rows = supervision.rows[step]
+            logits = self.head.logits(hidden.flatten(0, 1)[supervision.roots[step]])
+            hits.append(logits.detach().argmax(-1) == draft_choice[rows])
+            if teacher is not None:
+                losses.append(soft_cross_entropy(logits, teacher.log_probs[rows], teacher.kept[rows]) / denominators[step])
+        if teacher is None:
+            return embeds.new_zeros(()), embeds.new_zeros(self.steps), hits
+        by_step = torch.stack(losses)
+        weights = self.step_decay ** torch.arange(self.steps, device=by_step.device)
+        return (weights * by_step).sum(), by_step.detach(), hits
+
+
+def soft_cross_entropy(logits: torch.Tensor, teacher_log_probs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """-sum over kept rows of sum_v p(v) log q(v); logits and teacher [S, D], kept [S] bool -> scalar fp32."""
+    per_row = F.cross_entropy(logits.float(), teacher_log_probs.exp(), reduction="none")
+    return (per_row * kept).sum()

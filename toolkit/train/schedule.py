@@ -1,0 +1,27 @@
+"""The learning rate as a pure function of the step: the same on one process and on eight, before and after a resume."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.recipe import TrainSettings
+
+
+def learning_rate_at(step: int, total_steps: int, settings: TrainSettings) -> float:
+    """Rate of 0-based optimiser step `step`: linear warm-up, then the schedule down to a tenth of the peak at the end."""
+    warmup = max(1, round(settings.warmup_ratio * total_steps))
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    factor = {
+        "constant": 1.0,
+        "linear": 1.0 - 0.9 * done,
+        "cosine": 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[settings.schedule]
+    return settings.learning_rate * factor
+
+
+def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
+    """Optimiser steps of a whole run: `epochs`, cut at `max_steps`."""
+    steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)

@@ -1,0 +1,84 @@
+"""Training states on disk: everything a killed run needs to go on as if it had not been."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from toolkit.log import get_logger
+from toolkit.weights import read_json, write_json
+
+log = get_logger(__name__)
+
+POSITION_FILE = "position.json"
+
+
+class ResumeError(ValueError):
+    """A stored state belongs to other settings or another number of processes."""
+
+
+@dataclass
+class Position:
+    """Where training stands: `step` done, and the next batch (`epoch`, `index`). Totals are of the whole run."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    supervised_tokens: int = 0
+    seconds: float = 0.0
+    best_step: int = 0
+    best_forecast: float = 0.0
+    fingerprint: str = ""
+    processes: int = 1
+
+
+def save_state(accelerator: Accelerator, directory: Path, position: Position, keep: int) -> None:
+    """Write `state-<step>` (all processes take part), whole or not at all, and drop all but the newest `keep`."""
+    final = directory / f"state-{position.step:06d}"
+    part = final.with_suffix(".part")
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(part))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_json(part / POSITION_FILE, asdict(position))
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+        for old in stored_states(directory)[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def stored_states(directory: Path) -> list[Path]:
+    """Complete states, oldest first."""
+    return sorted(path for path in directory.glob("state-*") if re.fullmatch(r"state-\d{6,}", path.name))
+
+
+def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -> Position:
+    """Load the newest state into the prepared objects; a fresh `Position` when there is none.
+
+    Raises `ResumeError` when it was written by other settings or another number of processes.
+    """
+    states = stored_states(directory)
+    if not states:
+        return Position(fingerprint=fingerprint, processes=accelerator.num_processes)
+    newest = states[-1]
+    position = Position(**read_json(newest / POSITION_FILE))
+    if position.fingerprint != fingerprint:
+        raise ResumeError(
+            f"{newest} was written with other settings or data than these; train into another run_dir, "
+            f"or delete {directory} to start over"
+        )
+    if position.processes != accelerator.num_processes:
+        raise ResumeError(
+            f"{newest} was written by {position.processes} processes and {accelerator.num_processes} are running: a ZeRO "
+            f"state is sharded by process. Launch with --num_processes {position.processes}, or delete {directory}"
+        )
+    accelerator.load_state(str(newest))
+    log.info("resumed from %s", newest)
+    return position

@@ -1,0 +1,97 @@
+"""One training step and one forecast: the target's forward, the teacher's rows, the unroll.
+
+Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.data.batches import Batch
+from toolkit.target.features import AuxCapture, target_features
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
+from toolkit.train.loss import Supervision, TrainedHead, plan_supervision
+from toolkit.train.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class UnrollInputs:
+    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`."""
+
+    aux: torch.Tensor
+    embeds: torch.Tensor
+    supervision: Supervision
+    teacher_hidden: torch.Tensor
+
+
+class TargetSide:
+    """Everything that runs on the frozen target for a batch: features, embeddings, teacher."""
+
+    def __init__(self, target: Target, token_map: TokenMap, aux_layer_ids: tuple[int, ...], precision: str) -> None:
+        self.target = target
+        self.token_map = token_map
+        self.capture = AuxCapture(target, aux_layer_ids)
+        self.teacher = Teacher(target, token_map)
+        self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+
+    def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
+        """One target forward over `batch`; the features come in the head's dtype."""
+        batch = batch.to(self.target.device)
+        features = target_features(self.target, self.capture, batch.input_ids)
+        supervision = plan_supervision(batch.response, batch.lengths, steps, shift)
+        with torch.no_grad():
+            embeds = self.target.embed_tokens(batch.input_ids)
+        return UnrollInputs(
+            aux=features.aux.to(self.head_dtype),
+            embeds=embeds.to(self.head_dtype),
+            supervision=supervision,
+            teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
+        )
+
+
+def micro_step(
+    model: torch.nn.Module, side: TargetSide, batch: Batch, denominators: torch.Tensor, steps: int, shift: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of one micro-batch, its loss by step [K] and its right predictions by step [K].
+
+    denominators [K]: supervised tokens of the whole global batch, so that micro-batches and processes add up to the
+    mean over all of them.
+    """
+    inputs = side.inputs(batch, steps, shift)
+    rows = side.teacher(inputs.teacher_hidden)
+    draft_choice = side.token_map.to_draft(rows.choice)
+    loss, by_step, hits = model(
+        inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
+    )
+    return loss, by_step, torch.stack([hit.sum() for hit in hits]).float()
+
+
+@torch.no_grad()
+def forecast_accept_length(
+    model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int
+) -> Forecast:
+    """Forecast accept_length of a chain of `steps` on held-out rollouts (see `forecast.py`)."""
+    replays: list[list[int]] = []
+    for batch in batches:
+        inputs = side.inputs(batch, steps)
+        draft_choice = side.token_map.to_draft(side.teacher.choice(inputs.teacher_hidden))
+        _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
+        depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).view(batch.response.shape)
+        for row in range(len(depth)):
+            replays.append(replay(depth[row].tolist(), batch.response[row].tolist()))
+    return summarise_replays(replays, steps)
+
+
+def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
+    """Supervised tokens by step [K] of a batch, without running anything."""
+    return plan_supervision(batch.response, batch.lengths, steps, shift).counts
+
+
+def head_parameters(model: TrainedHead) -> list[torch.nn.Parameter]:
+    """What the optimiser may change: the head's weights, nothing of the target's."""
+    return [parameter for parameter in model.head.parameters() if parameter.requires_grad]

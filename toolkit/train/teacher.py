@@ -1,0 +1,60 @@
+"""What the target would say: its distribution on the draft vocabulary, and its choice on the whole vocabulary.
+
+Shapes: M rows (positions whose next token is supervised), H target hidden size, V target vocabulary, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+
+# Columns of the output matrix at a time: [M, V] logits in one piece are what makes trainers run out of memory.
+TILE = 8192
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """log_probs [M, D] fp32, renormalised on the draft vocabulary; choice [M]: the target's own argmax (target ids);
+    kept [M]: whether that argmax is in the draft vocabulary. Rows that are not kept get no loss."""
+
+    log_probs: torch.Tensor
+    choice: torch.Tensor
+    kept: torch.Tensor
+
+
+class Teacher:
+    """The target's output matrix, its draft rows gathered once."""
+
+    def __init__(self, target: Target, token_map: TokenMap) -> None:
+        self.target = target
+        self.in_draft = token_map.t2d.to(target.device)
+        self.draft_ids = token_map.ids.to(target.device)
+        weight, bias = target.lm_head.weight, target.lm_head.bias
+        self.draft_weight = weight[self.draft_ids].contiguous()
+        self.draft_bias = None if bias is None else bias[self.draft_ids]
+
+    @torch.no_grad()
+    def choice(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Target argmax [M] of final-normed states [M, H], over the whole vocabulary in tiles; ties go to the lower id."""
+        best = hidden.new_full((hidden.shape[0],), float("-inf"))
+        choice = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
+        weight, bias = self.target.lm_head.weight, self.target.lm_head.bias
+        for start in range(0, weight.shape[0], TILE):
+            part = None if bias is None else bias[start : start + TILE]
+            top, index = F.linear(hidden, weight[start : start + TILE], part).max(-1)
+            better = top > best
+            best = torch.where(better, top, best)
+            choice = torch.where(better, index + start, choice)
+        return choice
+
+    @torch.no_grad()
+    def __call__(self, hidden: torch.Tensor) -> TeacherRows:
+        """Rows of final-normed states [M, H]."""
+        scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
+        choice = self.choice(hidden)
+        return TeacherRows(scores.float().log_softmax(-1), choice, self.in_draft[choice])

@@ -1,0 +1,118 @@
+"""Files that must never be half written, and weights that must never be half loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+if TYPE_CHECKING:  # hashes and JSON serve the pipeline's skip check too, which must not wait for torch
+    import torch
+    from torch import nn
+
+
+class WeightsError(ValueError):
+    """A weights file is absent, damaged, or does not hold exactly the tensors that are needed."""
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it takes `path`'s place when the block ends, and vanishes if it raises."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp makes private files; a result is as readable as any other file the user writes.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file. Raises `WeightsError` that names the file when it is no JSON, FileNotFoundError when absent."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise WeightsError(f"{path} is not valid JSON ({error}); write it again or restore it from a copy") from error
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file atomically. Tensors are made contiguous and moved to the CPU."""
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_write(path) as temporary:
+        save_file(plain, temporary, metadata=dict(metadata or {"format": "pt"}))
+
+
+def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file. Raises `WeightsError` when it is absent, cut short or of another format."""
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"{path} does not exist; a safetensors file is needed there")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise WeightsError(
+            f"{path} ({size} bytes) cannot be read as safetensors: {error}. The file is cut short or of another format; "
+            "copy or save it again"
+        ) from error
+
+
+def load_strict(module: nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Copy `tensors` into `module`; every name and shape must match.
+
+    Raises `WeightsError` listing all missing, unexpected and wrongly shaped names; then nothing has been copied.
+    """
+    wanted = module.state_dict()
+    missing = sorted(wanted.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - wanted.keys())
+    wrong = [
+        f"{name} {tuple(tensors[name].shape)} (needed {tuple(wanted[name].shape)})"
+        for name in sorted(wanted.keys() & tensors.keys())
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if missing or unexpected or wrong:
+        parts = [
+            f"{title}: {', '.join(names)}"
+            for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+            if names
+        ]
+        raise WeightsError(f"{where} does not fit {type(module).__name__}: {'; '.join(parts)}")
+    module.load_state_dict(dict(tensors), strict=True)
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of a JSON value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
