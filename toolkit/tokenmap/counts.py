@@ -1,0 +1,90 @@
+"""How often the target says each token, and what share of its words a smaller vocabulary covers.
+
+Shapes: V = target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from toolkit.tokenmap.token_map import TokenMapError
+
+CHUNK = 1 << 20
+
+
+def count_tokens(sequences: Iterable[Sequence[int] | torch.Tensor], vocab_size: int) -> torch.Tensor:
+    """Counts [V] int64 of the ids in all sequences; memory does not grow with the corpus.
+
+    Raises `TokenMapError` on an id outside [0, vocab_size): then the tokenizer is not this target's.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    waiting: list[int] = []
+    for sequence in sequences:
+        waiting.extend(sequence.tolist() if isinstance(sequence, torch.Tensor) else sequence)
+        if len(waiting) >= CHUNK:
+            counts += _bincount(waiting, vocab_size)
+            waiting = []
+    return counts + _bincount(waiting, vocab_size)
+
+
+def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
+    """Share of all counted tokens whose id is among `ids` (unique). 0.0 when nothing was counted."""
+    total = int(counts.sum())
+    return int(counts[ids].sum()) / total if total else 0.0
+
+
+def coverage_table(
+    counts: torch.Tensor, sizes: Iterable[int], forced_ids: Sequence[int] = ()
+) -> list[dict[str, int | float]]:
+    """Per vocabulary size: the share covered, and how many of its ids occur at all. Rows ascend by size.
+
+    Raises `TokenMapError` when a size is not between the number of forced ids and V.
+    """
+    order = rank_ids(counts, forced_ids)
+    ranked = counts[order]
+    covered = ranked.cumsum(0)
+    occurring = (ranked > 0).cumsum(0)
+    total = max(int(counts.sum()), 1)
+    rows: list[dict[str, int | float]] = []
+    for size in sorted(set(sizes)):
+        if not max(len(set(forced_ids)), 1) <= size <= counts.numel():
+            raise TokenMapError(
+                f"size {size} came; {max(len(set(forced_ids)), 1)} (forced ids) to {counts.numel()} is needed"
+            )
+        rows.append({"size": size, "coverage": int(covered[size - 1]) / total, "distinct": int(occurring[size - 1])})
+    return rows
+
+
+def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:
+    """All ids [V]: forced ones, then by falling count, ties by lower id. A prefix of this is a draft vocabulary."""
+    _check_counts(counts)
+    forced = torch.tensor(sorted(set(forced_ids)), dtype=torch.int64)
+    if forced.numel() and (forced[0] < 0 or forced[-1] >= counts.numel()):
+        raise TokenMapError(
+            f"forced ids {forced.tolist()} do not all lie in the target vocabulary [0, {counts.numel()})"
+        )
+    by_count = torch.sort(counts, descending=True, stable=True).indices
+    is_forced = torch.zeros(counts.numel(), dtype=torch.bool)
+    is_forced[forced] = True
+    return torch.cat([forced, by_count[~is_forced[by_count]]])
+
+
+def _check_counts(counts: torch.Tensor) -> None:
+    if counts.dim() != 1 or counts.is_floating_point() or counts.numel() == 0:
+        raise TokenMapError(
+            f"counts came as {counts.dtype} {tuple(counts.shape)}; whole numbers of shape [vocab] are needed"
+        )
+    if (counts < 0).any():
+        raise TokenMapError("negative counts came; counts of tokens are needed")
+
+
+def _bincount(ids: list[int], vocab_size: int) -> torch.Tensor:
+    tensor = torch.tensor(ids, dtype=torch.int64)
+    if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= vocab_size):
+        raise TokenMapError(
+            f"ids from {int(tensor.min())} to {int(tensor.max())} came, the target's vocabulary is [0, {vocab_size}); "
+            "count with the target's own tokenizer"
+        )
+    return torch.bincount(tensor, minlength=vocab_size)
