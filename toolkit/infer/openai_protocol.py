@@ -79,7 +79,9 @@ def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
             kept[name] = value
         elif not any(_same(value, v) for v in neutral[name]):
             allowed = " or ".join(repr(v) for v in neutral[name]) or "null"
-            message = f"'{name}' is not supported by this server: got {value!r}, only {allowed} is accepted; leave it out"
+            message = (
+                f"'{name}' is not supported by this server: got {value!r}, only {allowed} is accepted; leave it out"
+            )
             raise PydanticCustomError("unsupported_parameter", "{message}", {"message": message, "param": name})
     return kept
 

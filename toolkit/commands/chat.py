@@ -1,0 +1,171 @@
+"""`toolkit chat`: talk to a target in the terminal; what the draft head wrote is shown apart."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
+
+if TYPE_CHECKING:
+    from toolkit.infer.conversation import Exchange
+
+HELP = "talk to a target in the terminal, drafted tokens shown in green"
+
+GREEN, UNDERLINE, DIM, END = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m"
+# Control characters would let a model move the cursor or retitle the terminal; newline and tab stay.
+UNPRINTABLE = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if code not in (0x09, 0x0A)}
+COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    group = parser.add_argument_group("chat")
+    group.add_argument("--prompt", metavar="TEXT", help="answer this once and end; the answer alone goes to stdout")
+    group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, help="default: 1, every token")
+    group.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of the sampling; the same seed gives the same answer (default: 0)"
+    )
+    group.add_argument(
+        "--plain", action="store_true", help="do not mark drafted tokens (without a terminal they never are)"
+    )
+    parser.epilog = "Drafted tokens that the target accepted are green, or underlined where NO_COLOR is set."
+
+
+def run(args: argparse.Namespace) -> int:
+    """One answer with --prompt, else a conversation until /quit."""
+    from toolkit.infer.conversation import Conversation
+
+    opened = open_from(args, max_batch=1)
+    conversation = Conversation(
+        opened.engine,
+        opened.target.tokenizer,
+        max_context=opened.engine.max_context,
+        system=args.system,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
+    shape = f"{opened.shape.name} ({opened.shape.as_text()})" if opened.shape is not None else None
+
+    def answer(text: str) -> None:
+        with interrupts() as interrupted:
+            exchange = conversation.ask(text, painter.write, interrupted)
+        painter.end()
+        print(summary(exchange, shape, args.temperature), file=sys.stderr, flush=True)
+
+    if args.prompt is not None:
+        answer(args.prompt)
+        return 0
+    print(f"{opened.target.name}; draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
+    talk(answer, conversation.reset, sys.stdin)
+    return 0
+
+
+def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
+    """Reads lines until /quit or the end of input. A line that cannot be answered is said so, and forgotten."""
+    from toolkit.infer.conversation import ConversationError
+
+    with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
+        import readline  # noqa: F401
+
+    while True:
+        try:
+            line = _read_line(stdin)
+        except KeyboardInterrupt:
+            print(f"\n{COMMANDS_HELP}", file=sys.stderr)
+            continue
+        except EOFError:
+            return
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            reset()
+            print("the conversation is forgotten", file=sys.stderr)
+        elif line.startswith("/") and line[1:].isalpha():
+            print(f"no command {line}; {COMMANDS_HELP}", file=sys.stderr)
+        elif line:
+            try:
+                answer(line)
+            except ConversationError as error:
+                print(f"toolkit chat: {error}", file=sys.stderr)
+
+
+def _read_line(stdin: TextIO) -> str:
+    if stdin.isatty():
+        return input("\nyou> ").strip()
+    line = stdin.readline()
+    if not line:
+        raise EOFError
+    return line.strip()
+
+
+def marker(plain: bool, stdout: TextIO) -> str:
+    """The escape that opens drafted text; "" where nothing is marked."""
+    if plain or not stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return ""
+    return UNDERLINE if os.environ.get("NO_COLOR") else GREEN
+
+
+class Painter:
+    """Writes an answer piece by piece, drafted pieces between `mark` and the end of marking."""
+
+    def __init__(self, stdout: TextIO, mark: str) -> None:
+        self._stdout = stdout
+        self._mark = mark
+        self._clean = stdout.isatty()
+        self._at_line_start = True
+
+    def write(self, text: str, from_draft: bool) -> None:
+        """Shows one piece at once."""
+        if not text:
+            return
+        shown = text.translate(UNPRINTABLE) if self._clean else text
+        self._at_line_start = text.endswith("\n")
+        self._stdout.write(f"{self._mark}{shown}{END}" if from_draft and self._mark else shown)
+        self._stdout.flush()
+
+    def end(self) -> None:
+        """Ends the answer's last line."""
+        if not self._at_line_start:
+            self._stdout.write("\n")
+            self._stdout.flush()
+        self._at_line_start = True
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C sets a flag instead of raising: an engine step is never torn in two."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def summary(exchange: Exchange, shape: str | None, temperature: float) -> str:
+    """The line under an answer."""
+    count = exchange.answer.n_tokens
+    speed = f"{count} tokens in {exchange.seconds:.1f} s, {count / max(exchange.seconds, 1e-9):.1f} tokens/s"
+    ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(exchange.answer.finish_reason), "")
+    if shape is None:
+        parts = f"plain decoding, {speed}{ending}"
+    else:
+        stats = exchange.stats
+        length = f"{stats.accept_length:.2f}" if stats.verify_steps else "-"
+        parts = (
+            f"accept_length {length} over {stats.verify_steps} verify steps, {shape}, temperature {temperature:g}; "
+            f"{speed}, {exchange.answer.n_from_draft} of them drafted{ending}"
+        )
+    return f"{DIM}[{parts}]{END}" if sys.stderr.isatty() else f"[{parts}]"

@@ -1,0 +1,70 @@
+"""The arguments that `serve` and `chat` share: which engine to open."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the parser is built without torch
+    from toolkit.infer.open_engine import Opened
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--draft, --target, --shape, --no-draft, --dtype, --device."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--draft", metavar="DIR", help="draft directory (runs/NAME/ckpt); it names its target, so it is enough alone"
+    )
+    group.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="smollm2-135m, a hub id, a directory or a .gguf file; without --draft: plain decoding",
+    )
+    group.add_argument(
+        "--shape",
+        metavar="S,K,N",
+        help="what is drafted per step: levels, branches, nodes verified with the root; "
+        "4,1,5 is a chain of 4, 5,4,16 a tree (default: the best one measured with the head, else 4,1,5)",
+    )
+    group.add_argument("--no-draft", action="store_true", help="decode plainly with the target that --draft names")
+    group.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto, as the target"
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+
+
+def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
+    """Opens the engine that the arguments name. Raises ValueError with a message for the user."""
+    import torch
+
+    from toolkit.infer.open_engine import open_engine
+
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return open_engine(
+        draft=args.draft,
+        target=args.target,
+        shape=args.shape,
+        use_draft=not args.no_draft,
+        dtype=args.dtype,
+        device=device,
+        max_batch=max_batch,
+    )
+
+
+def short_name(target_name: str) -> str:
+    """How a target is called in the API: hub ids and the demo by their name, a path by its last part."""
+    path = Path(target_name).expanduser()
+    if not path.exists():
+        return target_name
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def describe(opened: Opened) -> str:
+    """What decodes, in a line: the draft head with its shape, or that there is none."""
+    if opened.shape is None or opened.draft is None:
+        return "none, plain decoding"
+    where = f"{opened.draft.path}, " if opened.draft.path else ""
+    return f"{where}{opened.shape.name} ({opened.shape.as_text()})"

@@ -1,0 +1,78 @@
+"""`toolkit serve`: an OpenAI-compatible server for a target with its draft head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+from toolkit.commands.model_arguments import add_model_arguments, describe, open_from, short_name
+
+if TYPE_CHECKING:
+    from toolkit.infer.default_sampling import DefaultSampling
+    from toolkit.infer.open_engine import Opened
+
+HELP = "serve a target with its draft head over OpenAI's HTTP API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0: everywhere)"
+    )
+    group.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0: any free one)")
+    group.add_argument("--max-batch", type=int, default=16, help="requests decoded at once; more wait (default: 16)")
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
+    )
+    parser.epilog = (
+        "Requests that name no temperature, top_p or top_k get those of the target's generation config, else "
+        "OpenAI's 1.0, 1.0 and no top_k (as vLLM and SGLang do). Send temperature 0 for greedy answers."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until Ctrl-C."""
+    from toolkit.infer.completions import Served
+    from toolkit.infer.default_sampling import DefaultSampling
+    from toolkit.infer.server import build_app, listen, serve_forever
+
+    listener = listen(args.host, args.port)  # before the model: a port in use is found at once
+    with listener:
+        opened = open_from(args, args.max_batch)
+        defaults = DefaultSampling.of(opened.target)
+        served = Served(
+            model_name=args.served_model_name or short_name(opened.target.name),
+            tokenizer=opened.target.tokenizer,
+            engine=opened.engine,
+            max_context=opened.engine.max_context,
+            fingerprint=f"fp_{opened.target.fingerprint}",
+            shape_name=opened.shape.name if opened.shape is not None else None,
+            defaults=defaults,
+        )
+        port = listener.getsockname()[1]
+        text = announcement(opened, served.model_name, args.host, port, defaults)
+        serve_forever(build_app(served), listener, on_ready=lambda: print(text, flush=True))
+    return 0
+
+
+def announcement(opened: Opened, model_name: str, host: str, port: int, defaults: DefaultSampling) -> str:
+    """What is printed when the server is ready: address, model, draft shape, and a line to try."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
+    body = {"model": model_name, "messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64}
+    curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    top_k = f", top_k {defaults.top_k}" if defaults.top_k else ""
+    sampling = f"temperature {defaults.temperature:g}, top_p {defaults.top_p:g}{top_k}"
+    target = opened.target
+    dtype = str(target.dtype).removeprefix("torch.")
+    return (
+        f"ready at {address}\n"
+        f"  model     {model_name} ({dtype} on {target.device}, context {opened.engine.max_context} tokens)\n"
+        f"  draft     {describe(opened)}\n"
+        f"  sampling  {sampling} unless a request says otherwise\n"
+        f"try it:\n  {curl}\n"
+        "Ctrl-C ends the server."
+    )

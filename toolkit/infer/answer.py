@@ -1,0 +1,97 @@
+"""One request's answer: tokens in, text and usage out, counted exactly up to where the answer ends.
+
+With speculation an accepted run may reach past a stop string. The tokens after the one that completes the
+stop string are not part of the answer: neither of its text nor of its counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from toolkit.infer.acceptance import summarise
+from toolkit.infer.detokenize import TextStream
+from toolkit.infer.engine_thread import Update
+from toolkit.infer.request import VerifyEvent
+
+
+class Answer:
+    """Collects one answer; `finish_reason` ("stop", "length", "abort") is set when it has ended."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self.n_tokens = 0
+        self.n_from_draft = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, update: Update) -> str:
+        """The new text that may be shown."""
+        return "".join(text for text, _ in self.feed_pieces(update))
+
+    def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
+        """The new text as (text, from_draft), a piece per token that completed some."""
+        pieces: list[tuple[str, bool]] = []
+        last = len(update.token_ids) - 1
+        for i, (token_id, drafted) in enumerate(zip(update.token_ids, update.from_draft, strict=True)):
+            self.n_tokens += 1
+            self.n_from_draft += drafted
+            if i == last and update.finish_reason == "stop":
+                break  # the stop id itself, which is no text even where the tokenizer does not call it special
+            pieces.append((self._text.push(token_id), drafted))
+            if self._text.stopped:
+                self.finish_reason = "stop"
+                return pieces
+        if update.finish_reason is not None:
+            pieces.append((self._text.finish(), False))
+            self.finish_reason = "stop" if self._text.stopped else update.finish_reason
+        return [piece for piece in pieces if piece[0]]
+
+
+def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[VerifyEvent]:
+    """The verify steps that wrote the first `n_tokens` tokens; a step cut by the answer's end is marked truncated.
+
+    The first token is the prefill's, so step 1 writes from token 2 on.
+    """
+    kept, written = [], 1
+    for event in events:
+        if written >= n_tokens:
+            break
+        room = n_tokens - written
+        kept.append(event if event.committed <= room else replace(event, committed=room, truncated=True))
+        written += event.committed
+    return kept
+
+
+def usage(prompt_tokens: int, answer: Answer, events: Sequence[VerifyEvent], shape: str | None) -> dict[str, Any]:
+    """OpenAI's usage of one answer. `shape` names the draft shape, None where nothing was drafted.
+
+    accepted_prediction_tokens: drafted tokens that are in the answer; rejected: drafted nodes that are not.
+    `speculative` is ours; accept_length excludes the prefill's token and truncated steps, accept_rate[i] is
+    the share of the steps that reached depth i and accepted it.
+    """
+    events = events_of_answer(events, answer.n_tokens)
+    offered = sum(event.offered for event in events)
+    result: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer.n_tokens,
+        "total_tokens": prompt_tokens + answer.n_tokens,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": answer.n_from_draft,
+            "rejected_prediction_tokens": max(0, offered - answer.n_from_draft),
+        },
+    }
+    if shape is not None:
+        stats = summarise(events)
+        result["speculative"] = {
+            "shape": shape,
+            "verify_steps": stats.verify_steps,
+            "accept_length": _number(stats.accept_length),
+            "accept_rate": [_number(rate) for rate in stats.accept_rate],
+        }
+    return result
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)  # JSON has no nan

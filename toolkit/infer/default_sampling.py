@@ -1,0 +1,35 @@
+"""What a request that names no temperature gets: the target's generation config, as vLLM and SGLang do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.log import get_logger
+from toolkit.target.load import Target
+
+logger = get_logger(__name__)
+
+NOT_HONOURED = {"repetition_penalty": 1.0, "min_p": 0.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class DefaultSampling:
+    """Defaults of one server; OpenAI's where the target states none."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @classmethod
+    def of(cls, target: Target) -> DefaultSampling:
+        """Reads the target's generation config; warns of settings in it that the engine does not honour."""
+        config: Any = getattr(target.model, "generation_config", None)
+        stated = config.to_diff_dict() if config is not None else {}
+        for name, neutral in NOT_HONOURED.items():
+            if stated.get(name) not in (None, neutral):
+                logger.warning(
+                    "the target's generation config asks for %s=%s, which is not applied", name, stated[name]
+                )
+        values = {name: stated[name] for name in ("temperature", "top_p", "top_k") if stated.get(name) is not None}
+        return cls(**values)

@@ -1,0 +1,97 @@
+"""From what a user types (a draft directory, perhaps a target and a shape) to an engine that is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches, load_draft
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.log import get_logger
+from toolkit.target.load import Target, load_target
+
+logger = get_logger(__name__)
+
+DEFAULT_SHAPE = DraftShape.chain(4)
+
+
+class OpenError(ValueError):
+    """What was typed does not name an engine; the message says what to type."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine with what it was made of. `draft` and `shape` are None where nothing is drafted."""
+
+    engine: Engine
+    target: Target
+    draft: DraftCheckpoint | None
+    shape: DraftShape | None
+
+
+def open_engine(
+    *,
+    draft: str | Path | None = None,
+    target: str | None = None,
+    shape: str | None = None,
+    use_draft: bool = True,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_batch: int = 16,
+    max_context: int | None = None,
+) -> Opened:
+    """Loads target and draft head and builds the engine.
+
+    draft: a draft directory, which names its own target. target: needed without a draft directory, else overrides
+    its choice. shape: "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain of 4.
+    use_draft False keeps only the draft directory's choice of target. max_context in tokens, None: the target's.
+    Raises ValueError (OpenError, DraftDirError, WeightsError, TargetError).
+    """
+    if draft is None and target is None:
+        raise OpenError(
+            "neither --draft nor --target was given; give the draft directory (--draft runs/NAME/ckpt) or a target"
+        )
+    if max_batch < 1:
+        raise OpenError(f"--max-batch is {max_batch}; at least one request must fit")
+    wanted = parse_shape(shape, "--shape") if shape is not None else None
+    # The head first: it is small, so a broken directory is found before the target is loaded.
+    head = load_draft(draft) if draft is not None else None
+    name, revision = (target, None) if target is not None else _target_of(head)
+    if wanted is not None and (head is None or not use_draft):
+        raise OpenError(f"--shape {shape} came without a draft head to use it; give --draft, or leave --shape out")
+    loaded = load_target(name, dtype=dtype, device=device, revision=revision)
+    if head is not None and use_draft:
+        check_draft_matches(head, loaded)
+        head.head.to(device=loaded.device, dtype=loaded.dtype)
+        wanted = wanted or best_shape(head)
+    else:
+        head = None
+    engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context)
+    return Opened(engine, loaded, head, wanted)
+
+
+def best_shape(draft: DraftCheckpoint) -> DraftShape:
+    """The best shape that was measured with this head (meta["measured"]["best_shape"]), else a chain of 4."""
+    measured: Any = draft.meta.get("measured") or {}
+    text = measured.get("best_shape") if isinstance(measured, dict) else None
+    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
+
+
+def parse_shape(text: str, where: str) -> DraftShape:
+    """DraftShape.parse, with an OpenError that says where the text came from."""
+    try:
+        return DraftShape.parse(text)
+    except ValueError as error:
+        raise OpenError(f"{where}: {error}") from error
+
+
+def _target_of(draft: DraftCheckpoint | None) -> tuple[str, str | None]:
+    assert draft is not None
+    stated = draft.meta.get("target")
+    if not isinstance(stated, dict) or not stated.get("name"):
+        raise DraftDirError(
+            f"{draft.path}/config.json does not say which target the head was trained for; name it with --target"
+        )
+    return str(stated["name"]), stated.get("revision")
