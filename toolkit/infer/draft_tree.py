@@ -9,8 +9,7 @@ not computed yet. Nodes stand in level order, so a parent's number is smaller th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,3 +67,102 @@ class DraftShape:
         if self.is_chain:
             return f"chain {self.num_steps}"
         return f"tree {self.num_steps}x{self.top_k}/{self.num_draft_tokens}"
+
+
+@dataclass
+class DraftTree:
+    """One tree per row of the batch. Siblings carry different tokens.
+
+    written by the drafter only:
+    tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j] = j is i or an ancestor of i.
+    valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
+    offered, depth_offered: drafted nodes of each row, and the depth of its deepest.
+    is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    valid: Tensor
+    offered: list[int]
+    depth_offered: list[int]
+    is_chain: bool
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+
+def root_only(roots: Tensor) -> DraftTree:
+    """Plain decoding: trees of one node; roots [B]."""
+    rows = len(roots)
+    one = torch.zeros(rows, 1, dtype=torch.long, device=roots.device)
+    seen = torch.ones(rows, 1, 1, dtype=torch.bool, device=roots.device)
+    return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], [0] * rows, [0] * rows, True)
+
+
+def chain_tree(roots: Tensor, drafts: Tensor, drafted: list[bool]) -> DraftTree:
+    """roots [B], drafts [B, n]: each draft follows the one before it. Rows with `drafted` False keep their root only."""
+    tokens = torch.cat((roots[:, None], drafts), dim=1)
+    rows, nodes = tokens.shape
+    at = torch.arange(nodes, device=tokens.device).expand(rows, nodes)
+    mask = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, nodes, nodes)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    count = nodes - 1
+    tree = DraftTree(tokens, at - 1, at, mask, valid, [count] * rows, [count] * rows, True)
+    return _without_drafts(tree, drafted)
+
+
+def rerank(
+    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: int, drafted: list[bool]
+) -> DraftTree:
+    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates keep the nodes - 1 of the highest score.
+
+    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root); levels [C]
+    from 1. A score is a cumulative log-probability, so no child exceeds its parent, and the sort is stable: on a tie the parent,
+    which has the lower number, is kept first. So no child is ever kept without its parent.
+    """
+    rows, candidates = tokens.shape
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(dim=1).values
+    count = kept.shape[1]
+    node_of = torch.zeros(rows, candidates + 1, dtype=torch.long, device=tokens.device)
+    node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
+    parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1, the root, is node 0
+    minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
+    depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
+    tree = DraftTree(
+        tokens=torch.cat((roots[:, None], tokens.gather(1, kept)), dim=1),
+        parents=torch.cat((minus_one, parent_nodes), dim=1),
+        depths=depths,
+        mask=ancestor_mask(parent_nodes, int(levels[-1])),
+        valid=torch.ones_like(depths, dtype=torch.bool),
+        offered=[count] * rows,
+        depth_offered=depths.max(dim=1).values.tolist(),
+        is_chain=False,
+    )
+    return _without_drafts(tree, drafted)
+
+
+def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
+    """parents [B, N-1] of nodes 1..N-1 (0 = root) -> [B, N, N] bool: row i marks node i and all its ancestors."""
+    rows, drafted = parents.shape
+    nodes = drafted + 1
+    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(rows, nodes, nodes)
+    up = torch.nn.functional.pad(parents, (1, 0))[:, :, None].expand(rows, nodes, nodes)
+    mask = own
+    for _ in range(deepest):
+        mask = own | mask.gather(1, up)
+    return mask
+
+
+def _without_drafts(tree: DraftTree, drafted: list[bool]) -> DraftTree:
+    """Take the drafts of rows with `drafted` False out of the tree; their nodes become padding."""
+    plain = [row for row, keep in enumerate(drafted) if not keep]
+    if plain:
+        tree.valid[plain, 1:] = False
+        tree.mask = tree.mask.clone()
+        tree.mask[plain] = torch.eye(tree.nodes, dtype=torch.bool, device=tree.mask.device)
+        for row in plain:
+            tree.offered[row] = tree.depth_offered[row] = 0
+    return tree

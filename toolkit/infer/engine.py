@@ -1,20 +1,47 @@
-"""The speculative engine: many requests, one target forward per step, exactly the target's own tokens."""
+"""The speculative engine: many requests, one target forward per step, exactly the target's own tokens.
+
+Shapes: B running rows, N nodes a row, P padded prompt length, H hidden size, V vocabulary.
+
+A row whose sequence has L tokens holds the target's keys of the first L-1; the last token is the root of its next tree.
+"""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import PromptTooLongError, Request
+from toolkit.infer.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.draft_tree import DraftShape, DraftTree
+from toolkit.infer.drafter import Drafter, NoDrafter
+from toolkit.infer.eagle3_drafter import Eagle3Drafter
+from toolkit.infer.kv_cache import KVCache
+from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.sampler import Sampler
 from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.target_forward import TargetForward
+from toolkit.infer.verify import Walk, moved_entries, walk
 from toolkit.target.load import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
 
+DEFAULT_SHAPE = DraftShape.chain(4)
+PROMPT_TOKENS = 4096  # padded prompt tokens read in one forward, unless a single prompt is longer
+LOGIT_ROWS = 512  # rows of logits held at once
+
 
 class Engine:
-    """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it."""
+    """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it.
+
+    draft None decodes plainly. shape defaults to a chain of 4. max_batch: requests running at once; more wait.
+    max_context: tokens of prompt and answer together, at most (and by default) what the target was made for.
+    Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target the engine would not reproduce.
+    """
 
     def __init__(
         self,
@@ -25,7 +52,26 @@ class Engine:
         max_batch: int = 16,
         max_context: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}; at least 1 request must be able to run")
+        if shape is not None and draft is None:
+            raise ValueError(f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out")
+        self.target = target
+        self.max_batch = max_batch
+        with torch.inference_mode():
+            self._forward = TargetForward(target)
+            self._cache = KVCache(self._forward.kv_shape)
+            self.drafter: Drafter = NoDrafter(target.device)
+            if draft is not None:
+                self.drafter = Eagle3Drafter(target, draft, shape or DEFAULT_SHAPE)
+        limit = self._forward.max_context
+        self.max_context = limit if max_context is None else min(max_context, limit)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # request in row i at index i
+        self._sampler: Sampler | None = None  # None: the rows changed
+        self._names = itertools.count()
+
+    # -- for callers ---------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -36,22 +82,64 @@ class Engine:
         request_id: str | None = None,
     ) -> Request:
         """Queue a prompt. Raises PromptTooLongError, or ValueError for an empty prompt or ids outside the vocabulary."""
-        raise NotImplementedError
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ValueError("the prompt has no tokens; at least one is needed")
+        if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
+            raise ValueError(
+                f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is 0..{self.target.vocab_size - 1}"
+            )
+        if len(prompt) >= self.max_context:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}, the answer included: shorten the "
+                f"prompt to at most {self.max_context - 1} tokens"
+            )
+        request = Request(
+            id=request_id if request_id is not None else f"request-{next(self._names)}",
+            prompt_ids=prompt,
+            params=params,
+            speculative=speculative and not isinstance(self.drafter, NoDrafter),
+            stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
+            token_limit=min(params.max_tokens, self.max_context - len(prompt)),
+        )
+        self._waiting.append(request)
+        return request
 
+    @torch.inference_mode()
     def abort(self, request: Request) -> None:
         """End a request now; its finish_reason becomes "abort" and its cache row is free for the next step."""
-        raise NotImplementedError
+        if request.finished:
+            return
+        request.finish_reason, request.finished_at = "abort", time.perf_counter()
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._finish()
 
     def has_work(self) -> bool:
-        raise NotImplementedError
+        return bool(self._waiting or self._running)
 
     def set_shape(self, shape: DraftShape) -> None:
-        """Draft with another shape from the next step on."""
-        raise NotImplementedError
+        """Draft with another shape from the next step on. Raises ValueError when the engine has no draft head."""
+        self.drafter.set_shape(shape)
 
+    def close(self) -> None:
+        """Take the engine's hooks off the target. The engine must not be stepped afterwards."""
+        self.drafter.close()
+
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round. Returns the requests that got tokens or ended in it."""
-        raise NotImplementedError
+        admitted = self._schedule()
+        touched = self._running + [request for request in admitted if request.finished]
+        if self._running:
+            started = time.perf_counter()
+            tree = self._propose()
+            proposed = time.perf_counter()
+            found = self._verify(tree)
+            self._commit(tree, found, started, proposed, time.perf_counter())
+            self._finish()
+        return touched
 
     def generate(
         self,
@@ -60,5 +148,150 @@ class Engine:
         on_finish: Callable[[Request], None] | None = None,
         speculative: bool = True,
     ) -> list[Request]:
-        """Run prompts to their ends; the answers come back in the prompts' order."""
-        raise NotImplementedError
+        """Run prompts to their ends; the answers come back in the prompts' order. `on_finish` sees each as it ends.
+
+        Raises what add_request raises, before anything has run.
+        """
+        settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(settings) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling settings; give one, or one for each")
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, settings, strict=True):
+                requests.append(self.add_request(prompt, one, speculative=speculative))
+            mine = set(requests)
+            while any(not request.finished for request in mine):
+                ended = [request for request in self.step() if request.finished]
+                for request in ended:
+                    if request in mine and on_finish is not None:
+                        on_finish(request)
+                mine.difference_update(ended)
+        finally:
+            for request in requests:
+                self.abort(request)
+        return requests
+
+    # -- the five verbs ------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[Request]:
+        """Move waiting requests into free rows, read their prompts and sample their first tokens."""
+        admitted: list[Request] = []
+        while group := self._next_group(len(admitted)):
+            self._admit(group)
+            admitted += group
+        if admitted:
+            self._finish()
+        return admitted
+
+    def _propose(self) -> DraftTree:
+        return self.drafter.propose(self._running)
+
+    def _verify(self, tree: DraftTree) -> Walk:
+        """One target forward over every node; the target's own choices decide how far each tree was right."""
+        lengths = self._lengths()
+        plan = TreePlan(self._cache, lengths, tree.mask, tree.depths)
+        positions = torch.tensor(lengths, device=self.target.device)[:, None] + tree.depths
+        # Nodes past the context are never committed; clamping only keeps learned position tables in range.
+        hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)
+        found = walk(tree, self._choose(hidden, positions + 1))
+        self.drafter.observe(self._running, found)
+        if not tree.is_chain:
+            self._compact(found, lengths)
+        return found
+
+    def _commit(self, tree: DraftTree, found: Walk, started: float, proposed: float, verified: float) -> None:
+        """Append what was accepted and the target's own token behind it, cut exactly at stop ids and limits."""
+        batch = len(self._running)
+        appended = []
+        for request, tokens, accepted in zip(self._running, found.tokens.tolist(), found.accepted, strict=True):
+            appended.append(request.append_run(tokens[: accepted + 1], accepted))
+        times = (proposed - started, verified - proposed, time.perf_counter() - verified)
+        for row, (request, count) in enumerate(zip(self._running, appended, strict=True)):
+            accepted = found.accepted[row]
+            offer = (tree.offered[row], tree.depth_offered[row])
+            request.events.append(VerifyEvent(*offer, accepted, count, count < accepted + 1, *times, batch))
+
+    def _finish(self) -> None:
+        """Free the rows of ended requests: the last row moves into each hole."""
+        for row in reversed(range(len(self._running))):
+            if not self._running[row].finished:
+                continue
+            last = self._running.pop()
+            if row < len(self._running):
+                self._cache.move_row(row, len(self._running), last.length - 1)
+                self.drafter.move_row(row, len(self._running))
+                self._running[row] = last
+            self._sampler = None
+
+    # -- their parts ---------------------------------------------------------------------------------------------------
+
+    def _next_group(self, just_admitted: int) -> list[Request]:
+        """Waiting requests whose prompts are read together next, first come first served.
+
+        While more wait than there are free rows, rows are let gather until an eighth is free: one forward for many prompts.
+        """
+        free = self.max_batch - len(self._running)
+        if not self._waiting or (not just_admitted and free < min(len(self._waiting), max(1, self.max_batch // 8))):
+            return []
+        group: list[Request] = []
+        longest = 0
+        while self._waiting and len(group) < free:
+            longest = max(longest, len(self._waiting[0].prompt_ids))
+            if group and longest * (len(group) + 1) > PROMPT_TOKENS:
+                break
+            group.append(self._waiting.popleft())
+        return group
+
+    def _admit(self, group: list[Request]) -> None:
+        """Read the prompts of `group` into the rows behind the running ones."""
+        device = self.target.device
+        first_row, rows = len(self._running), len(group)
+        lengths = torch.tensor([len(request.prompt_ids) for request in group], device=device)
+        longest = max(len(request.prompt_ids) for request in group)
+        padded = [request.prompt_ids + [0] * (longest - len(request.prompt_ids)) for request in group]
+        input_ids = torch.tensor(padded, device=device)
+        positions = torch.arange(longest, device=device).expand(rows, -1)
+        hidden = self._forward(input_ids, positions, PromptPlan(self._cache, first_row, rows, longest))
+        self._running += group
+        self.drafter.admit(first_row, group, input_ids)
+        last = hidden[torch.arange(rows, device=device), lengths - 1]
+        sampler = Sampler([request.params for request in group], device)
+        first = sampler(self.target.logits(last)[:, None], lengths[:, None])
+        for request, token in zip(group, first[:, 0].tolist(), strict=True):
+            request.append_run([token], 0)
+        self._sampler = None
+
+    def _lengths(self) -> list[int]:
+        """Per row: positions whose target keys are cached."""
+        return [request.length - 1 for request in self._running]
+
+    def _choose(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens -> [B, N]."""
+        if self._sampler is None:
+            self._sampler = Sampler([request.params for request in self._running], self.target.device)
+        sampler, nodes = self._sampler, max(1, LOGIT_ROWS // len(hidden))
+        if hidden.shape[1] <= nodes:
+            return sampler(self.target.logits(hidden), positions)
+        parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
+        return torch.cat([sampler(self.target.logits(part), at) for part, at in parts], dim=1)
+
+    def _compact(self, found: Walk, lengths: list[int]) -> None:
+        """Move the keys of accepted nodes to the places they would have in plain decoding."""
+        to, source = moved_entries(found, torch.tensor(lengths, device=self.target.device), self._cache.span)
+        if len(to):
+            self._cache.move_entries(to, source)
+
+    def check_integrity(self) -> None:
+        """Assert that rows, queue and caches agree; tests call it after every step."""
+        running, waiting = self._running, list(self._waiting)
+        assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
+        assert len(set(running) | set(waiting)) == len(running) + len(waiting), "a request is in two places"
+        assert not any(request.finished for request in running + waiting), "an ended request still holds a place"
+        assert all(request.output_ids for request in running), "a running request has not read its prompt"
+        assert not any(request.output_ids for request in waiting), "a waiting request has tokens"
+        for request in running:
+            assert len(request.output_ids) == len(request.token_from_draft), "tokens and their origins differ in number"
+            assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"
+            assert request.length <= self.max_context, "a request outgrew the context"
+        needed = max(self._lengths(), default=0)
+        assert self._cache.rows >= len(running) and self._cache.span >= needed, "the cache is smaller than what it holds"

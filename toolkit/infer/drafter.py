@@ -1,0 +1,71 @@
+"""What the engine asks of anything that drafts. Rows are the engine's rows 0..B-1; `requests[row]` runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.request import Request
+from toolkit.infer.verify import Walk
+
+
+class Drafter(Protocol):
+    """Proposes trees. It sees the target only through what the engine's forwards left in its own hooks."""
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+        """The target has just read the prompts input_ids [B, P] (right-padded) of rows first_row .. first_row+B-1."""
+        ...
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        """A tree for every running row; a request that is not speculative gets its root only."""
+        ...
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        """The target has just verified the trees last proposed; called before tokens are appended to the requests."""
+        ...
+
+    def move_row(self, destination: int, source: int) -> None:
+        """Row `source` takes the place of the finished row `destination`."""
+        ...
+
+    def set_shape(self, shape: DraftShape) -> None:
+        """Propose trees of this shape from now on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the target (hooks)."""
+        ...
+
+
+def root_tokens(requests: Sequence[Request], device: torch.device) -> Tensor:
+    """[B]: the last committed token of every row."""
+    return torch.tensor([request.output_ids[-1] for request in requests], device=device)
+
+
+class NoDrafter:
+    """Plain decoding as a drafter: every tree is its root."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        return root_only(root_tokens(requests, self._device))
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        pass
+
+    def move_row(self, destination: int, source: int) -> None:
+        pass
+
+    def set_shape(self, shape: DraftShape) -> None:
+        raise ValueError(f"draft shape {shape.name} was asked for, but the engine has no draft head; give it one")
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,47 @@
+"""Attention over cached keys in plain torch: the definition that faster kernels have to equal.
+
+Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim.
+
+Grouped heads are folded into the query rows, so that no key or value is ever repeated:
+
+    q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, D]       (row g*N + n is query n of head g of the group)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """allowed [B, N, S] bool -> [B, 1, G*N, S] with 0 where allowed and -inf elsewhere; every query needs one key."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    rows, queries, keys = allowed.shape
+    return mask[:, None].expand(rows, groups, queries, keys).reshape(rows, 1, groups * queries, keys)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None = None) -> Tensor:
+    """q [B, Hq, N, D], k and v [B, Hkv, S, D], mask [B, 1, G*N, S] additive or None (all keys) -> [B, N, Hq, D].
+
+    softcap c replaces a score s by c * tanh(s / c) before the mask (Gemma 2, arXiv 2408.00118).
+    """
+    rows, q_heads, queries, width = q.shape
+    kv_heads = k.shape[1]
+    folded = q.reshape(rows, kv_heads, q_heads // kv_heads * queries, width)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(folded, k.transpose(-1, -2)).float() * scaling
+        scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores + mask
+        out = torch.matmul(torch.softmax(scores, dim=-1).to(v.dtype), v)
+    return out.reshape(rows, q_heads, queries, width).transpose(1, 2)
+
+
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
+    """Each query sees the keys up to its own place; q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]."""
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2)
