@@ -1,0 +1,139 @@
+"""Tokens committed per verify step, speed against plain decoding, and whether both wrote the same tokens.
+
+Everything in a row comes from one run: acceptance from the engine's event log (`toolkit.infer.acceptance`), speed
+from the clock around each engine step, equality from plain decoding's tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.bench.bootstrap import RESAMPLES
+from toolkit.bench.near_tie import NOISE_RULE, logit_noise
+from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
+from toolkit.bench.records import make_record
+from toolkit.bench.rows import ALL, best_row, tabulate
+from toolkit.bench.side_by_side import BenchError, Mode, Progress, Sampling, run_side_by_side
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.target.load import Target
+
+DEFINITIONS = {
+    "accept_length": "tokens committed per verify step, bonus token included; truncated steps are left out",
+    "interval": f"95 % percentile bootstrap over prompts (both turns of a prompt together), {RESAMPLES} resamples",
+    "accept_rate": "share of the verify steps that reached depth i and accepted it (conditional)",
+    "accept_rate_unconditional": "share of all verify steps that offered depth i and accepted it",
+    "tokens_per_s": "tokens of the decode phase / its seconds; reading the prompt and the first token are in neither",
+    "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the ratio of plain's decode time to this one's",
+    "speedup_with_prefill": "the same with prefill and first tokens counted on both sides",
+    "tokens_equal": "every answer equals plain decoding's, or first parts from it at a near-tie",
+    "near_ties": NOISE_RULE,
+}
+
+
+def measure_acceptance(
+    target: Target,
+    draft: DraftCheckpoint,
+    prompts: Sequence[Prompt],
+    shapes: Sequence[DraftShape],
+    *,
+    max_tokens: int = 96,
+    temperature: float = 0.0,
+    seed: int = 0,
+    limit: int | None = None,
+    batch: int = 1,
+    warmup: int = 1,
+    check_tokens: bool = True,
+    command: str | None = None,
+    prompts_from: str = BUILTIN,
+    on_progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure every shape against plain decoding.
+
+    Returns a record of kind "acceptance": for every shape a row over all prompts (task "all") and one per task.
+
+    Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
+    tasks. `on_progress(done, total)` counts answers. Raises `BenchError`, `PromptsError`, `DraftDirError`, ValueError.
+    """
+    if not shapes:
+        raise BenchError("no draft shape came; at least one such as 4,1,5 is needed")
+    if len({shape.name for shape in shapes}) != len(shapes):
+        raise BenchError(f"a draft shape came twice in {', '.join(shape.name for shape in shapes)}; give each once")
+    if batch < 1:
+        raise BenchError(f"batch is {batch}; at least 1 prompt at a time is needed")
+    chosen = limited(list(prompts), limit)
+    if not chosen:
+        raise PromptsError("no prompts came; at least one is needed")
+    check_draft_matches(draft, target)
+    speculative = Engine(target, draft, shapes[0], max_batch=batch)
+    # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
+    plain = Engine(target, max_batch=batch)
+    modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
+    sampling = Sampling(max_tokens, temperature, seed)
+    try:
+        rounds = run_side_by_side(
+            modes, target.tokenizer, chosen, sampling, batch=batch, warmup=warmup, on_progress=on_progress
+        )
+    finally:
+        speculative.close()
+        plain.close()
+    return make_record(
+        "acceptance",
+        command or " ".join(sys.argv),
+        {
+            "prompts": prompts_from,
+            "tasks": _tasks(chosen),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "limit": limit,
+            "batch": batch,
+            "warmup": warmup,
+            "check_tokens": check_tokens,
+            "shapes": [shape.as_text() for shape in shapes],
+        },
+        **tabulate(
+            rounds, shapes, target, temperature, method=draft.meta.get("head", "eagle3"), check_tokens=check_tokens
+        ),
+        target=_describe_target(target),
+        draft=_describe_draft(draft),
+        definitions=DEFINITIONS,
+    )
+
+
+def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
+    """What a draft directory keeps of a measurement (measured.json): the best shape, and every shape's "all" row."""
+    best = best_row(record)
+    kept = ("date", "commit", "hardware", "versions", "settings", "target")
+    return {
+        "best_shape": f"{best['num_steps']},{best['top_k']},{best['num_draft_tokens']}",
+        **{key: record[key] for key in kept if key in record},
+        "rows": [row for row in record["rows"] if row["task"] == ALL],
+    }
+
+
+def _tasks(prompts: Sequence[Prompt]) -> list[str]:
+    return list(dict.fromkeys(prompt.task for prompt in prompts))
+
+
+def _describe_target(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "noise_per_unit_of_logit": logit_noise(target.dtype, 1.0),
+    }
+
+
+def _describe_draft(draft: DraftCheckpoint) -> dict[str, Any]:
+    return {
+        "path": None if draft.path is None else str(draft.path),
+        "head": draft.meta.get("head", "eagle3"),
+        "draft_vocab_size": draft.token_map.size,
+        "aux_layer_ids": list(draft.head.config.aux_layer_ids),
+        "dtype": str(next(draft.head.parameters()).dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,131 @@
+"""One shape for every kept measurement: what, date, commit, hardware, versions, command, settings, rows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.weights import read_json, write_json
+
+RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
+
+
+class RecordError(ValueError):
+    """A record lacks a key that every record has, or is of another kind than asked for."""
+
+
+def make_record(
+    what: str,
+    command: str | Sequence[str],
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    **more: Any,
+) -> dict[str, Any]:
+    """A record of kind `what` ("acceptance", "training", ...) about this machine, now. `more` adds top-level keys."""
+    clash = sorted(set(more) & set(RECORD_KEYS))
+    if clash:
+        raise RecordError(f"{', '.join(clash)} cannot be given twice: every record has them already")
+    return {
+        "what": what,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": command if isinstance(command, str) else " ".join(command),
+        "settings": dict(settings),
+        "rows": [dict(row) for row in rows],
+        **more,
+    }
+
+
+def write_record(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON, atomically. Raises `RecordError` when a key that every record has is missing."""
+    _check(record, str(path))
+    write_json(path, record)
+
+
+def read_record(path: str | Path, what: str | None = None) -> dict[str, Any]:
+    """Read a record, of kind `what` if given. Raises `RecordError`, FileNotFoundError, or `WeightsError` (no JSON)."""
+    record = read_json(path)
+    _check(record, str(path))
+    if what is not None and record["what"] != what:
+        raise RecordError(f"{path} is a record of {record['what']!r}; one of {what!r} is needed")
+    return record
+
+
+def _check(record: Any, where: str) -> None:
+    missing = [key for key in RECORD_KEYS if key not in record] if isinstance(record, Mapping) else list(RECORD_KEYS)
+    if missing:
+        raise RecordError(f"{where} is not a record: {', '.join(missing)} missing; `make_record` builds one")
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, "+changes" behind it if tracked files differ; else None."""
+    root = Path(__file__).resolve().parents[2]
+    # An installed copy may lie inside somebody else's repository: only our own checkout counts.
+    if not (root / ".git").exists():
+        return None
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, usable cores, threads of torch, memory in bytes, and the GPUs (names) of this machine."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of python, toolkit, torch and transformers; None for one that is not installed as a package."""
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("toolkit", "torch", "transformers")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,203 @@
+"""The four pictures of the report, as SVG that stands inside the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from toolkit.bench.rows import ALL
+from toolkit.bench.run_folder import RunData
+from toolkit.bench.table import shape_name
+
+INK, QUIET, GRID, PLAIN_COLOUR = "#1f2933", "#64748b", "#e5e9ef", "#a3adba"
+COLOURS = ("#0f766e", "#c2570c", "#4f46a5", "#9d174d", "#4d7c0f", "#0369a1")
+SIZE = (5.6, 3.5)  # inches
+SMOOTHING = 0.9
+
+
+def draw_all(data: RunData) -> dict[str, str]:
+    """SVG text by name (training, depth, coverage, speed); a picture without data is left out."""
+    rows = [row for row in (data.acceptance or {}).get("rows", []) if row["task"] == ALL]
+    timed = [row for row in rows if row["tokens_per_s"] is not None]
+    pictures: dict[str, str] = {}
+    if data.training or data.forecasts:
+        pictures["training"] = _training(data.training, data.forecasts)
+    if any(row["accept_rate"] for row in rows):
+        pictures["depth"] = _depth([row for row in rows if row["accept_rate"]])
+    if data.token_map and data.token_map["rows"]:
+        pictures["coverage"] = _coverage(data.token_map)
+    if timed:
+        pictures["speed"] = _speed(timed)
+    return pictures
+
+
+def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
+    """Exponential moving average with its start-up bias taken out (as Adam does)."""
+    mean, share, out = 0.0, 1.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        share *= weight
+        out.append(mean / (1 - share))
+    return out
+
+
+def _training(training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]]) -> str:
+    """Loss above, forecast below, over the same steps."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
+    last = axes[-1]
+    figure.get_layout_engine().set(hspace=0.12)  # type: ignore[union-attr]
+    if training:
+        axis = axes.pop(0)
+        steps, losses = [row["step"] for row in training], [row["loss"] for row in training]
+        axis.plot(steps, losses, color=COLOURS[0], alpha=0.3, linewidth=1)
+        axis.plot(steps, smoothed(losses), color=COLOURS[0], linewidth=2)
+        _style(axis, ylabel="loss")
+    if forecasts:
+        axis = axes.pop(0)
+        steps = [row["step"] for row in forecasts]
+        lengths = [row["forecast_accept_length"] for row in forecasts]
+        axis.plot(steps, lengths, color=COLOURS[1], linewidth=2, marker="o", markersize=3.5)
+        axis.annotate(
+            f"{lengths[-1]:.2f}",
+            (steps[-1], lengths[-1]),
+            xytext=(-2, -12),
+            textcoords="offset points",
+            ha="right",
+            color=COLOURS[1],
+            fontweight="bold",
+            fontsize=9,
+        )
+        _style(axis, ylabel="forecast\naccept_length")
+    last.set_xlabel("optimiser step", color=QUIET, fontsize=9)
+    last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    return _svg(figure, "Training loss and forecast accept_length over optimiser steps")
+
+
+def _depth(rows: Sequence[dict[str, Any]]) -> str:
+    """Conditional (solid) and unconditional (dashed) acceptance at each depth, a colour a shape."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axis = figure.subplots()
+    for place, row in enumerate(rows):
+        colour = COLOURS[place % len(COLOURS)]
+        for key, line in (("accept_rate", "-"), ("accept_rate_unconditional", "--")):
+            points = [(depth, 100 * rate) for depth, rate in enumerate(row[key], start=1) if rate is not None]
+            label = shape_name(row) if key == "accept_rate" else None
+            axis.plot(
+                *zip(*points, strict=True),
+                line,
+                color=colour,
+                linewidth=2 if line == "-" else 1.4,
+                marker="o",
+                markersize=4,
+                label=label,
+            )
+    axis.plot([], [], "-", color=QUIET, label="of the steps that got this far")
+    axis.plot([], [], "--", color=QUIET, linewidth=1.4, label="of all steps")
+    axis.set_ylim(0, 100)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    _style(axis, xlabel="depth in the draft", ylabel="accepted, %")
+    return _svg(figure, "Share of drafted tokens accepted at each depth, conditional and unconditional, by draft shape")
+
+
+def _coverage(token_map: dict[str, Any]) -> str:
+    """Share of response tokens inside the map against its size; the chosen size marked."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axis = figure.subplots()
+    rows = token_map["rows"]
+    sizes, shares = [row["size"] for row in rows], [100 * row["coverage"] for row in rows]
+    axis.plot(sizes, shares, color=COLOURS[0], linewidth=2, marker="o", markersize=3.5)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    size, coverage = token_map["size"], token_map["coverage"]
+    if size is not None:
+        axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
+    if size is not None and coverage is not None:
+        axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
+        right = size < (sizes[0] * sizes[-1]) ** 0.5
+        axis.annotate(
+            f"chosen: {size:,} ids\n{100 * coverage:.2f} %",
+            (size, 100 * coverage),
+            fontsize=9,
+            xytext=(10 if right else -10, -34),
+            textcoords="offset points",
+            color=COLOURS[1],
+            ha="left" if right else "right",
+            fontweight="bold",
+        )
+    _style(axis, xlabel="ids in the draft vocabulary", ylabel="response tokens covered, %")
+    return _svg(figure, "Share of response tokens covered by the draft vocabulary, by its size")
+
+
+def _speed(rows: Sequence[dict[str, Any]]) -> str:
+    """Tokens per second: plain decoding, then each shape, on the same prompts."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axis = figure.subplots()
+    names = ["plain", *(shape_name(row) for row in rows)]
+    speeds = [rows[0]["plain_tokens_per_s"], *(row["tokens_per_s"] for row in rows)]
+    notes = ["", *(f"  {row['speedup']:.2f}x" for row in rows)]
+    colours = [PLAIN_COLOUR, *(COLOURS[place % len(COLOURS)] for place in range(len(rows)))]
+    bars = axis.barh(names, speeds, color=colours, height=0.62)
+    for bar, speed, note in zip(bars, speeds, notes, strict=True):
+        axis.annotate(
+            f"{speed:.1f}{note}",
+            (speed, bar.get_y() + bar.get_height() / 2),
+            xytext=(5, 0),
+            va="center",
+            textcoords="offset points",
+            color=INK,
+            fontsize=9.5,
+            fontweight="bold",
+        )
+    axis.set_xlim(0, max(speeds) * 1.28)
+    axis.invert_yaxis()
+    _style(axis, xlabel="tokens per second in the decode phase", grid="x")
+    axis.tick_params(axis="y", labelsize=10, labelcolor=INK)
+    return _svg(figure, "Tokens per second of plain decoding and of each draft shape")
+
+
+def octaves(sizes: Sequence[int], most: int) -> list[int]:
+    """Powers of two from the smallest to the largest size; every 2nd or 4th where there are more than `most`."""
+    powers = [1 << bits for bits in range((sizes[0] - 1).bit_length(), sizes[-1].bit_length())]
+    stride = 1
+    while len(powers[::stride]) > most:
+        stride *= 2
+    return powers[::stride]
+
+
+def _style(axis: Axes, xlabel: str = "", ylabel: str = "", grid: str = "y") -> None:
+    label: Callable[..., Any]
+    for label, text in ((axis.set_xlabel, xlabel), (axis.set_ylabel, ylabel)):
+        if text:
+            label(text, color=QUIET, fontsize=9)
+    for side in ("top", "right", *(["left"] if grid == "y" else ["bottom"])):
+        axis.spines[side].set_visible(False)
+    for spine in axis.spines.values():
+        spine.set_color(GRID)
+    axis.grid(axis=grid, color=GRID, linewidth=1)  # type: ignore[arg-type]
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=QUIET, labelsize=8.5, length=0)
+
+
+def _svg(figure: Figure, description: str) -> str:
+    buffer = io.StringIO()
+    figure.set_facecolor("none")
+    for axis in figure.axes:
+        axis.set_facecolor("none")
+    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # Fixed width and height would not shrink on a narrow screen; the viewBox keeps the proportions.
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

@@ -1,0 +1,207 @@
+"""The page of the report: one HTML file with its style and pictures inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from toolkit.bench.report_style import STYLE
+from toolkit.bench.rows import ALL, best_row
+from toolkit.bench.run_folder import RunData
+from toolkit.bench.table import decimal, equal_text, length_text, prompts_phrase, rates_text, shape_name, verdict_line
+
+CAPTIONS = {
+    "training": ("Training", "Loss per supervised token (thin: each step, thick: smoothed), and the accept_length that "
+                 "a teacher-forced replay of held-out rollouts forecasts for a chain."),
+    "depth": ("Acceptance by depth", "How often the target agrees with the draft at each depth. Solid: of the verify "
+              "steps that got this far. Dashed: of all verify steps."),
+    "coverage": ("Draft vocabulary", "Share of the target's own response tokens that a draft vocabulary of each size "
+                 "covers. What is not covered can never be drafted."),
+    "speed": ("Plain against speculative", "Tokens per second in the decode phase, same prompts, interleaved in one "
+              "run. Prefill is in neither."),
+}  # fmt: skip
+
+
+def page(record: Mapping[str, Any], data: RunData, pictures: Mapping[str, str]) -> str:
+    """The whole page as text."""
+    has_rows = any(row["task"] == ALL for row in record["rows"])
+    title = f"{record['run']}: acceptance report"
+    parts = [_head(record), _missing(record["missing"])]
+    if has_rows:
+        best = best_row(dict(record))
+        parts += [_cards(best), f"<p class='lead'>{_summary(record, best)}</p>"]
+    parts.append(_pictures(pictures))
+    if has_rows:
+        parts += [_shapes(record, best), _tasks(record, best)]
+    parts += [_next(data), _provenance(record)]
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _head(record: Mapping[str, Any]) -> str:
+    target = (record.get("target") or {}).get("name")
+    about = f"EAGLE-3 draft head for <b>{escape(str(target))}</b>" if target else "Draft head"
+    name = escape(str(record["run"]))
+    return f"<header><p class='kicker'>toolkit report</p><h1>{name}</h1><p class='sub'>{about}</p></header>"
+
+
+def _missing(missing: Sequence[str]) -> str:
+    if not missing:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in missing)
+    return f"<section class='missing'><b>Not in this report</b><ul>{items}</ul></section>"
+
+
+def _cards(best: Mapping[str, Any]) -> str:
+    low, high = best["interval"]
+    between = "interval needs two prompts" if low is None else f"95 % interval {low:.2f} to {high:.2f}"
+    speed = "not timed" if best["tokens_per_s"] is None else (
+        f"{best['tokens_per_s']:.1f} against {best['plain_tokens_per_s']:.1f} tokens/s"
+    )  # fmt: skip
+    equal = {None: "not checked", True: "yes", False: "NO"}[best["tokens_equal"]]
+    ties = "answers were not compared" if best["near_ties"] is None else (
+        f"{best['answers']} answers, {best['near_ties']} near-ties, {best['unequal']} beyond rounding"
+    )  # fmt: skip
+    cards = (
+        ("Tokens per verify step", decimal(best["accept_length"]), between, ""),
+        ("Speed of plain decoding", "-" if best["speedup"] is None else f"{best['speedup']:.2f}x", speed, ""),
+        ("Same tokens as plain", equal, ties, "bad" if best["tokens_equal"] is False else ""),
+        ("Best draft shape", shape_name(dict(best)), f"{best['num_draft_tokens']} nodes a verify step", ""),
+    )
+    divs = (
+        f"<div class='card {tone}'><span>{name}</span><strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
+        for name, value, note, tone in cards
+    )
+    return f"<section class='cards'>{''.join(divs)}</section>"
+
+
+def _summary(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    settings, target = record["settings"], record.get("target") or {}
+    speed = ""
+    if best["speedup"] is not None:
+        speed = (
+            f" and writes {best['tokens_per_s']:.1f} tokens/s where plain decoding writes "
+            f"{best['plain_tokens_per_s']:.1f}, <b>{best['speedup']:.2f} times</b> as fast"
+        )
+    training = record["training"]
+    forecast = (training or {}).get("forecast_accept_length_last")
+    predicted = f" Training forecast {forecast:.2f} for a chain on held-out rollouts." if forecast else ""
+    return (
+        f"On {escape(prompts_phrase(dict(record)))} ({best['answers']} answers of at most "
+        f"{settings['max_tokens']} tokens, temperature {settings['temperature']:g}, batch {settings['batch']}) "
+        f"{escape(str(target.get('name', 'the target')))} with this head, {escape(shape_name(dict(best)))}, commits "
+        f"<b>{decimal(best['accept_length'])} tokens per verify step</b> over {best['verify_steps']:,} steps{speed}. "
+        f"{escape(verdict_line(dict(record)))}{predicted}"
+    )
+
+
+def _pictures(pictures: Mapping[str, str]) -> str:
+    figures = "".join(
+        f"<figure id='{name}'><h2>{title}</h2>{pictures[name]}<figcaption>{caption}</figcaption></figure>"
+        for name, (title, caption) in CAPTIONS.items()
+        if name in pictures
+    )
+    return f"<section class='figures'>{figures}</section>"
+
+
+def _shapes(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    rows = [row for row in record["rows"] if row["task"] == ALL]
+    return "<h2>By draft shape</h2>" + _table("draft", [(shape_name(row), row) for row in rows], best)
+
+
+def _tasks(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    name = shape_name(dict(best))
+    rows = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == name]
+    heading = f"<h2>By task, {escape(name)}</h2>"
+    return heading + _table("task", [(row["task"], row) for row in rows], None) if rows else ""
+
+
+def _table(first: str, rows: Sequence[tuple[str, dict[str, Any]]], best: Mapping[str, Any] | None) -> str:
+    names = (
+        *(first, "prompts", "verify steps", "accept_length [95\u00a0%]", "accepted at depth 1, 2, .. (%)"),
+        *("tokens/s", "plain tokens/s", "speedup", "tokens equal"),
+    )
+    lines = []
+    for name, row in rows:
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        cells = (
+            *(name, row["prompts"], f"{row['verify_steps']:,}", length_text(row), rates_text(row["accept_rate"])),
+            *(decimal(row["tokens_per_s"], 1), decimal(row["plain_tokens_per_s"], 1), speedup, equal_text(row)),
+        )
+        tone = " class='best'" if row is best and len(rows) > 1 else ""
+        lines.append(f"<tr{tone}>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _next(data: RunData) -> str:
+    folder = escape(str(data.run_dir))
+    return (
+        "<h2>What to type next</h2><pre>"
+        f"toolkit serve --draft {folder}/ckpt              # OpenAI-compatible server with this head\n"
+        f"toolkit chat --draft {folder}/ckpt               # talk to it; accepted draft tokens are shown apart\n"
+        f"toolkit bench acceptance --draft {folder}/ckpt   # measure again, or your own prompts with --prompts FILE"
+        "</pre>"
+    )
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    hardware, settings = record["hardware"] or {}, record["settings"]
+    memory = hardware.get("memory_bytes")
+    machine = ", ".join(filter(None, (
+        hardware.get("cpu"),
+        f"{hardware['cores']} cores" if hardware.get("cores") else None,
+        f"{hardware['torch_threads']} torch threads" if hardware.get("torch_threads") else None,
+        f"{memory / 2**30:.0f} GiB" if memory else None,
+        *(hardware.get("gpus") or ()),
+    )))  # fmt: skip
+    facts: list[tuple[str, str]] = [
+        ("measured", str(record["date"])),
+        ("commit", str(record["commit"] or "not run from a git checkout")),
+        ("machine", machine),
+        ("versions", _pairs(record["versions"])),
+        ("command", str(record["command"])),
+    ]
+    for name in ("target", "draft"):
+        if record.get(name):
+            facts.append((name, _pairs(record[name])))
+    facts.append(("settings", _pairs(settings) or "no measurement"))
+    if record["training"]:
+        facts.append(("training", _pairs(record["training"])))
+    if record["token_map"]:
+        facts.append(("token map", _pairs({key: value for key, value in record["token_map"].items() if key != "rows"})))
+    facts += [(f"stage {stage['stage']}", _stage(stage)) for stage in record["stages"]]
+    facts += list((record.get("definitions") or {}).items())
+    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    return f"<h2>Settings and provenance</h2><table class='facts'><tbody>{lines}</tbody></table>"
+
+
+def _stage(stage: Mapping[str, Any]) -> str:
+    seconds = stage["seconds"]
+    spent = "time not recorded" if seconds is None else f"{int(seconds) // 60} min {seconds % 60:.0f} s"
+    sessions = stage["sessions"] or 1
+    again = f" in the last of {sessions} sessions" if sessions > 1 else ""
+    unfinished = "" if stage["status"] == "done" else f" ({stage['status']})"
+    return f"{spent}{again}{unfinished}" + (f"; {stage['headline']}" if stage["headline"] else "")
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name} {_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return "{" + _pairs(value) + "}"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(_value(entry) for entry in value)
+    return str(value)

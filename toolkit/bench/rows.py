@@ -1,0 +1,204 @@
+"""From finished rounds to the rows of an acceptance record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.near_tie import Divergence, compare, plain_logits
+from toolkit.bench.records import RecordError
+from toolkit.bench.side_by_side import PLAIN, Answer, Round
+from toolkit.infer.acceptance import summarise
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.sampler import uniform
+from toolkit.target.load import Target
+
+ALL = "all"
+Key = tuple[str, int]  # question_id, turn
+
+
+def tabulate(
+    rounds: Sequence[Round],
+    shapes: Sequence[DraftShape],
+    target: Target,
+    temperature: float,
+    *,
+    method: str = "eagle3",
+    check_tokens: bool = True,
+) -> dict[str, Any]:
+    """Rows, the answers one by one, and every divergence, of finished rounds."""
+    plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
+    rows, answers, divergences = [], [], []
+    for shape in shapes:
+        judged: dict[Key, Divergence | None] = {}
+        for answer in _answers(rounds, shape.name):
+            if check_tokens:
+                judged[_key(answer)] = _judge(target, plain[_key(answer)], answer, temperature)
+            answers.append(_answer_entry(shape, answer))
+        divergences += [
+            {"shape": shape.name, "question_id": key[0], "turn": key[1], **asdict(found)}
+            for key, found in judged.items()
+            if found is not None
+        ]
+        tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
+        for task in (ALL, *tasks):
+            row = {"method": method, **_shape_keys(shape), "temperature": temperature, "task": task}
+            rows.append({**row, **_row(rounds, shape, task, judged if check_tokens else None)})
+    return {"rows": rows, "answers": answers, "divergences": divergences}
+
+
+def _judge(target: Target, plain: Answer, speculative: Answer, temperature: float) -> Divergence | None:
+    question = plain.question
+    prompt_ids = list(question.prompt_ids)
+    return compare(
+        plain.output_ids,
+        speculative.output_ids,
+        lambda written: plain_logits(target, [*prompt_ids, *written]),
+        target.dtype,
+        temperature,
+        lambda position: _picked_by(question.params.seed, len(prompt_ids) + position),
+    )
+
+
+def _picked_by(seed: int, position: int) -> float:
+    """The number in [0, 1) with which the engine draws the token at this index of the sequence."""
+    return uniform(torch.tensor(seed), torch.tensor(position)).item()
+
+
+def _row(
+    rounds: Sequence[Round], shape: DraftShape, task: str, judged: dict[Key, Divergence | None] | None
+) -> dict[str, Any]:
+    answers = [answer for answer in _answers(rounds, shape.name) if task in (ALL, answer.question.prompt.task)]
+    stats = summarise(event for answer in answers for event in answer.events)
+    of_task = [judged[_key(answer)] for answer in answers] if judged is not None else []
+    parted = [found for found in of_task if found is not None]
+    return {
+        "prompts": len({answer.question.prompt.question_id for answer in answers}),
+        "answers": len(answers),
+        "tokens": sum(len(answer.output_ids) for answer in answers),
+        "verify_steps": stats.verify_steps,
+        "truncated_steps": stats.truncated_steps,
+        "accept_length": number(stats.accept_length),
+        "interval": _interval(answers),
+        "accept_rate": [number(rate) for rate in stats.accept_rate],
+        "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
+        **_speed(rounds, shape, task),
+        **_parts(answers),
+        "tokens_equal": None if judged is None else all(found.near_tie for found in parted),
+        "near_ties": None if judged is None else sum(found.near_tie for found in parted),
+        "unequal": None if judged is None else sum(not found.near_tie for found in parted),
+    }
+
+
+def _interval(answers: Sequence[Answer]) -> list[float | None]:
+    """Bootstrap over prompts. A prompt's numerator is its committed tokens, its denominator its verify steps."""
+    by_prompt: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_prompt.setdefault(answer.question.prompt.question_id, []).append(answer)
+    steps, committed = [], []
+    for of_prompt in by_prompt.values():
+        stats = summarise(event for answer in of_prompt for event in answer.events)
+        steps.append(stats.verify_steps)
+        committed.append(stats.verify_steps + stats.accepted)
+    found = ratio_interval(committed, steps)
+    return [None, None] if found is None else list(found)
+
+
+def _speed(rounds: Sequence[Round], shape: DraftShape, task: str) -> dict[str, float | None]:
+    """Times of the rounds of one task. None where a batch mixed it with another task: its seconds belong to both."""
+    ours, plain = (_clock(rounds, mode, task) for mode in (shape.name, PLAIN))
+    if ours is None or plain is None:
+        names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_with_prefill")
+        return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
+    speed, plain_speed = ours["decode_tokens"] / ours["decode_s"], plain["decode_tokens"] / plain["decode_s"]
+    whole = [clock["tokens"] / (clock["decode_s"] + clock["prefill_s"]) for clock in (ours, plain)]
+    return {
+        "tokens_per_s": speed,
+        "plain_tokens_per_s": plain_speed,
+        "speedup": speed / plain_speed,
+        "speedup_with_prefill": whole[0] / whole[1],
+        "decode_s": ours["decode_s"],
+        "plain_decode_s": plain["decode_s"],
+        "prefill_s": ours["prefill_s"],
+        "plain_prefill_s": plain["prefill_s"],
+    }
+
+
+def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | None:
+    """Sums over the rounds of one mode; None for mixed rounds, and when nothing was decoded after the first tokens."""
+    sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0, "tokens": 0}
+    for done in (done for done in rounds if done.mode == mode):
+        tasks = {answer.question.prompt.task for answer in done.answers}
+        if task != ALL and task not in tasks:
+            continue
+        if task != ALL and len(tasks) > 1:
+            return None
+        sums["prefill_s"] += done.prefill_s
+        sums["decode_s"] += done.decode_s
+        sums["decode_tokens"] += done.decode_tokens
+        sums["tokens"] += sum(len(answer.output_ids) for answer in done.answers)
+    return sums if sums["decode_tokens"] > 0 and sums["decode_s"] > 0 else None
+
+
+def _parts(answers: Iterable[Answer]) -> dict[str, float]:
+    """Seconds by part of the steps; an event carries its batch's, so each of the batch takes its share."""
+    events = [event for answer in answers for event in answer.events]
+    return {
+        name: sum(getattr(event, name) / event.batch for event in events)
+        for name in ("draft_s", "verify_s", "commit_s")
+    }
+
+
+def _answer_entry(shape: DraftShape, answer: Answer) -> dict[str, Any]:
+    """One answer, so that counts can be compared prompt by prompt with another engine's."""
+    stats = summarise(answer.events)
+    return {
+        "shape": shape.name,
+        "question_id": answer.question.prompt.question_id,
+        "turn": answer.question.turn,
+        "task": answer.question.prompt.task,
+        "prompt_tokens": len(answer.question.prompt_ids),
+        "tokens": len(answer.output_ids),
+        "verify_steps": stats.verify_steps,
+        "truncated_steps": stats.truncated_steps,
+        "accept_length": number(stats.accept_length),
+        "accepted_by_step": [event.accepted for event in answer.events if event.offered > 0],
+    }
+
+
+def _shape_keys(shape: DraftShape) -> dict[str, Any]:
+    return {
+        "shape": "chain" if shape.is_chain else "tree",
+        "num_steps": shape.num_steps,
+        "top_k": shape.top_k,
+        "num_draft_tokens": shape.num_draft_tokens,
+    }
+
+
+def _answers(rounds: Iterable[Round], mode: str) -> list[Answer]:
+    return [answer for done in rounds if done.mode == mode for answer in done.answers]
+
+
+def _key(answer: Answer) -> Key:
+    return answer.question.prompt.question_id, answer.question.turn
+
+
+def best_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The "all" row of the shape with the highest speedup; of the longest accept_length where speed was not had.
+
+    Raises `RecordError` for a record without such rows.
+    """
+    rows = [row for row in record["rows"] if row["task"] == ALL]
+    if not rows:
+        raise RecordError('the record has no row over all prompts (task "all"); measure again')
+    return max(rows, key=lambda row: (row["speedup"] or 0.0, row["accept_length"] or 0.0))
+
+
+def number(value: float) -> float | None:
+    """JSON has no nan: a statistic over no steps is null."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,130 @@
+"""What a pipeline run left in its folder, read for the report. Whatever is absent is named, never invented."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.bench.records import RecordError, read_record
+from toolkit.weights import read_json
+
+STAGES = ("prompts", "rollouts", "token_map", "train", "ckpt", "bench")
+
+
+@dataclass
+class RunData:
+    """The parts of a run folder. `missing` has one sentence for each part that is not there."""
+
+    run_dir: Path
+    acceptance: dict[str, Any] | None = None
+    training: list[dict[str, Any]] = field(default_factory=list)  # rows with a loss, ascending steps
+    forecasts: list[dict[str, Any]] = field(default_factory=list)  # rows with forecast_accept_length, ascending steps
+    token_map: dict[str, Any] | None = None  # coverage.json less its forced ids
+    stages: list[dict[str, Any]] = field(default_factory=list)  # {"stage", "seconds", "sessions", "headline"}
+    missing: list[str] = field(default_factory=list)
+
+
+def read_run(run_dir: str | Path) -> RunData:
+    """Read everything the report shows. Raises FileNotFoundError when there is no folder, `RecordError` or
+    `WeightsError` when a file in it is damaged."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is not a folder; give the folder of a run, such as runs/smollm2-135m")
+    data = RunData(run_dir)
+    acceptance = run_dir / "bench" / "acceptance.json"
+    if acceptance.is_file():
+        data.acceptance = read_record(acceptance, "acceptance")
+    else:
+        data.missing.append(f"no measurement: {acceptance} does not exist; `toolkit bench acceptance` writes it")
+    _read_metrics(data, run_dir / "train" / "metrics.jsonl")
+    _read_token_map(data, run_dir / "token_map")
+    for stage in STAGES:
+        manifest = run_dir / stage / "manifest.json"
+        if manifest.is_file():
+            entry = read_json(manifest)
+            kept = {key: entry.get(key) for key in ("status", "seconds", "sessions", "headline")}
+            data.stages.append({"stage": stage, **kept})
+    if not data.stages:
+        data.missing.append(f"no stage times: no {run_dir}/<stage>/manifest.json exists; `toolkit run` writes them")
+    return data
+
+
+def training_summary(data: RunData) -> dict[str, Any] | None:
+    """Steps, supervised tokens, seconds in steps, first and last loss, last and best forecast; None without metrics.
+
+    The last loss is the mean of the last tenth of the logged rows: a single batch is noise.
+    """
+    if not data.training and not data.forecasts:
+        return None
+    losses = [row["loss"] for row in data.training]
+    tail = losses[-max(1, len(losses) // 10) :]
+    seconds = [row["seconds_per_step"] for row in data.training if is_number(row.get("seconds_per_step"))]
+    lengths = [row["forecast_accept_length"] for row in data.forecasts]
+    return {
+        "steps": max(row["step"] for row in [*data.training, *data.forecasts]),
+        "supervised_tokens": data.training[-1].get("tokens") if data.training else None,
+        "step_seconds": sum(seconds) if seconds else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": sum(tail) / len(tail) if tail else None,
+        "forecast_accept_length_last": lengths[-1] if lengths else None,
+        "forecast_accept_length_best": max(lengths, default=None),
+    }
+
+
+def _read_metrics(data: RunData, path: Path) -> None:
+    if not path.is_file():
+        data.missing.append(f"no training curve: {path} does not exist; `toolkit train` writes it")
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            # A run that was cut off may leave half a last line; anywhere else the file is damaged.
+            if not any(rest.strip() for rest in lines[number:]):
+                data.missing.append(f"the last line of {path} is cut short; training was stopped while it wrote")
+                continue
+            raise RecordError(f"{path}:{number}: not valid JSON ({error}); restore the file or train again") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise RecordError(f"{path}:{number}: an object with an integer step is needed, not {line[:60]!r}")
+        # A resumed run may log a step again: the later row holds.
+        for name in ("loss", "forecast_accept_length"):
+            if is_number(row.get(name)):
+                latest[name, row["step"]] = row
+    data.training = [latest[key] for key in sorted(latest) if key[0] == "loss"]
+    data.forecasts = [latest[key] for key in sorted(latest) if key[0] == "forecast_accept_length"]
+    if not data.training:
+        data.missing.append(f"no loss: no row of {path} holds one")
+    if not data.forecasts:
+        data.missing.append(f"no forecast of accept_length: no row of {path} holds one")
+
+
+def _read_token_map(data: RunData, directory: Path) -> None:
+    path = directory / "coverage.json"
+    if not path.is_file():
+        data.missing.append(f"no coverage of the token map: {path} does not exist; `toolkit build-token-map` writes it")
+        return
+    stored = read_json(path)
+    rows = stored.get("rows") if isinstance(stored, dict) else None
+    if not isinstance(rows, list) or not all(_is_coverage_row(row) for row in rows):
+        raise RecordError(f"{path} holds no rows of size and coverage; `toolkit build-token-map` writes it again")
+    if not is_number(stored.get("size")):
+        data.missing.append(f"no chosen size of the token map: {path} does not hold it")
+    kept = ("size", "coverage", "vocab_size", "tokens", "distinct", "corpus")
+    data.token_map = {key: stored.get(key) for key in kept}
+    data.token_map["rows"] = sorted(rows, key=lambda row: row["size"])
+
+
+def _is_coverage_row(row: Any) -> bool:
+    return isinstance(row, dict) and is_number(row.get("size")) and is_number(row.get("coverage"))
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite int or float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,203 @@
+"""Plain and speculative decoding of the same prompts in one run, interleaved, on one clock.
+
+Modes take turns within each group of prompts, and the one that goes first rotates from group to group:
+
+    group 0   plain   chain   tree         A machine that grows slower (heat, another user) slows every mode
+    group 1   chain   tree    plain        alike, so that their ratio stays.
+    group 2   tree    plain   chain
+
+Turn n + 1 of a conversation is asked after plain decoding's answer to turn n, in every mode, so that all modes decode
+the same prompts even where 16-bit rounding made their answers part.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toolkit.bench.prompts import Prompt
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.sampling_params import SamplingParams
+
+PLAIN = "plain"
+WARMUP_TOKENS = 16
+Progress = Callable[[int, int], None]
+
+
+class BenchError(ValueError):
+    """A measurement cannot be made with these prompts, shapes or this target."""
+
+
+class Stepper(Protocol):
+    """What is used of the engine."""
+
+    def add_request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, speculative: bool = True
+    ) -> Request: ...
+    def has_work(self) -> bool: ...
+    def set_shape(self, shape: DraftShape) -> None: ...
+    def step(self) -> list[Request]: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """One turn of one conversation, rendered."""
+
+    prompt: Prompt
+    turn: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one mode wrote to one question, with its log of verify steps."""
+
+    question: Question
+    output_ids: tuple[int, ...]
+    events: tuple[VerifyEvent, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One mode's answers to one group of questions, decoded together.
+
+    prefill_s: seconds of reading the prompts, until their first tokens. decode_s: seconds of everything else, in which
+    the decode_tokens, all but the first of each answer, were written.
+    """
+
+    mode: str
+    answers: tuple[Answer, ...]
+    prefill_s: float
+    decode_s: float
+    decode_tokens: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Plain decoding (no shape) or speculative decoding with a shape, on the engine that does it."""
+
+    engine: Stepper
+    shape: DraftShape | None
+
+    @property
+    def name(self) -> str:
+        return PLAIN if self.shape is None else self.shape.name
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of a measurement that are the same for every question."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def params(self, prompt: Prompt, turn: int) -> SamplingParams:
+        """Parameters of one question; every mode gets the same seed, and every question another one."""
+        seed = zlib.crc32(f"{self.seed}/{prompt.question_id}/{turn}".encode())
+        return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=self.max_tokens)
+
+
+def run_side_by_side(
+    modes: Sequence[Mode],
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    batch: int = 1,
+    warmup: int = 1,
+    on_progress: Progress | None = None,
+) -> list[Round]:
+    """Answer every turn of `prompts` in every mode, `batch` conversations at a time.
+
+    `warmup` prompts are decoded in every mode before the clock starts, and are not in the result. `on_progress(done,
+    total)` counts answers over all modes. Raises `BenchError` for a prompt that is too long for the target.
+    """
+    for prompt in prompts[:warmup]:
+        question = Question(prompt, 0, chat_ids(tokenizer, [_user(prompt.turns[0])]), sampling.params(prompt, 0))
+        for mode in modes:
+            _answer(mode, [question], limit=WARMUP_TOKENS)
+    total, done = sum(len(prompt.turns) for prompt in prompts) * len(modes), 0
+    rounds: list[Round] = []
+    place = 0
+    for start in range(0, len(prompts), batch):
+        group = prompts[start : start + batch]
+        histories: dict[str, list[dict[str, str]]] = {prompt.question_id: [] for prompt in group}
+        for turn in range(max(len(prompt.turns) for prompt in group)):
+            questions = []
+            for prompt in (prompt for prompt in group if turn < len(prompt.turns)):
+                history = histories[prompt.question_id]
+                history.append(_user(prompt.turns[turn]))
+                questions.append(Question(prompt, turn, chat_ids(tokenizer, history), sampling.params(prompt, turn)))
+            for mode in rotated(modes, place):
+                rounds.append(_answer(mode, questions))
+                done += len(questions)
+                if on_progress is not None:
+                    on_progress(done, total)
+                if mode.name == PLAIN:
+                    _remember(histories, rounds[-1], tokenizer)
+            place += 1
+    return rounds
+
+
+def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
+    """The order of the modes for group number `place`."""
+    first = place % len(modes)
+    return [*modes[first:], *modes[:first]]
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    """Prompt ids of a conversation, up to where the assistant's next answer begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise BenchError("the target's tokenizer has no chat template; prompts can only be asked with one")
+    return tuple(
+        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    )
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _remember(histories: dict[str, list[dict[str, str]]], done: Round, tokenizer: Any) -> None:
+    for answer in done.answers:
+        text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
+        histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
+
+
+def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None) -> Round:
+    """Decode `questions` together in one mode, timing each engine step."""
+    engine = mode.engine
+    if mode.shape is not None:
+        engine.set_shape(mode.shape)
+    requests: list[Request] = []
+    clock = time.perf_counter()
+    for question in questions:
+        params = question.params
+        if limit is not None:
+            params = SamplingParams(params.temperature, seed=params.seed, max_tokens=min(limit, params.max_tokens))
+        try:
+            requests.append(engine.add_request(question.prompt_ids, params, speculative=mode.shape is not None))
+        except PromptTooLongError as error:
+            raise BenchError(f"prompt {question.prompt.question_id}, turn {question.turn}: {error}") from error
+    prefill_s = decode_s = 0.0
+    while engine.has_work():
+        fresh = [request for request in requests if not request.output_ids]
+        engine.step()
+        now = time.perf_counter()
+        # A step reads waiting prompts before it decodes, so the last first token of a step divides the two.
+        first = max((request.first_token_at for request in fresh if request.first_token_at is not None), default=clock)
+        prefill_s += first - clock
+        decode_s += now - first
+        clock = now
+    decode_tokens = sum(len(request.output_ids) - 1 for request in requests)
+    answers = tuple(
+        Answer(question, tuple(request.output_ids), tuple(request.events))
+        for question, request in zip(questions, requests, strict=True)
+    )
+    return Round(mode.name, answers, prefill_s, decode_s, decode_tokens)
