@@ -58,16 +58,21 @@ def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One problem a field: of a union's branches, the one that got furthest into the value."""
     best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for error in errors:
-        branches = [i for i, part in enumerate(error["loc"]) if part == "str" or str(part).startswith("list[")]
+        branches = [i for i, part in enumerate(error["loc"]) if _is_branch(part)]
         field = tuple(error["loc"][: branches[0]]) if branches else tuple(error["loc"])
         if field not in best or len(error["loc"]) > len(best[field]["loc"]):
             best[field] = error
     return list(best.values())
 
 
+def _is_branch(part: str | int) -> bool:
+    """True for the tags that pydantic puts into a location for a union's branches ("str", "list[int]")."""
+    return part == "str" or (isinstance(part, str) and part.endswith("]"))
+
+
 def _describe(error: Mapping[str, Any]) -> tuple[str | None, str, str | None]:
     """(param, message, code) of one problem."""
-    parts = [p for p in error["loc"] if p != "body" and p != "str" and not str(p).startswith("list[")]
+    parts = [part for part in error["loc"] if part != "body" and not _is_branch(part)]
     context = error.get("ctx") or {}
     param = context.get("param") or _path(parts)
     if error["type"] == "extra_forbidden":

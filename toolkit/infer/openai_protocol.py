@@ -7,9 +7,9 @@ Extensions, named as SGLang and vLLM name them: top_k, ignore_eos; and `speculat
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 ANY = object()  # fields that only label a request: every value is neutral
@@ -86,6 +86,18 @@ def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
     return kept
 
 
+def _encodable(text: str) -> str:
+    """JSON can carry half of a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("unicode", "the text is not valid unicode (a lone surrogate)") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -94,14 +106,14 @@ class TextPart(_Strict):
     """One text part of a message. Images and audio are refused."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Strict):
     """One chat message; the text of several parts is joined."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
 
     @model_validator(mode="before")
     @classmethod
@@ -134,7 +146,7 @@ class GenerationFields(_Strict):
     top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: Text | list[Text] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -201,7 +213,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of POST /v1/completions: one prompt, as text or as token ids."""
 
-    prompt: str | list[int] = Field(min_length=1)
+    prompt: Text | list[int] = Field(min_length=1)
 
     @property
     def token_limit(self) -> int | None:
