@@ -1,12 +1,15 @@
-"""Tokenizers trained in the test, with the chat templates of three families."""
+"""Tokenizers trained in the test, with the chat templates of three families, and a fake target that writes by rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.generation import GenerationRequest, GenerationResult
 
 TEXT = [
     "Tell me about the river, please. How do I cook rice? Yes, certainly: wash it, then boil it.",
@@ -74,3 +77,36 @@ def tokenizer_of() -> Callable[[str], PreTrainedTokenizerFast]:
 def tokenizer() -> PreTrainedTokenizerFast:
     """A ChatML tokenizer of this test alone, free to be changed."""
     return build("chatml")
+
+
+class FakeTarget:
+    """A `generate` whose output depends on the request alone, ends requests out of order, and can die half-way.
+
+    `answer(request)` gives (text, finish_reason); the end-of-turn id follows a "stop". `calls` keeps all requests.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        answer: Callable[[GenerationRequest], tuple[str, str]],
+        die_after: int | None = None,
+    ) -> None:
+        self.tokenizer, self.answer, self.die_after = tokenizer, answer, die_after
+        self.calls: list[GenerationRequest] = []
+
+    def __call__(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+        order = list(range(len(requests)))
+        random.Random(len(requests)).shuffle(order)
+        for index in order:
+            if self.die_after is not None and len(self.calls) >= self.die_after:
+                raise KeyboardInterrupt
+            self.calls.append(requests[index])
+            text, reason = self.answer(requests[index])
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][: requests[index].max_tokens]
+            yield index, GenerationResult(ids + [self.tokenizer.eos_token_id] * (reason == "stop"), reason, "head")
+
+
+@pytest.fixture
+def fake_target() -> type[FakeTarget]:
+    """The class of fake targets."""
+    return FakeTarget

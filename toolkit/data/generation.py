@@ -7,7 +7,7 @@ result as it ends, in any order, so that the caller can write it down at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -43,3 +43,22 @@ def derived_seed(seed: int, *parts: object) -> int:
     """A 63-bit seed for one sample, hashed from the run's seed and the sample's name: order and batch do not matter."""
     text = "\x1f".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def run_all(generate: GenerateFn, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
+    """The results of `generate`, its contract checked: each index once, none left out, ended by "stop" or "length"."""
+    missing = set(range(len(requests)))
+    for index, result in generate(requests) if requests else ():
+        if index not in missing:
+            raise RuntimeError(f"generate gave request {index} of {len(requests)} a second time, or it never existed")
+        if result.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"generate ended request {index} by {result.finish_reason!r}; stop or length is needed")
+        missing.remove(index)
+        yield index, result
+    if missing:
+        raise RuntimeError(f"generate ended with {len(missing)} of {len(requests)} requests unanswered")
+
+
+def written_ids(result: GenerationResult) -> list[int]:
+    """The ids of the words written: without the stop id that ended them."""
+    return result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids

@@ -1,0 +1,239 @@
+"""Rollouts hold what the target wrote, id by id, in whatever order answers end and whenever the run is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.batches import load_examples
+from toolkit.data.chat_template import prompt_ids
+from toolkit.data.conversations import Conversation
+from toolkit.data.generation import GenerationRequest, GenerationResult
+from toolkit.data.jsonl import DataError, read_rows
+from toolkit.data.rollout_files import split_of
+from toolkit.data.rollouts import write_rollouts
+from toolkit.recipe import RolloutSettings
+
+SETTINGS = RolloutSettings(max_tokens=40, held_out=0.2)
+
+
+def conversation(identity: str, *turns: str, system: str | None = None) -> Conversation:
+    first = () if system is None else ({"role": "system", "content": system},)
+    return Conversation(identity, (*first, *({"role": "user", "content": turn} for turn in turns)))
+
+
+CONVERSATIONS = [
+    conversation(
+        f"c{i}", *(f"question {i} of turn {t}" for t in range(1 + i % 3)), system="Be kind." if i % 4 else None
+    )
+    for i in range(24)
+]
+
+
+def answer(request: GenerationRequest) -> tuple[str, str]:
+    """Depends on seed and prompt, as a sampled answer does; a third are cut by length."""
+    text = f"Yes {request.seed % 1000}, it is {sum(request.prompt_ids) % 97}."
+    return (text, "length") if request.seed % 3 == 0 else (text, "stop")
+
+
+Write = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def write(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Write:
+    """write_rollouts with this file's defaults into tmp_path/rollouts.jsonl."""
+
+    def call(
+        generate: Any, conversations: Any = CONVERSATIONS, settings: Any = SETTINGS, **more: Any
+    ) -> dict[str, Any]:
+        given = {"target": "tiny", "seed": 1, "max_context": 400} | more
+        return write_rollouts(conversations, generate, tokenizer, settings, tmp_path / "rollouts.jsonl", **given)
+
+    return call
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    rows = [row for _, row in read_rows(path)]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+def test_rows_hold_the_ids_as_written(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
+) -> None:
+    """An answer that is decoded and tokenised again is no longer on-policy; the spans must cover it exactly."""
+    target = fake_target(tokenizer, answer)
+    stats = write(target)
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    assert rows.keys() == {one.id for one in CONVERSATIONS}
+    for one in CONVERSATIONS:
+        row = rows[one.id]
+        assert [m for m in row["messages"] if m["role"] != "assistant"] == list(one.messages)
+        prompt = prompt_ids(tokenizer, row["messages"][:-1])
+        start, end = row["response_spans"][-1]
+        assert row["input_ids"][:start] == prompt and end == len(row["input_ids"])
+        request = next(call for call in target.calls if call.prompt_ids == prompt)
+        text, reason = answer(request)
+        written = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert row["input_ids"][start:] == written + [tokenizer.eos_token_id] * (reason == "stop")
+        assert row["finish_reason"] == reason and row["messages"][-1]["content"] == text
+        spoken = [tokenizer.decode(row["input_ids"][s:e]).removesuffix("<|im_end|>") for s, e in row["response_spans"]]
+        assert spoken == [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    assert row["provenance"] == {
+        "target": "tiny", "temperature": 0.0, "top_p": 1.0, "seed": 1, "max_tokens": 40, "draft": "head",
+    }  # fmt: skip
+    assert stats == json.loads((tmp_path / "rollouts_stats.json").read_text())
+    assert stats["rollouts"] == 24 and stats["turns"] == 48 and stats["unmarked_turns"] == 0
+    assert stats["finish_reasons"]["stop"] + stats["finish_reasons"]["length"] == 24
+    assert stats["last_run"]["tokens"] > 0 and stats["last_run"]["tokens_per_s"] > 0
+
+
+def test_turns_go_in_waves_with_everything_at_once(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write
+) -> None:
+    """One request at a time would leave the engine's batch empty and take many times as long."""
+    sizes: list[int] = []
+    target = fake_target(tokenizer, answer)
+
+    def generate(requests: Any) -> Any:
+        sizes.append(len(requests))
+        return target(requests)
+
+    write(generate)
+    assert sizes == [24, 16, 8]
+
+
+@pytest.mark.parametrize("die_after", [0, 1, 11, 30, 47])
+def test_a_killed_run_ends_with_the_same_rows(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path, die_after: int
+) -> None:
+    """Killed anywhere, with a torn line left behind, the second run must add exactly what is missing."""
+    out = tmp_path / "rollouts.jsonl"
+    whole = fake_target(tokenizer, answer)
+    write(whole)
+    expected = rows_of(out)
+    out.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        write(fake_target(tokenizer, answer, die_after))
+    kept = len(rows_of(out))
+    with out.open("a") as handle:
+        handle.write('{"id": "c1", "messages": [{"ro')
+    second = fake_target(tokenizer, answer)
+    stats = write(second)
+    assert rows_of(out) == expected and stats["rollouts"] == 24
+    assert len(second.calls) <= 48 - kept
+    nothing = fake_target(tokenizer, answer, 0)
+    assert write(nothing) == stats and not nothing.calls
+
+
+def test_what_cannot_be_answered_is_counted(
+    tokenizer: PreTrainedTokenizerFast,
+    fake_target: Any,
+    write: Write,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts over the context and empty answers must leave a trace, and must not be tried again for ever."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    given = [
+        conversation("long", "why " * 300),
+        conversation("later-long", "Hi?", "why " * 300),
+        conversation("empty", "say nothing"),
+        conversation("later-empty", "Hi?", "say nothing"),
+        conversation("fine", "Hi?"),
+    ]
+
+    def silent(request: GenerationRequest) -> tuple[str, str]:
+        return ("  \n" if "nothing" in tokenizer.decode(request.prompt_ids) else "Yes.", "stop")
+
+    stats = write(fake_target(tokenizer, silent), given, max_context=250)
+    assert stats["skipped"] == {"prompt_too_long": 1, "empty_answer": 1}
+    assert stats["shortened"] == {"prompt_too_long": 1, "empty_answer": 1}
+    assert "2 were skipped" in caplog.text
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    assert rows.keys() == {"later-long", "later-empty", "fine"}
+    assert all(len(row["messages"]) == 2 for row in rows.values())
+    assert rows_of(tmp_path / "rollouts_skipped.jsonl")["long"]["reason"] == "prompt_too_long"
+    again = fake_target(tokenizer, silent)
+    assert write(again, given, max_context=250) == stats and not again.calls
+    with pytest.raises(DataError, match="none of 1 conversations"):
+        write_rollouts(given[:1], again, tokenizer, SETTINGS, tmp_path / "x.jsonl", target="t", seed=0, max_context=99)
+
+
+def test_an_answer_never_runs_over_the_context(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write
+) -> None:
+    """A prompt close to the context leaves less room than max_tokens."""
+    given = [conversation("a", "Hi?")]
+    size = len(prompt_ids(tokenizer, given[0].messages))
+    target = fake_target(tokenizer, lambda request: ("Yes " * 99, "length"))
+    write(target, given, max_context=size + 7)
+    assert target.calls[0].max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 2}, "seed was 1, now 2"),
+        ({"target": "other"}, "target was 'tiny'"),
+        ({"settings": RolloutSettings(max_tokens=41, held_out=0.2)}, "max_tokens was 40, now 41"),
+        ({"settings": RolloutSettings(max_tokens=40, held_out=0.99)}, "split was"),
+        ({"conversations": CONVERSATIONS[:3]}, "not among the prompts"),
+        ({"conversations": [conversation(one.id, "else?") for one in CONVERSATIONS]}, "other user messages"),
+        ({"conversations": [*CONVERSATIONS, CONVERSATIONS[0]]}, "more than once"),
+    ],
+)
+def test_rows_of_another_run_are_refused(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, change: dict[str, Any], message: str
+) -> None:
+    """Two sets of rollouts in one file would train on a mixture whose provenance nobody can tell."""
+    write(fake_target(tokenizer, answer))
+    with pytest.raises(DataError, match=message):
+        write(fake_target(tokenizer, answer), **change)
+
+
+def test_splits_depend_on_the_id_alone_and_both_load(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
+) -> None:
+    """A held-out conversation that changes sides when data is added would be trained on."""
+    stats = write(fake_target(tokenizer, answer))
+    for identity, row in rows_of(tmp_path / "rollouts.jsonl").items():
+        assert row["split"] == split_of(identity, 0.2)
+    assert sum(split_of(f"x{i}", 0.05) == "held_out" for i in range(4000)) == pytest.approx(200, abs=50)
+    for split in ("train", "held_out"):
+        examples, cut = load_examples(tmp_path / "rollouts.jsonl", split, 512)
+        assert len(examples) == stats["splits"][split] and cut == 0
+
+
+def test_templates_that_rewrite_history_mark_the_last_answer_only(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
+) -> None:
+    """Reasoning templates drop earlier thoughts: ids stay exact, and the unmarked turns are counted, not guessed."""
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | upper")
+    stats = write(fake_target(tokenizer, answer), [conversation("a", "one", "two")])
+    (row,) = rows_of(tmp_path / "rollouts.jsonl").values()
+    assert len(row["response_spans"]) == 1 and stats["unmarked_turns"] == 1
+
+
+@pytest.mark.parametrize(
+    "results, message",
+    [
+        ([], "1 of 1 requests unanswered"),
+        ([(0, "stop"), (0, "stop")], "a second time"),
+        ([(0, "abort")], "by 'abort'"),
+    ],
+)
+def test_a_generate_that_breaks_its_contract_is_named(
+    write: Write, results: list[tuple[int, str]], message: str
+) -> None:
+    """A server that loses requests must not turn into missing data."""
+    answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
+    with pytest.raises(RuntimeError, match=message):
+        write(lambda requests: answers, [conversation("a", "Hi?")])

@@ -1,0 +1,148 @@
+"""The files of a rollouts stage: which rows are there already, and the counts over all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.conversations import Conversation
+from toolkit.data.jsonl import DataError, cut_torn_line, read_rows
+from toolkit.log import get_logger
+from toolkit.recipe import RolloutSettings
+from toolkit.weights import read_json, write_json
+
+logger = get_logger(__name__)
+
+REMEDY = "delete the file or write to another one"
+
+
+@dataclass(frozen=True)
+class RolloutPaths:
+    """The three files of a stage, named after the first: x.jsonl, x_skipped.jsonl, x_stats.json."""
+
+    rows: Path
+
+    @property
+    def skipped(self) -> Path:
+        return self.rows.with_name(f"{self.rows.stem}_skipped.jsonl")
+
+    @property
+    def stats(self) -> Path:
+        return self.rows.with_name(f"{self.rows.stem}_stats.json")
+
+
+def split_of(identity: str, held_out: float) -> str:
+    """Either "train" or, for that share of ids, "held_out"; by hash, so the same whatever else is in the data."""
+    draw = int.from_bytes(hashlib.sha256(f"split {identity}".encode()).digest()[:8], "big") / 2**64
+    return "held_out" if draw < held_out else "train"
+
+
+@dataclass
+class Tally:
+    """Counts over all rows, those of earlier runs included; `written_tokens` and `seconds` of this run alone."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    splits: Counter[str] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    shortened: Counter[str] = field(default_factory=Counter)
+    written_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count one row of the rollouts file."""
+        turns = sum(message["role"] == "assistant" for message in row["messages"])
+        self.counts["rollouts"] += 1
+        self.counts["turns"] += turns
+        self.counts["unmarked_turns"] += turns - len(row["response_spans"])
+        self.counts["tokens"] += len(row["input_ids"])
+        self.counts["response_tokens"] += sum(end - start for start, end in row["response_spans"])
+        self.splits[row["split"]] += 1
+        self.finish_reasons[row["finish_reason"]] += 1
+        if "shortened" in row:
+            self.shortened[row["shortened"]] += 1
+
+    @property
+    def ended(self) -> int:
+        """Conversations that are done, with a row or without."""
+        return self.counts["rollouts"] + self.skipped.total()
+
+
+def read_finished(
+    paths: RolloutPaths,
+    asked: Mapping[str, Conversation],
+    settings: RolloutSettings,
+    provenance: Mapping[str, Any],
+) -> tuple[set[str], Tally]:
+    """Ids done in an earlier run, and their tally; a torn last line is cut.
+
+    Raises `DataError` for a row of other prompts or other settings: such a file would mix two sets of rollouts.
+    """
+    done: set[str] = set()
+    tally = Tally()
+    for path in (paths.rows, paths.skipped):
+        if cut_torn_line(path):
+            logger.warning(f"{path}: cut a torn last line")
+        for number, row in read_rows(path) if path.exists() else ():
+            where = f"{path}:{number}"
+            if row.get("id") not in asked or row["id"] in done:
+                raise DataError(f"{where}: id {row.get('id')!r} is not among the prompts, or came before; {REMEDY}")
+            done.add(row["id"])
+            if path == paths.skipped:
+                tally.skipped[row["reason"]] += 1
+                continue
+            wanted = {**provenance, "split": split_of(row["id"], settings.held_out)}
+            _check_row(row, where, wanted, asked[row["id"]])
+            tally.add(row)
+    return done, tally
+
+
+def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], asked: Conversation) -> None:
+    found = {**row["provenance"], "split": row["split"]}
+    differs = [
+        f"{key} was {found.get(key)!r}, now {value!r}" for key, value in wanted.items() if found.get(key) != value
+    ]
+    if differs:
+        raise DataError(f"{where}: written with other settings ({'; '.join(differs)}); {REMEDY}")
+    before = [message for message in row["messages"] if message["role"] != "assistant"]
+    if before != list(asked.messages)[: len(before)]:
+        raise DataError(f"{where}: {row['id']!r} answers other user messages than the prompts have now; {REMEDY}")
+
+
+def write_stats(
+    paths: RolloutPaths, tally: Tally, total: int, provenance: Mapping[str, Any], held_out: float
+) -> dict[str, Any]:
+    """Warn of what was lost, write the statistics, and return them. Raises `DataError` when there is no row at all."""
+    rollouts = tally.counts["rollouts"]
+    if not rollouts:
+        raise DataError(f"none of {total} conversations became a rollout: {dict(tally.skipped) or 'there were none'}")
+    if tally.skipped or tally.shortened:
+        logger.warning(
+            f"{paths.rows}: of {total} conversations {tally.skipped.total()} were skipped {dict(tally.skipped)}, "
+            f"{tally.shortened.total()} shortened {dict(tally.shortened)}"
+        )
+    if held_out > 0 and not tally.splits["held_out"]:
+        logger.warning(f"{paths.rows}: none of {rollouts} rollouts fell into the held-out share of {held_out}")
+    last_run = {
+        "tokens": tally.written_tokens,
+        "seconds": round(tally.seconds, 3),
+        "tokens_per_s": round(tally.written_tokens / tally.seconds, 3) if tally.seconds > 0 else None,
+    }
+    if not tally.written_tokens and paths.stats.exists():
+        last_run = read_json(paths.stats)["last_run"]
+    stats = {
+        "conversations": total,
+        **{name: tally.counts[name] for name in ("rollouts", "turns", "unmarked_turns", "tokens", "response_tokens")},
+        "splits": {name: tally.splits[name] for name in ("train", "held_out")},
+        "finish_reasons": {name: tally.finish_reasons[name] for name in ("stop", "length")},
+        "skipped": dict(tally.skipped),
+        "shortened": dict(tally.shortened),
+        "last_run": last_run,
+        "provenance": dict(provenance),
+    }
+    write_json(paths.stats, stats)
+    return stats

@@ -1,0 +1,196 @@
+"""Rollouts: the target's own answers to prompts, written down as the ids it produced, with their provenance.
+
+Conversations of several turns are answered turn by turn, each turn seeing the target's own earlier answers. All turns
+number n are generated together as one wave. A finished conversation is one line, flushed at once; started again, the
+finished ones are kept and the rest is done. What a conversation gets depends on its id and the settings, not on order.
+
+A row: {"id", "split", "messages", "input_ids", "response_spans", "finish_reason", "provenance"}. `input_ids` is the
+rendered prompt of the last turn followed by the ids the target wrote, never tokenised again; spans are [start, end).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat_template import Message, prompt_ids
+from toolkit.data.conversations import Conversation, user_turns
+from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
+from toolkit.data.jsonl import DataError, RowAppender
+from toolkit.data.loss_mask import LossMaskError, response_mask, spans
+from toolkit.data.rollout_files import RolloutPaths, Tally, read_finished, split_of, write_stats
+from toolkit.log import get_logger
+from toolkit.recipe import RolloutSettings
+
+logger = get_logger(__name__)
+
+# Conversations in flight together: enough to keep a batch full, few enough that a kill loses few half-done dialogues.
+CONVERSATIONS_PER_WAVE = 1024
+
+OnProgress = Callable[[int, int, int], None]
+"""(conversations done, conversations in all, tokens written in this run)"""
+
+
+def write_rollouts(
+    conversations: Iterable[Conversation],
+    generate: GenerateFn,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RolloutSettings,
+    out_path: str | Path,
+    *,
+    target: str,
+    seed: int,
+    max_context: int,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """Answer the user turns of `conversations` into the .jsonl file `out_path`; returns the statistics.
+
+    Beside it: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer) and
+    `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before ("shortened").
+    `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
+    Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
+    conversation becomes a rollout.
+    """
+    paths = RolloutPaths(Path(out_path))
+    asked = [user_turns(one) for one in conversations]
+    repeated = [name for name, count in Counter(one.id for one in asked).items() if count > 1]
+    if repeated:
+        raise DataError(f"{len(repeated)} conversation ids come more than once ({repeated[:3]}); give each its own")
+    provenance = {
+        "target": target,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "seed": seed,
+        "max_tokens": settings.max_tokens,
+    }
+    done, tally = read_finished(paths, {one.id: one for one in asked}, settings, provenance)
+    pending = [one for one in asked if one.id not in done]
+    if done:
+        logger.info(f"{paths.rows}: {len(done)} of {len(asked)} conversations were done before, {len(pending)} to do")
+    with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
+        writer = _Writer(generate, tokenizer, settings, provenance, max_context, rows, skipped, tally)
+        for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
+            for _ in writer.answer(pending[first : first + CONVERSATIONS_PER_WAVE]):
+                if on_progress is not None:
+                    on_progress(tally.ended, len(asked), tally.written_tokens)
+    return write_stats(paths, tally, len(asked), provenance, settings.held_out)
+
+
+@dataclass
+class _Dialogue:
+    """One conversation on its way: `waiting` are the messages not asked yet, `row` what is answered so far."""
+
+    id: str
+    waiting: list[Message]
+    messages: list[Message] = field(default_factory=list)
+    row: dict[str, Any] | None = None
+
+    def ask(self) -> None:
+        """Move the next user message (and a system message before it) over."""
+        while True:
+            self.messages.append(self.waiting.pop(0))
+            if self.messages[-1]["role"] == "user":
+                return
+
+    @property
+    def turn(self) -> int:
+        return sum(message["role"] == "user" for message in self.messages)
+
+
+@dataclass
+class _Writer:
+    generate: GenerateFn
+    tokenizer: PreTrainedTokenizerBase
+    settings: RolloutSettings
+    provenance: dict[str, Any]
+    max_context: int
+    rows: RowAppender
+    skipped: RowAppender
+    tally: Tally
+    warned: bool = False
+
+    def answer(self, conversations: Sequence[Conversation]) -> Iterator[None]:
+        """Answer all turns of `conversations`, one wave per turn number; yields after each answer."""
+        wave = [_Dialogue(one.id, list(one.messages)) for one in conversations]
+        while wave:
+            asked, requests = self._requests(wave)
+            began = time.monotonic()
+            for index, result in run_all(self.generate, requests):
+                self.tally.written_tokens += len(result.output_ids)
+                self._take(asked[index], requests[index].prompt_ids, result)
+                yield
+            self.tally.seconds += time.monotonic() - began
+            wave = [one for one in asked if one.waiting]
+
+    def _requests(self, wave: Sequence[_Dialogue]) -> tuple[list[_Dialogue], list[GenerationRequest]]:
+        asked: list[_Dialogue] = []
+        requests: list[GenerationRequest] = []
+        for one in wave:
+            one.ask()
+            ids = prompt_ids(self.tokenizer, one.messages)
+            room = self.max_context - len(ids)
+            if room < 1:
+                self._close(one, "prompt_too_long", prompt_tokens=len(ids), max_context=self.max_context)
+                continue
+            sample_seed = derived_seed(self.provenance["seed"], "rollout", one.id, one.turn)
+            length = min(self.settings.max_tokens, room)
+            asked.append(one)
+            requests.append(GenerationRequest(ids, self.settings.temperature, self.settings.top_p, length, sample_seed))
+        return asked, requests
+
+    def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
+        text = self.tokenizer.decode(written_ids(result), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not text.strip():
+            self._close(one, "empty_answer", turn=one.turn)
+            return
+        earlier = self._earlier_spans(one.messages, prompt)
+        one.messages.append({"role": "assistant", "content": text})
+        one.row = {
+            "id": one.id,
+            "split": split_of(one.id, self.settings.held_out),
+            "messages": list(one.messages),
+            "input_ids": prompt + list(result.output_ids),
+            "response_spans": [*earlier, [len(prompt), len(prompt) + len(result.output_ids)]],
+            "finish_reason": result.finish_reason,
+            "provenance": self.provenance | {"draft": result.draft_used},
+        }
+        if not one.waiting:
+            self._write(one.row)
+
+    def _close(self, one: _Dialogue, reason: str, **details: int) -> None:
+        """End a conversation early: keep the turns answered before, else write it down as skipped."""
+        one.waiting.clear()
+        if one.row is not None:
+            self._write(one.row | {"shortened": reason})
+            return
+        self.skipped.append({"id": one.id, "reason": reason, **details})
+        self.tally.skipped[reason] += 1
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.tally.add(row)
+
+    def _earlier_spans(self, messages: Sequence[Message], prompt: list[int]) -> list[list[int]]:
+        """Where the target's earlier answers stand in the prompt; none, and a warning, where that cannot be told."""
+        if not any(message["role"] == "assistant" for message in messages):
+            return []
+        try:
+            ids, mask = response_mask(self.tokenizer, messages, add_generation_prompt=True)
+        except LossMaskError as error:
+            self._warn_once(str(error))
+            return []
+        if ids != prompt:
+            self._warn_once("the template renders differently with its generation tags")
+            return []
+        return spans(mask)
+
+    def _warn_once(self, reason: str) -> None:
+        if not self.warned:
+            logger.warning(f"only last answers are marked as responses in conversations of several turns: {reason}")
+        self.warned = True
