@@ -68,7 +68,9 @@ def _run_command(name: str, arguments: list[str]) -> int:
     command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
     command.add_arguments(parser)
-    return command.run(parser.parse_args(arguments))
+    # Overrides may stand before or behind options; argparse cannot do that together with subcommands.
+    parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
+    return command.run(parse(arguments))
 
 
 def _for_users(error: BaseException) -> bool:

@@ -10,8 +10,8 @@ from toolkit.infer.request import Request
 from toolkit.infer.sampling_params import SamplingParams
 
 
-def engine_generate(engine: Engine, *, max_batch: int, draft_used: str | None = None) -> GenerateFn:
-    """`generate` over `engine`, which runs up to `max_batch` requests at once and takes the next as soon as one ends.
+def engine_generate(engine: Engine, draft_used: str | None = None) -> GenerateFn:
+    """`generate` over `engine`, which is kept full: the next request goes in as soon as one ends.
 
     `draft_used` goes into every result's provenance. Leaving the loop early (an error, Ctrl-C) aborts what runs.
     """
@@ -20,8 +20,8 @@ def engine_generate(engine: Engine, *, max_batch: int, draft_used: str | None = 
         waiting = iter(enumerate(requests))
         running: dict[int, tuple[int, Request]] = {}
         try:
-            # One request ahead of the batch's size, so that the engine never steps with a free row.
-            while _fill(engine, waiting, running, max_batch + 1):
+            # One more than the engine has rows for, so that it never steps with a free one.
+            while _fill(engine, waiting, running, engine.max_batch + 1):
                 for request in engine.step():
                     if request.finish_reason is not None:
                         index, _ = running.pop(id(request))

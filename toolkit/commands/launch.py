@@ -17,6 +17,7 @@ from toolkit.recipe import REPOSITORY
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 
 
 class LaunchError(ValueError):
@@ -32,7 +33,9 @@ def physical_cores() -> int:
 
 def _siblings(cpu: int) -> str:
     try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+        return (
+            Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
+        )
     except OSError:
         return str(cpu)
 
@@ -45,9 +48,13 @@ def _cgroup_cores() -> int | None:
     return None if quota == "max" else max(1, round(int(quota) / int(period)))
 
 
-def set_threads(processes: int = 1) -> int:
-    """Set OMP_NUM_THREADS for this process and its children unless the user did; returns it. Call before torch loads."""
-    return int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // processes))))
+def set_threads(processes: int = 1) -> str:
+    """Give each of so many processes its share of the cores, by OMP_NUM_THREADS, unless the user set it; returns it.
+
+    Holds for children, and for this process when called before torch loads.
+    """
+    os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, physical_cores() // processes))
+    return os.environ["OMP_NUM_THREADS"]
 
 
 def default_processes() -> int:

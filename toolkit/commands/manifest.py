@@ -45,7 +45,9 @@ def read_manifest(path: Path) -> Manifest | None:
     try:
         return Manifest(**value)
     except TypeError as error:
-        raise WeightsError(f"{path} is not a manifest of this version ({error}); remove it to redo the stage") from error
+        raise WeightsError(
+            f"{path} is not a manifest of this version ({error}); remove it to redo the stage"
+        ) from error
 
 
 def mark_file(path: Path, known: FileMark | None = None) -> FileMark:

@@ -81,7 +81,7 @@ def run_stages(
     until: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Outcome]:
-    """Bring the stages up to date, in order; `only` one of them, or up to and with `until`. `force` redoes from a stage on.
+    """Bring the stages up to date, in order: `only` one of them, or up to and with `until`; `force` redoes from one on.
 
     Raises `PipelineError`: unknown stage name, missing input, folder in use, or a stage that failed.
     """
@@ -123,7 +123,9 @@ def _look(run_dir: Path, stage: Stage) -> _Look:
     inputs = stage.inputs()
     for name, path in inputs.items():
         if not path.is_file():
-            raise PipelineError(f"stage {stage.name} needs {path} ({name}), which does not exist; run the stage before it")
+            raise PipelineError(
+                f"stage {stage.name} needs {path} ({name}), which does not exist; run the stage before it"
+            )
     marks = mark_files(inputs, manifest.inputs if manifest else {})
     if manifest is None:
         existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
@@ -135,7 +137,9 @@ def _look(run_dir: Path, stage: Stage) -> _Look:
         more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
         return _Look("changed", f"redone, because {'; '.join(reasons[:3])}{more}", marks, manifest)
     if manifest.status != "done":
-        return _Look("interrupted", f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", marks, manifest)
+        return _Look(
+            "interrupted", f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", marks, manifest
+        )
     missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
     if missing:
         return _Look("incomplete", f"redone, because {missing[0]} is gone", marks, manifest)
@@ -211,5 +215,7 @@ def _lock(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PipelineError(f"another toolkit process works in {run_dir}; wait for it, or choose another run_dir") from None
+            raise PipelineError(
+                f"another toolkit process works in {run_dir}; wait for it, or choose another run_dir"
+            ) from None
         yield

@@ -1,0 +1,118 @@
+"""Recipes: what is written is what runs, and what cannot run is refused with a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from toolkit.recipe import (
+    Recipe,
+    RecipeError,
+    TargetSettings,
+    default_recipe_path,
+    load_recipe,
+    print_config,
+    result_settings,
+    to_dict,
+)
+
+MINIMAL = "name: small\ntarget: {model: tiny}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_demo_recipe_loads() -> None:
+    """README's first command would end at once if the demo recipe held a key or value that the code does not know."""
+    recipe = load_recipe(default_recipe_path())
+    assert recipe.run_dir == "runs/smollm2-135m"
+    assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
+
+
+def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A printed config that another key order, a float form or a tuple changed would be no record of the run."""
+    overrides = ["train.learning_rate=1e-4", "train.aux_layer_ids=[1, 3, 5]", "bench.shapes=['3,1,4']", "seed=7"]
+    recipe = load_recipe(default_recipe_path(), overrides)
+    print_config(recipe)
+    assert load_recipe(write(tmp_path, capsys.readouterr().out)) == recipe
+    assert to_dict(recipe)["train"]["aux_layer_ids"] == [1, 3, 5]
+
+
+def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
+    """An integer where a float belongs must not change the settings' hash between 1 and 1.0; lists become tuples."""
+    recipe = load_recipe(write(tmp_path, MINIMAL + "train: {epochs: 2, learning_rate: 1e-3, betas: [0, 0.9]}\n"))
+    assert recipe == Recipe("small", TargetSettings("tiny"), train=recipe.train)
+    assert (type(recipe.train.epochs), recipe.train.learning_rate, recipe.train.betas) == (float, 1e-3, (0.0, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.max_step=3", "did you mean train.max_steps?"),
+        ("trian.max_steps=3", "did you mean train?"),
+        ("target.revision=123", 'write it in quotes: "123"'),
+        ("train.epochs=many", "a finite number is needed"),
+        ("train.epochs=.nan", "a finite number is needed"),
+        ("train.ttt_steps=1.5", "a whole number is needed"),
+        ("train.wandb=1", "true or false is needed"),
+        ("seed=true", "a whole number is needed"),
+        ("train.schedule=cos", "one of cosine, linear, constant"),
+        ("train.betas=[0.9]", "a list of exactly 2 numbers"),
+        ("prompts.sources=a.jsonl", "a list of text"),
+        ("train=3", "a mapping of keys"),
+        ("train.ttt_steps.x=1", "a whole number is needed"),
+        ("name.x=1", "no keys of its own"),
+        ("train.ttt_steps", "not of the form section.key=value"),
+        ("name=[", "not valid YAML"),
+        ("train.ttt_steps=0", "above 0"),
+        ("rollouts.top_p=0", "above 0"),
+        ("rollouts.held_out=1", "below 1"),
+        ("token_map.coverage=0.9", "exactly one of the two"),
+        ("train.aux_layer_ids=[3, 1, 2]", "three ascending"),
+        ("bench.shapes=['4,1']", "steps,top_k,nodes"),
+        ("bench.shapes=[]", "at least one"),
+        ("name=a/b", "names the run folder"),
+    ],
+)
+def test_wrong_input_says_key_value_and_need(tmp_path: Path, override: str, told: str) -> None:
+    """A misspelt or misplaced setting that is ignored costs a training run before anybody sees it."""
+    path = write(tmp_path, MINIMAL)
+    message = refused(path, override)
+    assert told in message
+
+
+def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
+    """YAML keeps the last of two equal keys in silence; a recipe must not."""
+    assert "target.model is missing" in refused(write(tmp_path, "name: x\ntarget: {}\n"))
+    assert "given twice: seed" in refused(write(tmp_path, MINIMAL + "seed: 1\nseed: 2\n"))
+    assert "holds a list" in refused(write(tmp_path, "- name\n"))
+    with pytest.raises(FileNotFoundError, match="recipes/smollm2-135m.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_recipes_are_frozen_and_name_their_run_folder(tmp_path: Path) -> None:
+    """Settings that change while a run goes on would make its manifests lie."""
+    recipe = load_recipe(write(tmp_path, MINIMAL), ["run_dir=/elsewhere"])
+    assert recipe.run_dir == "/elsewhere"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.train.epochs = 1.0  # type: ignore[misc]
+
+
+def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
+    """Were batch size or checkpoint interval among them, changing one would throw finished work away."""
+    recipe = load_recipe(default_recipe_path())
+    train, rollouts = result_settings(recipe.train), result_settings(recipe.rollouts)
+    assert not {"save_every", "keep_states", "wandb", "wandb_project", "micro_batch"} & train.keys()
+    assert "batch_size" not in rollouts and {"temperature", "max_tokens", "held_out"} <= rollouts.keys()
+    assert train["betas"] == [0.9, 0.95]

@@ -1,0 +1,175 @@
+"""The six stages of a run: what decides each one's result, which files it reads and writes, and who does the work.
+
+prompts -> rollouts -> token_map -> train -> measure -> report. Building the list imports nothing heavy; the work does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.commands.stages import Stage
+from toolkit.recipe import Recipe, RecipeError, result_settings
+
+if TYPE_CHECKING:
+    from toolkit.target.load import Target
+
+PROMPTS, ROLLOUTS = "prompts/prompts.jsonl", "rollouts/rollouts.jsonl"
+TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
+METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
+ACCEPTANCE, REPORT, REPORT_PAGE = "bench/acceptance.json", "report.json", "report.html"
+_TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
+
+
+@dataclass
+class Run:
+    """One recipe on its way through the stages. `overrides` are those already in `recipe`, for child processes."""
+
+    recipe: Recipe
+    recipe_path: Path
+    overrides: Sequence[str] = ()
+    processes: int | None = None  # of training; None: one a GPU, else one
+    accelerate_config: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.run_dir)
+
+    @cached_property
+    def target(self) -> Target:
+        """The target, loaded once for all stages that need it in this process."""
+        from toolkit.target.load import load_target
+
+        chosen = self.recipe.target
+        return load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
+
+    def release_target(self) -> None:
+        """Give the target's memory back before training loads its own."""
+        self.__dict__.pop("target", None)
+
+    def stages(self) -> list[Stage]:
+        """Raises `RecipeError` for a recipe that names no prompts."""
+        recipe = self.recipe
+        if not recipe.prompts.sources and not recipe.prompts.synthesize:
+            raise RecipeError("the recipe names no prompts: set prompts.sources, prompts.synthesize, or both")
+        target = {"seed": recipe.seed, "target": result_settings(recipe.target)}
+        return [
+            Stage(
+                name="prompts",
+                folder="prompts",
+                outputs=(PROMPTS,),
+                settings={**target, "prompts": result_settings(recipe.prompts)},
+                inputs=lambda: self._inputs(own=recipe.prompts.sources),
+                work=self._write_prompts,
+            ),
+            Stage(
+                name="rollouts",
+                folder="rollouts",
+                outputs=(ROLLOUTS,),
+                settings={**target, "rollouts": result_settings(recipe.rollouts)},
+                inputs=lambda: self._inputs(PROMPTS),
+                work=self._write_rollouts,
+            ),
+            Stage(
+                name="token_map",
+                folder="token_map",
+                outputs=(TOKEN_MAP, COVERAGE),
+                settings={"target": target["target"], "token_map": result_settings(recipe.token_map)},
+                inputs=lambda: self._inputs(ROLLOUTS),
+                work=self._build_token_map,
+            ),
+            Stage(
+                name="train",
+                folder="train",
+                outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
+                settings={**target, "train": result_settings(recipe.train)},
+                inputs=lambda: self._inputs(ROLLOUTS, TOKEN_MAP),
+                work=self._train,
+                makes=("ckpt",),
+            ),
+            Stage(
+                name="measure",
+                folder="bench",
+                outputs=(ACCEPTANCE,),
+                settings={**target, "bench": result_settings(recipe.bench)},
+                inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=(recipe.bench.prompts,)),
+                work=self._measure,
+            ),
+            Stage(
+                name="report",
+                folder="report",
+                outputs=(REPORT, REPORT_PAGE),
+                settings={"name": recipe.name},
+                inputs=lambda: self._inputs(COVERAGE, METRICS, ACCEPTANCE, CKPT_CONFIG, target_too=False),
+                work=self._report,
+                makes=(REPORT, REPORT_PAGE),
+            ),
+        ]
+
+    def _inputs(self, *made: str, own: Sequence[str | None] = (), target_too: bool = True) -> Mapping[str, Path]:
+        """Files of earlier stages, the user's own files, and a target that lies on this disk."""
+        files = {name: self.folder / name for name in made}
+        files.update({name: Path(name) for name in own if name is not None and _is_local_file(name)})
+        return {**files, **local_target_files(self.recipe.target.model)} if target_too else files
+
+    def _write_prompts(self) -> str:
+        from toolkit.commands.synthesize import write_prompts
+
+        return write_prompts(self.target, self.recipe.prompts, self.recipe.seed, self.folder / PROMPTS)
+
+    def _write_rollouts(self) -> str:
+        from toolkit.commands.rollouts import answer_prompts
+
+        return answer_prompts(
+            self.target, self.recipe.rollouts, self.recipe.seed, self.folder / PROMPTS, self.folder / ROLLOUTS
+        )
+
+    def _build_token_map(self) -> str:
+        from toolkit.commands.build_token_map import map_rollouts
+
+        wanted = self.recipe.token_map
+        return map_rollouts(
+            self.target, self.folder / ROLLOUTS, self.folder / "token_map", wanted.size, wanted.coverage
+        )
+
+    def _train(self) -> str:
+        from toolkit.commands.train import train_head
+
+        self.release_target()
+        return train_head(self)
+
+    def _measure(self) -> str:
+        from toolkit.commands.bench import measure_run
+
+        return measure_run(self)
+
+    def _report(self) -> str:
+        from toolkit.commands.report import report_run
+
+        return report_run(self.folder)
+
+
+def best_device() -> str:
+    """A GPU where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_target_files(model: str) -> dict[str, Path]:
+    """Files of a target on this disk, so that a retrained one counts as another; none for hub and demo names."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return {path.name: path}
+    if not path.is_dir():
+        return {}
+    found = {file.name: file for pattern in _TARGET_FILES for file in sorted(path.glob(pattern))}
+    return {f"target {name}": file for name, file in sorted(found.items())}
+
+
+def _is_local_file(source: str) -> bool:
+    """Directories and hub datasets count by their name; a file that is absent is kept, so that its absence is told."""
+    return not source.startswith("hub:") and not Path(source).is_dir()

@@ -1,0 +1,38 @@
+"""The arguments that all commands over a recipe share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from toolkit.commands.pipeline import Run
+from toolkit.commands.stages import Outcome, run_stages
+from toolkit.recipe import default_recipe_path, load_recipe
+
+
+class ArgumentsError(ValueError):
+    """Arguments that do not go together."""
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """--recipe and dotted overrides."""
+    parser.add_argument("--recipe", metavar="FILE", help="recipe file (default: the demo recipe)")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """The run that --recipe and the overrides describe. Raises `RecipeError`, FileNotFoundError."""
+    path = Path(args.recipe) if args.recipe else default_recipe_path()
+    return Run(load_recipe(path, args.overrides), path, tuple(args.overrides))
+
+
+def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
+    """Bring one stage of the run folder up to date; its input must be there."""
+    return run_stages(run.folder, run.stages(), only=stage, force=stage if force else None, say=say)[-1]
+
+
+def say(line: str) -> None:
+    """What became of a stage: on stdout, and at once."""
+    print(line, flush=True)
+    sys.stdout.flush()

@@ -1,0 +1,59 @@
+"""`toolkit train`: the training stage, in processes of its own under `accelerate launch`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from toolkit.commands.launch import default_processes, run_training, set_threads, training_line
+from toolkit.commands.pipeline import CKPT_CONFIG, PROMPTS, ROLLOUTS, TOKEN_MAP, Run
+from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
+from toolkit.commands.stages import PipelineError, run_stages
+from toolkit.weights import read_json
+
+HELP = "train the draft head of a recipe (starts accelerate launch toolkit/train/eagle3.py)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--num-processes", type=int, metavar="N", help="processes (default: one a GPU, else 1)")
+    parser.add_argument(
+        "--config-file", type=Path, metavar="FILE", help="accelerate settings (default: recipes/accelerate/zero2.yaml)"
+    )
+    parser.add_argument("--force", action="store_true", help="train again, even when the head is up to date")
+    parser.epilog = "Rollouts and token map come from the recipe's run folder; what is absent is made first."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; the exit status is that of the training processes."""
+    job = run_of(args)
+    job.processes, job.accelerate_config = args.num_processes, args.config_file
+    there = all((job.folder / name).is_file() for name in (PROMPTS, ROLLOUTS, TOKEN_MAP))
+    selection = {"only": "train"} if there else {"until": "train"}
+    if not there:
+        set_threads()
+    try:
+        run_stages(job.folder, job.stages(), force="train" if args.force else None, say=say, **selection)
+    except PipelineError as error:
+        if error.status == 2:
+            raise
+        return error.status
+    return 0
+
+
+def train_head(job: Run) -> str:
+    """Run the training processes over the run folder; they continue from their newest state.
+
+    Raises `PipelineError` with their exit status when they fail.
+    """
+    processes = default_processes() if job.processes is None else job.processes
+    threads = set_threads(processes)
+    line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config)
+    say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
+    status = run_training(line)
+    if status:
+        raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)
+    training = read_json(job.folder / CKPT_CONFIG)["toolkit"].get("training", {})
+    forecast = training.get("forecast_accept_length")
+    best = "" if forecast is None else f", forecast accept_length {forecast:.2f} on held-out rollouts"
+    return f"{training.get('steps', '?')} steps{best}"
