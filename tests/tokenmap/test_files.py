@@ -19,7 +19,7 @@ TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
 
 def test_freq_list_is_a_plain_list_that_sglang_reads(tmp_path):
-    """SGLang calls torch.load(weights_only=True) and makes a tensor of what comes: a plain list is what it documents."""
+    """SGLang calls torch.load(weights_only=True) and makes a tensor of it: a plain list is documented."""
     path = tmp_path / "made" / "here" / "freq_4.pt"
     save_freq_list(path, TOKEN_MAP)
     loaded = torch.load(path, weights_only=True)

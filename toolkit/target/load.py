@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedT
 def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     """Where transformers finds `name`, and its revision: None for a directory, the GGUF's hash, or the hub revision."""
     path = Path(name).expanduser()
-    if name == DEMO_NAME and not path.exists():
+    if name == DEMO_NAME:  # a folder of that name is ./smollm2-135m
         directory = demo_directory()
     elif path.suffix == ".gguf":
         if not path.is_file():
@@ -78,6 +79,8 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
         raise TargetError(
             f"target {name} does not exist; a directory, a .gguf file, a hub id or {DEMO_NAME!r} is needed"
         )
+    elif "/" not in name and difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.8):
+        raise TargetError(f"target {name!r} is not known; the demo is called {DEMO_NAME!r}")
     else:
         return name, revision
     own = directory.name

@@ -19,8 +19,6 @@ from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-# Where a family multiplies or divides its logits after the output matrix.
-LOGIT_FACTORS = {"logit_scale": 1, "logits_scaling": -1}
 SENTINEL = "Zebra7Quartz"
 
 
