@@ -121,7 +121,7 @@ class Trainer:
                             "seconds_per_step": seconds, **row})
         if bar is not None:
             bar.set_postfix_str(f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
-                                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""))
+                                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""), refresh=False)
             bar.update(1)
         if done % self.settings.eval_every == 0 or done == self.steps:
             position = self._evaluate(position)
@@ -174,7 +174,7 @@ class Trainer:
         forecast = forecast_accept_length(self.model, self.side, self.data.held_out, self.settings.ttt_steps)
         self.model.train()
         self.metrics.write({"step": position.step, **forecast_row(forecast)})
-        if position.best_step and not forecast.accept_length > position.best_forecast:
+        if position.best_step and forecast.accept_length < position.best_forecast:
             return position
         state = self._head_state()
         if self.accelerator.is_main_process:

@@ -1,0 +1,65 @@
+"""The warm start copies and solves what it says."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.data.batches import Example, collate
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.target.features import AuxCapture
+from toolkit.train.initialise import initialise_from_target, initialise_random
+
+
+def _head(target, draft) -> Eagle3Head:
+    return Eagle3Head(Eagle3Config.from_dict(draft.head.config.to_dict()))
+
+
+def _batches(target, count=6, length=40):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randint(3, target.vocab_size, (length,), generator=generator).tolist()  # noqa: E731
+    return [collate([Example(f"{i}{j}", draw(), [True] * length) for j in range(4)], 0) for i in range(count)]
+
+
+def test_copies_of_the_target(tiny_target, tiny_draft):
+    """A half swapped (embedding for hidden) or a row of lm_head off by one would start the head from noise."""
+    head = _head(tiny_target, tiny_draft)
+    initialise_from_target(head, tiny_target, tiny_draft.token_map, [], seed=0)
+    last = tiny_target.layers[-1]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        mine = getattr(head.midlayer.self_attn, name).weight
+        assert torch.equal(mine[:, 64:], getattr(last.self_attn, name).weight)
+        assert mine[:, :64].std() < 0.03
+    assert torch.equal(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
+    assert torch.equal(head.lm_head.weight, tiny_target.lm_head.weight[tiny_draft.token_map.ids])
+    torch.testing.assert_close(head.norm.weight, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_fc_is_the_regression_to_the_next_input_of_the_last_layer(tiny_target, tiny_draft):
+    """Against torch's own least squares on the same pairs."""
+    head, batches = _head(tiny_target, tiny_draft), _batches(tiny_target)
+    r2 = initialise_from_target(head, tiny_target, tiny_draft.token_map, batches, seed=0)
+    capture = AuxCapture(tiny_target, (*head.config.aux_layer_ids, tiny_target.n_layers - 1))
+    xs, ys = [], []
+    try:
+        for batch in batches:
+            tiny_target.body(input_ids=batch.input_ids, use_cache=False)
+            *features, last = capture.take_each()
+            xs.append(torch.cat(features, -1)[:, 1:-1].flatten(0, 1))
+            ys.append(last[:, 2:].flatten(0, 1))
+    finally:
+        capture.remove()
+    x, y = torch.cat(xs).double(), torch.cat(ys).double()
+    best = torch.linalg.lstsq(x, y).solution
+    mine = ((x @ head.fc.weight.T.double() - y) ** 2).sum()
+    assert mine < 1.02 * ((x @ best - y) ** 2).sum()
+    assert abs(r2 - float(1 - mine / ((y - y.mean(0)) ** 2).sum())) < 0.02
+
+
+def test_random_start_is_seeded(tiny_target, tiny_draft):
+    first, second, other = (_head(tiny_target, tiny_draft) for _ in range(3))
+    initialise_random(first, 5)
+    initialise_random(second, 5)
+    initialise_random(other, 6)
+    assert torch.equal(first.fc.weight, second.fc.weight)
+    assert not torch.equal(first.fc.weight, other.fc.weight)
+    assert torch.equal(first.norm.weight, torch.ones(64))

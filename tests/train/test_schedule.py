@@ -1,0 +1,32 @@
+"""The learning rate is a pure function of the step."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.recipe import TrainSettings
+from toolkit.train.loop import accumulation_steps
+from toolkit.train.schedule import learning_rate_at, total_steps
+
+
+@pytest.mark.parametrize(("schedule", "end"), [("cosine", 1e-4), ("linear", 1e-4), ("constant", 1e-3)])
+def test_warms_up_then_decays_to_a_tenth(schedule, end):
+    settings = TrainSettings(learning_rate=1e-3, warmup_ratio=0.1, schedule=schedule)
+    rates = [learning_rate_at(step, 100, settings) for step in range(101)]
+    assert rates[0] == pytest.approx(1e-4) and rates[9] == pytest.approx(1e-3)
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[100] == pytest.approx(end)
+
+
+def test_total_steps():
+    assert total_steps(TrainSettings(epochs=2.5), 10) == 25
+    assert total_steps(TrainSettings(epochs=2.5, max_steps=7), 10) == 7
+
+
+def test_global_batch_is_shared_out_or_refused():
+    """The same global batch on any number of processes: what cannot be shared evenly is an error, not a rounding."""
+    settings = TrainSettings(global_batch=8, micro_batch=2)
+    assert [accumulation_steps(settings, processes) for processes in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    with pytest.raises(ValueError, match="3 processes"):
+        accumulation_steps(settings, 3)
