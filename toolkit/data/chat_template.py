@@ -46,6 +46,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, rendered: str) -> list[int]:
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Ids as the text they stand for, spaces left as they are."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str), "one sequence of ids decodes to one text"
+    return text
+
+
 def encode_with_answers(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> tuple[list[int], list[bool]]:

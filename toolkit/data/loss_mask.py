@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import (
     ChatTemplateError,
     Message,
+    decode,
     encode_with_answers,
     render_text,
     special_ids,
@@ -60,9 +61,9 @@ def preview(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequen
     parts: list[str] = []
     cursor = 0
     for start, end in [*spans(mask), [len(ids), len(ids)]]:
-        parts.append(tokenizer.decode(list(ids[cursor:start])))
+        parts.append(decode(tokenizer, ids[cursor:start]))
         if start < end:
-            parts.append(f"\x1b[32m{tokenizer.decode(list(ids[start:end]))}\x1b[0m")
+            parts.append(f"\x1b[32m{decode(tokenizer, ids[start:end])}\x1b[0m")
         cursor = end
     return "".join(parts)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat_template import Message, prompt_ids
+from toolkit.data.chat_template import Message, decode, prompt_ids
 from toolkit.data.conversations import Conversation, user_turns
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
 from toolkit.data.jsonl import DataError, RowAppender
@@ -145,7 +145,7 @@ class _Writer:
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
-        text = self.tokenizer.decode(written_ids(result), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(self.tokenizer, written_ids(result), skip_special_tokens=True)
         if not text.strip():
             self._close(one, "empty_answer", turn=one.turn)
             return

@@ -1,0 +1,171 @@
+"""Self-written prompts are a function of the settings alone: not of batches, of the order of ending, or of kills."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.chat_template import ChatTemplateError
+from toolkit.data.conversations import read_conversations
+from toolkit.data.generation import GenerationRequest, derived_seed
+from toolkit.data.jsonl import DataError, read_rows
+from toolkit.data.synthesis import synthesise_prompts, user_turn_prefix_ids
+from toolkit.recipe import PromptSettings
+
+SETTINGS = PromptSettings(synthesize=30, max_tokens=60)
+NUMBER_OF = {derived_seed(1, "prompt", number): number for number in range(400)}
+
+
+def turn(request: GenerationRequest) -> tuple[str, str]:
+    """The text of an attempt by its number: of ten, five are good, the others fail each in its own way."""
+    number = NUMBER_OF[request.seed]
+    special = {
+        1: (f"Tell me about river {number}", "length"),
+        3: ("What is two plus two?", "stop"),
+        5: ("Hi", "stop"),
+        7: (f"assistant\nYes, certainly {number}", "stop"),
+        9: (f"Tell me <|im_start|> about cat {number}", "stop"),
+    }
+    return special.get(number % 10, (f"Write a story about cat number {number}", "stop"))
+
+
+Synthesise = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def synthesise(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Synthesise:
+    """synthesise_prompts with this file's defaults into tmp_path/prompts.jsonl."""
+
+    def call(generate: Any, settings: Any = SETTINGS, **more: Any) -> dict[str, Any]:
+        given = {"target": "tiny", "seed": 1} | more
+        return synthesise_prompts(generate, tokenizer, settings, tmp_path / "prompts.jsonl", **given)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "family, end",
+    [
+        ("chatml", "<|im_start|>user\n"),
+        ("chatml-tagged", "<|im_start|>user\n"),
+        ("llama3", "<|start_header_id|>user<|end_header_id|>\n\n"),
+        ("gemma", "<start_of_turn>user\n"),
+    ],
+)
+def test_prefix_ends_where_the_user_begins(
+    tokenizer_of: Callable[[str], PreTrainedTokenizerFast], family: str, end: str
+) -> None:
+    """One id too many or too few, and the target writes something other than a user's turn."""
+    tokenizer = tokenizer_of(family)
+    prefix = user_turn_prefix_ids(tokenizer)
+    assert tokenizer.decode(prefix).endswith(end)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=True, return_dict=True)
+    assert rendered["input_ids"][: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "{{ bos_token }}nothing of the user"])
+def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    """Such a target would be prompted with nothing at all."""
+    tokenizer.chat_template = template
+    with pytest.raises(ChatTemplateError, match="user slot"):
+        user_turn_prefix_ids(tokenizer)
+
+
+def test_accepted_are_the_first_good_attempts(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
+) -> None:
+    """In the order of their numbers, each rejection counted, each with its provenance, deduplicated."""
+    target = fake_target(tokenizer, turn)
+    stats = synthesise(target)
+    prompts = read_conversations(tmp_path / "prompts.jsonl")
+    numbers = [number for number in range(100) if number % 2 == 0 or number == 3][:30]
+    assert [one.id for one in prompts] == [f"synth-{number:06d}" for number in numbers]
+    assert prompts[2].messages[0]["content"] == "What is two plus two?" and len(prompts[2].messages) == 1
+    assert stats["accepted"] == 30 and stats["attempts"] == numbers[-1] + 1
+    assert stats["rejected"] == {
+        "duplicate": 5, "role_name": 5, "special_token": 5, "too_short": 6, "unfinished": 6,
+    }  # fmt: skip
+    assert stats == json.loads((tmp_path / "prompts_stats.json").read_text())
+    row = next(read_rows(tmp_path / "prompts.jsonl"))[1]
+    assert row["provenance"]["attempt"] == 0 and row["provenance"]["target"] == "tiny"
+    assert {request.temperature for request in target.calls} == {1.0}
+
+
+@pytest.mark.parametrize("die_after", [0, 1, 17, 38, 50])
+def test_a_killed_run_ends_with_the_same_prompts(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path, die_after: int
+) -> None:
+    """Killed anywhere, with gaps in the numbers and a torn line, the second run writes the very same file."""
+    stats = synthesise(fake_target(tokenizer, turn))
+    expected = (tmp_path / "prompts.jsonl").read_bytes()
+    for name in ("prompts.jsonl", "attempts.jsonl"):
+        (tmp_path / name).unlink()
+    with pytest.raises(KeyboardInterrupt):
+        synthesise(fake_target(tokenizer, turn, die_after))
+    assert not (tmp_path / "prompts.jsonl").exists()
+    with (tmp_path / "attempts.jsonl").open("a") as handle:
+        handle.write('{"attempt": 3')
+    second = fake_target(tokenizer, turn)
+    assert synthesise(second) == stats
+    assert (tmp_path / "prompts.jsonl").read_bytes() == expected
+    numbers = [row["attempt"] for _, row in read_rows(tmp_path / "attempts.jsonl")]
+    assert len(numbers) == len(set(numbers)) and len(second.calls) == len(numbers) - die_after
+    nothing = fake_target(tokenizer, turn, 0)
+    assert synthesise(nothing) == stats and not nothing.calls
+
+
+def test_more_prompts_go_on_from_the_attempts_made(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
+) -> None:
+    """Asking for more later must keep the first ones and cost only the difference."""
+    synthesise(fake_target(tokenizer, turn))
+    first = read_conversations(tmp_path / "prompts.jsonl")
+    made = len(list(read_rows(tmp_path / "attempts.jsonl")))
+    more = fake_target(tokenizer, turn)
+    synthesise(more, PromptSettings(synthesize=40, max_tokens=60))
+    assert read_conversations(tmp_path / "prompts.jsonl")[:30] == first
+    assert {NUMBER_OF[request.seed] for request in more.calls}.isdisjoint(range(made))
+
+
+def test_too_few_is_said_and_far_too_few_is_an_error(
+    tokenizer: PreTrainedTokenizerFast,
+    fake_target: Any,
+    synthesise: Synthesise,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target that cannot write prompts must not run for ever, nor train on a handful without a word."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+
+    def good(share: int) -> Callable[[GenerationRequest], tuple[str, str]]:
+        def write(request: GenerationRequest) -> tuple[str, str]:
+            number = NUMBER_OF[request.seed]
+            return (f"Tell me about clock {number}", "stop" if number % share == 0 else "length")
+
+        return write
+
+    stats = synthesise(fake_target(tokenizer, good(5)), PromptSettings(synthesize=20, max_tokens=60))
+    assert stats["accepted"] == 16 and stats["attempts"] == 80 and "16 of 20 prompts accepted in 80" in caplog.text
+    (tmp_path / "attempts.jsonl").unlink()
+    with pytest.raises(DataError, match="8 of 20 prompts accepted in 80 attempts.*'unfinished': 72"):
+        synthesise(fake_target(tokenizer, good(10)), PromptSettings(synthesize=20, max_tokens=60))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 2}, {"target": "other"}, {"settings": PromptSettings(synthesize=30, max_tokens=60, temperature=0.7)}],
+)
+def test_attempts_of_other_settings_are_refused(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, change: dict[str, Any]
+) -> None:
+    """Resuming another recipe's attempts would give prompts whose provenance is a lie."""
+    synthesise(fake_target(tokenizer, turn))
+    with pytest.raises(DataError, match="other settings"):
+        synthesise(fake_target(tokenizer, turn), **change)
