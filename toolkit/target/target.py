@@ -125,11 +125,12 @@ class Target:
 
     def finish_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Raw scores of the output matrix (any of its columns) -> logits: the family's logit factor and soft cap."""
-        for name, power in LOGIT_FACTORS.items():
-            factor = getattr(self.config, name, None)
-            if factor is not None:
-                scores = scores * factor**power
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        config = self.config
+        if getattr(config, "logit_scale", None) is not None:  # Cohere
+            scores = scores * config.logit_scale
+        if getattr(config, "logits_scaling", None) is not None:  # Granite
+            scores = scores / config.logits_scaling
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
         return scores if cap is None else torch.tanh(scores / cap) * cap
 
     @cached_property
