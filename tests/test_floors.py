@@ -77,9 +77,11 @@ def test_every_unit_stands_on_a_floor() -> None:
 
 
 def test_serving_imports_without_a_trainer() -> None:
-    """Who only serves does not install deepspeed, accelerate, datasets and wandb. Every module of infer is imported in a
-    process where those four cannot be imported. transformers looks for accelerate by its metadata and copes with its
-    absence, so the finder hides the modules and the metadata."""
+    """Who only serves does not install deepspeed, accelerate, datasets and wandb.
+
+    Every module of infer is imported in a process where those four cannot be. transformers asks for their specs and
+    metadata and copes with their absence, so these are hidden too.
+    """
     code = """
 import importlib, importlib.metadata, pkgutil, sys
 BLOCKED = {"deepspeed", "accelerate", "datasets", "wandb"}
@@ -116,8 +118,10 @@ def test_no_junk_drawers() -> None:
 
 
 def test_no_file_in_train_hides_the_standard_library() -> None:
-    """`accelerate launch toolkit/train/eagle3.py` puts toolkit/train at the head of the search path for a moment: a file
-    there called `queue` or `statistics` would be imported in place of Python's own."""
+    """`accelerate launch toolkit/train/eagle3.py` puts toolkit/train at the head of the search path for a moment.
+
+    A file there called `queue` or `statistics` would be imported in place of Python's own.
+    """
     names = {path.stem for path in (PACKAGE / "train").glob("*.py")} - {"__init__"}
     assert not names & set(sys.stdlib_module_names)
 

@@ -64,6 +64,7 @@ class Run:
                 settings={**target, "prompts": result_settings(recipe.prompts)},
                 inputs=lambda: self._inputs(own=recipe.prompts.sources),
                 work=self._write_prompts,
+                self_checking=True,
             ),
             Stage(
                 name="rollouts",
@@ -72,6 +73,7 @@ class Run:
                 settings={**target, "rollouts": result_settings(recipe.rollouts)},
                 inputs=lambda: self._inputs(PROMPTS),
                 work=self._write_rollouts,
+                self_checking=True,
             ),
             Stage(
                 name="token_map",
@@ -89,6 +91,7 @@ class Run:
                 inputs=lambda: self._inputs(ROLLOUTS, TOKEN_MAP),
                 work=self._train,
                 makes=("ckpt",),
+                self_checking=True,
             ),
             Stage(
                 name="measure",

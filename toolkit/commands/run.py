@@ -13,7 +13,7 @@ from toolkit.commands.recipe_arguments import say
 from toolkit.commands.stages import Outcome, run_stages
 from toolkit.recipe import load_recipe, print_config
 
-HELP = "prompts, rollouts, token map, training, measurement and report of a recipe, as far as they are not up to date"
+HELP = "run a recipe from prompts to report: everything that is not up to date"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

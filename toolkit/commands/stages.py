@@ -3,7 +3,8 @@
 For each stage, in order, the folder's manifest is compared with what the recipe and the input files are now:
 
     no manifest, no files         run it
-    no manifest, but files        set them aside (nobody knows what they were made from), run it
+    no manifest, but files        set them aside (nobody knows what they were made from), run it; a stage whose files say
+                                  themselves what they were made from runs over them, and refuses those of other settings
     settings or inputs changed    set this stage's files and those of all later stages aside, run it
     same, status "running"        it was cut off: run it again over its own partial files, which it continues
     same, status "done"           skip it
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 from toolkit.commands.manifest import FILE_NAME, FileMark, Manifest, differences, mark_files, read_manifest
 
-State = Literal["new", "unknown", "changed", "interrupted", "incomplete", "done"]
+State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
 
 
 class PipelineError(ValueError):
@@ -42,7 +43,8 @@ class Stage:
 
     outputs: files that exist when it is done. makes: what it writes outside its own folder. settings: the part of the
     recipe that decides its result. inputs: name -> file, looked up when the stage's turn comes. work: does it, over
-    partial files of its own if there are any, and returns a headline such as "640 prompts".
+    partial files of its own if there are any, and returns a headline such as "640 prompts". self_checking: `work` raises
+    when it finds partial files of other settings.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Stage:
     inputs: Callable[[], Mapping[str, Path]]
     work: Callable[[], str]
     makes: tuple[str, ...] = ()
+    self_checking: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def _look(run_dir: Path, stage: Stage) -> _Look:
     marks = mark_files(inputs, manifest.inputs if manifest else {})
     if manifest is None:
         existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
+        if existing and stage.self_checking:
+            return _Look("adopted", f"goes on with the files in {existing[0]}, if they fit", marks, None)
         if existing:
             return _Look("unknown", f"{existing[0]} has files but no manifest: starting afresh", marks, None)
         return _Look("new", "started", marks, None)
