@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams
 
@@ -83,3 +84,11 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def scripted() -> type[ScriptedEngine]:
     return ScriptedEngine
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_path_factory):
+    """The tiny draft on disk; it names the tiny target's directory as its target."""
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    directory = tmp_path_factory.mktemp("tiny-draft")
+    return save_draft(directory, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta)

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         answer(args.prompt)
         return 0
     print(f"{opened.target.name}; draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
+    if painter.mark and shape is not None:
+        print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
     talk(answer, conversation.reset, sys.stdin)
     return 0
 
@@ -122,7 +124,7 @@ class Painter:
 
     def __init__(self, stdout: TextIO, mark: str) -> None:
         self._stdout = stdout
-        self._mark = mark
+        self.mark = mark
         self._clean = stdout.isatty()
         self._at_line_start = True
 
@@ -132,7 +134,7 @@ class Painter:
             return
         shown = text.translate(UNPRINTABLE) if self._clean else text
         self._at_line_start = text.endswith("\n")
-        self._stdout.write(f"{self._mark}{shown}{END}" if from_draft and self._mark else shown)
+        self._stdout.write(f"{self.mark}{shown}{END}" if from_draft and self.mark else shown)
         self._stdout.flush()
 
     def end(self) -> None:

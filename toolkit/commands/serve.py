@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from typing import TYPE_CHECKING
 
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from, short_name
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         port = listener.getsockname()[1]
         text = announcement(opened, served.model_name, args.host, port, defaults)
         serve_forever(build_app(served), listener, on_ready=lambda: print(text, flush=True))
+    print("the server has ended", file=sys.stderr)
     return 0
 
 
@@ -62,7 +64,8 @@ def announcement(opened: Opened, model_name: str, host: str, port: int, defaults
     """What is printed when the server is ready: address, model, draft shape, and a line to try."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/v1"
-    body = {"model": model_name, "messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64}
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    body = {"model": model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
     curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     top_k = f", top_k {defaults.top_k}" if defaults.top_k else ""
     sampling = f"temperature {defaults.temperature:g}, top_p {defaults.top_p:g}{top_k}"

@@ -154,7 +154,7 @@ class Completions:
             yield event
 
     def _usage(self, ticket: Ticket, answer: Answer) -> dict[str, Any]:
-        shape = self.served.shape_name if ticket.speculative else None
+        shape = self.served.shape_name if ticket.request.speculative else None
         return usage(len(ticket.prompt_ids), answer, list(ticket.request.events), shape)
 
     def _log(self, ticket: Ticket, answer: Answer) -> None:

@@ -208,7 +208,7 @@ class EngineThread:
         """After a failed step: every request in flight fails, and the engine must be able to forget them."""
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
-        for request in requests:
+        for request in reversed(requests):  # the last row first: then no half-written row is moved into a hole
             self._engine.abort(request)
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were aborted")

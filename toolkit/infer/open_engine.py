@@ -61,6 +61,7 @@ def open_engine(
     name, revision = (target, None) if target is not None else _target_of(head)
     if wanted is not None and (head is None or not use_draft):
         raise OpenError(f"--shape {shape} came without a draft head to use it; give --draft, or leave --shape out")
+    logger.info("loading the target %s", name)
     loaded = load_target(name, dtype=dtype, device=device, revision=revision)
     if head is not None and use_draft:
         check_draft_matches(head, loaded)

@@ -105,4 +105,5 @@ class _Uvicorn(uvicorn.Server):
 def serve_forever(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Runs until SIGINT or SIGTERM; answers in flight get STOP_PATIENCE_S to end."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_PATIENCE_S)
-    _Uvicorn(config, on_ready).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has ended in order
+        _Uvicorn(config, on_ready).run(sockets=[listener])

@@ -1,0 +1,165 @@
+"""The terminal chat, with a real engine on the tiny target."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import signal
+
+import pytest
+
+from toolkit.commands import chat
+from toolkit.infer.conversation import Conversation, ConversationError
+from toolkit.infer.engine import Engine
+
+
+class Terminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def engine(tiny_target, tiny_draft):
+    engine = Engine(tiny_target, tiny_draft, max_batch=1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def conversation(engine, tiny_target):
+    return Conversation(engine, tiny_target.tokenizer, max_context=engine.max_context, max_tokens=24)
+
+
+def ask(conversation, text, interrupted=lambda: False):
+    shown = []
+    exchange = conversation.ask(text, lambda piece, drafted: shown.append((piece, drafted)), interrupted)
+    return exchange, shown
+
+
+def test_answer_is_shown_as_it_is_kept(conversation):
+    """What scrolls by must be what the next turn is rendered with."""
+    exchange, shown = ask(conversation, "hello")
+    assert "".join(piece for piece, _ in shown) == exchange.text
+    assert conversation.messages[-1] == {"role": "assistant", "content": exchange.text}
+    assert exchange.answer.n_tokens == 24 and exchange.answer.finish_reason == "length"
+    assert exchange.stats.verify_steps > 0 and exchange.stats.accept_length >= 1
+
+
+def test_second_turn_sees_the_first_and_reset_forgets(conversation):
+    """A reset conversation must answer like a new one."""
+    first = ask(conversation, "hello")[0].text
+    assert len(conversation.messages) == 2
+    ask(conversation, "hello")
+    assert len(conversation.messages) == 4
+    conversation.reset()
+    assert conversation.messages == [] and ask(conversation, "hello")[0].text == first
+
+
+def test_interrupt_stops_the_answer_only(conversation, engine):
+    """Ctrl-C between steps: the engine is free again, the part that was shown stays in the conversation."""
+    steps = iter([False, False, True])
+    exchange, _ = ask(conversation, "hello", lambda: next(steps))
+    assert exchange.answer.finish_reason == "abort" and 0 < exchange.answer.n_tokens < 24
+    assert not engine.has_work()
+    assert ask(conversation, "again")[0].answer.finish_reason in ("stop", "length")
+
+
+def test_ctrl_c_is_a_flag_inside_and_an_exception_outside():
+    """A KeyboardInterrupt in the middle of a step would leave the engine's cache half written."""
+    before = signal.getsignal(signal.SIGINT)
+    with chat.interrupts() as interrupted:
+        assert not interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_too_long_conversation_leaves_it_as_it_was(conversation):
+    """The user can go on after /reset, or with a shorter line."""
+    with pytest.raises(ConversationError, match="512.*/reset"):
+        ask(conversation, "apples " * 600)
+    assert conversation.messages == []
+
+
+def test_bad_sampling_settings_are_a_users_error(engine, tiny_target):
+    """--temperature -1 must end in a message, not a traceback."""
+    with pytest.raises(ConversationError, match="temperature"):
+        Conversation(engine, tiny_target.tokenizer, max_context=512, temperature=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "stream", "environment", "mark"),
+    [
+        (False, Terminal(), {}, chat.GREEN),
+        (False, Terminal(), {"NO_COLOR": "1"}, chat.UNDERLINE),
+        (False, Terminal(), {"TERM": "dumb"}, ""),
+        (True, Terminal(), {}, ""),
+        (False, io.StringIO(), {}, ""),
+    ],
+)
+def test_marker(monkeypatch, plain, stream, environment, mark):
+    """Escapes in a file or under NO_COLOR are what users complain about first."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert chat.marker(plain, stream) == mark
+
+
+def test_painter_marks_drafts_and_disarms_control_characters():
+    """Only drafted pieces are coloured; a model must not be able to drive the terminal."""
+    out = Terminal()
+    painter = chat.Painter(out, chat.GREEN)
+    for piece in [("own ", False), ("drafted", True), ("\x1b]0;title\x07", False)]:
+        painter.write(*piece)
+    painter.end()
+    assert out.getvalue() == f"own {chat.GREEN}drafted{chat.END}\ufffd]0;title\ufffd\n"
+
+
+def talk(text):
+    asked, resets = [], []
+    chat.talk(asked.append, lambda: resets.append(1), io.StringIO(text))
+    return asked, len(resets)
+
+
+def test_lines_commands_and_the_end_of_input(capsys):
+    """/quit ends, the end of input ends, an unknown command is said so and not sent to the model."""
+    assert talk("hi\n\n/reset\n/nonsense\n/etc/hosts is a file\n") == (["hi", "/etc/hosts is a file"], 1)
+    assert "no command /nonsense" in capsys.readouterr().err
+    assert talk("/quit\nnever\n") == ([], 0)
+
+
+def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
+    """A too long line is an error message, and the chat goes on."""
+    asked = []
+
+    def answer(text):
+        asked.append(text)
+        raise ConversationError("too long")
+
+    chat.talk(answer, lambda: None, io.StringIO("one\ntwo\n"))
+    assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
+
+
+def run(arguments):
+    parser = argparse.ArgumentParser()
+    chat.add_arguments(parser)
+    return chat.run(parser.parse_args(arguments))
+
+
+def test_one_shot_prints_the_answer_alone_on_stdout(tiny_draft_directory, capsys):
+    """`toolkit chat --prompt` in a shell pipe: stdout is the answer, everything else is on stderr."""
+    arguments = ["--draft", str(tiny_draft_directory), "--prompt", "hello", "--max-tokens", "12", "--device", "cpu"]
+    assert run(arguments) == 0
+    drafted = capsys.readouterr()
+    assert "\x1b" not in drafted.out and drafted.out.endswith("\n")
+    assert re.search(
+        r"accept_length \d\.\d\d over \d+ verify steps, chain 4 \(4,1,5\), temperature 0; 12 tokens", drafted.err
+    )
+    assert run([*arguments, "--no-draft"]) == 0
+    plain = capsys.readouterr()
+    assert plain.out == drafted.out and "plain decoding, 12 tokens" in plain.err

@@ -1,0 +1,67 @@
+"""From what a user types to an engine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from toolkit.checkpoint.draft_dir import DraftDirError
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.open_engine import OpenError, open_engine
+from toolkit.infer.sampling_params import SamplingParams
+from toolkit.weights import read_json, write_json
+
+
+@pytest.fixture
+def draft(tiny_draft_directory, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(tiny_draft_directory, tmp_path / "ckpt")
+
+
+def test_a_draft_directory_is_enough(draft):
+    """`toolkit serve --draft ./ckpt` needs nothing else: target, shape and dtype come from it."""
+    opened = open_engine(draft=draft)
+    assert opened.shape == DraftShape.chain(4) and opened.draft is not None
+    assert next(opened.draft.head.parameters()).dtype == opened.target.dtype
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0]
+    assert len(request.output_ids) == 8 and request.events
+    opened.engine.close()
+
+
+def test_best_measured_shape_is_the_default(draft):
+    """A measurement must be used, and a given --shape must win over it."""
+    write_json(draft / "measured.json", {"best_shape": "3,2,6"})
+    assert open_engine(draft=draft).shape == DraftShape(3, 2, 6)
+    assert open_engine(draft=draft, shape="2,1,3").shape == DraftShape.chain(2)
+
+
+def test_no_draft_keeps_the_target(draft):
+    """--no-draft on the same directory is the plain baseline."""
+    opened = open_engine(draft=draft, use_draft=False)
+    assert opened.draft is None and opened.shape is None
+    assert not opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].speculative
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "--draft runs/NAME/ckpt"),
+        ({"target": "x", "shape": "4,1,5"}, "without a draft head"),
+        ({"target": "x", "shape": "4,1"}, "--shape: .*4,1,5"),
+        ({"target": "x", "max_batch": 0}, "--max-batch is 0"),
+    ],
+)
+def test_what_cannot_be_opened(arguments, says):
+    """Said before anything is loaded: no target named x exists."""
+    with pytest.raises(OpenError, match=says):
+        open_engine(**arguments)
+
+
+def test_draft_that_names_no_target(draft):
+    """A head from elsewhere can still be served, when the user says for which target."""
+    config = read_json(draft / "config.json")
+    del config["toolkit"]["target"]
+    write_json(draft / "config.json", config)
+    with pytest.raises(DraftDirError, match="--target"):
+        open_engine(draft=draft)
