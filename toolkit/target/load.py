@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.log import get_logger
@@ -40,7 +47,8 @@ def load_target(
     wanted = DTYPES.get(dtype) or (torch.bfloat16 if _config_dtype(config) == torch.bfloat16 else torch.float32)
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
-        model.to(device)  # device only: a dtype here would also cast the rotary frequencies
+        # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
+        model.to(torch.device(device))  # type: ignore[arg-type]
     if not Path(source).is_dir():
         resolved = getattr(config, "_commit_hash", None) or resolved
     target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=resolved, dtype=wanted)
@@ -120,13 +128,15 @@ def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def _load_model(source: str, revision: str | None, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+def _load_model(source: str, revision: str | None, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        # A pair when the loading info is asked for, which its type does not say.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, revision=revision, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise TargetError(f"target {source!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    model, info = loaded
     missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
     if missing or mismatched:
         raise TargetError(

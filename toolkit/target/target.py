@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.target.errors import TargetError
 from toolkit.weights import sha256_json
@@ -30,7 +31,7 @@ class Target:
     embedding, or when the tokenizer has ids the embedding lacks.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str | None = None
@@ -178,12 +179,20 @@ class Target:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template puts right after an assistant's words, or None."""
+    """The special token that the chat template puts right after an assistant's words, or None.
+
+    Raises `TargetError` when the template cannot render a question and its answer.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    after = rendered.rpartition(SENTINEL)[2].strip()
+    try:
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError as error:
+        raise TargetError(
+            f"the chat template cannot render a question and its answer ({error}); mend the template"
+        ) from error
+    after = rendered.rpartition(SENTINEL)[2].strip() if SENTINEL in rendered else ""
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return ids[0] if ids and ids[0] in special | set(tokenizer.all_special_ids) else None
