@@ -55,12 +55,12 @@ def first_divergence(plain: Sequence[int], speculative: Sequence[int]) -> int | 
     return None if len(plain) == len(speculative) else min(len(plain), len(speculative))
 
 
-def logit_noise(dtype: torch.dtype, magnitude: float) -> float:
+def logit_noise(dtype: torch.dtype | None, magnitude: float) -> float:
     """Largest difference, from run to run, of the gap between two logits in a row whose largest |logit| is `magnitude`.
 
     Raises ValueError for a dtype without a stated bound.
     """
-    if dtype not in NOISE_FACTOR:
+    if dtype is None or dtype not in NOISE_FACTOR:
         known = ", ".join(str(known) for known in NOISE_FACTOR)
         raise ValueError(f"no rounding bound is known for {dtype}; one of {known} is needed")
     return NOISE_FACTOR[dtype] * torch.finfo(dtype).eps * magnitude
@@ -70,7 +70,7 @@ def compare(
     plain: Sequence[int],
     speculative: Sequence[int],
     logits_after: Callable[[Sequence[int]], torch.Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     temperature: float = 0.0,
     uniform_at: Callable[[int], float] | None = None,
 ) -> Divergence | None:

@@ -53,7 +53,7 @@ def _training(training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
-    figure.get_layout_engine().set(hspace=0.12)  # type: ignore[union-attr]
+    figure.set_layout_engine("constrained", hspace=0.12)
     if training:
         axis = axes.pop(0)
         steps, losses = [row["step"] for row in training], [row["loss"] for row in training]
@@ -89,6 +89,8 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
         colour = COLOURS[place % len(COLOURS)]
         for key, line in (("accept_rate", "-"), ("accept_rate_unconditional", "--")):
             points = [(depth, 100 * rate) for depth, rate in enumerate(row[key], start=1) if rate is not None]
+            if not points:
+                continue
             label = shape_name(row) if key == "accept_rate" else None
             axis.plot(
                 *zip(*points, strict=True),

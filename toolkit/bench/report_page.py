@@ -34,7 +34,7 @@ def page(record: Mapping[str, Any], data: RunData, pictures: Mapping[str, str]) 
     parts.append(_pictures(pictures))
     if has_rows:
         parts += [_shapes(record, best), _tasks(record, best)]
-    parts += [_next(data), _provenance(record)]
+    parts += [_next(record, data), _provenance(record)]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -75,7 +75,8 @@ def _cards(best: Mapping[str, Any]) -> str:
         ("Best draft shape", shape_name(dict(best)), f"{best['num_draft_tokens']} nodes a verify step", ""),
     )
     divs = (
-        f"<div class='card {tone}'><span>{name}</span><strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
+        f"<div class='card {tone}'><span>{name}</span>"
+        f"<strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
         for name, value, note, tone in cards
     )
     return f"<section class='cards'>{''.join(divs)}</section>"
@@ -140,13 +141,13 @@ def _table(first: str, rows: Sequence[tuple[str, dict[str, Any]]], best: Mapping
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
 
 
-def _next(data: RunData) -> str:
-    folder = escape(str(data.run_dir))
+def _next(record: Mapping[str, Any], data: RunData) -> str:
+    draft = escape(str((record.get("draft") or {}).get("path") or data.run_dir / "ckpt"))
     return (
         "<h2>What to type next</h2><pre>"
-        f"toolkit serve --draft {folder}/ckpt              # OpenAI-compatible server with this head\n"
-        f"toolkit chat --draft {folder}/ckpt               # talk to it; accepted draft tokens are shown apart\n"
-        f"toolkit bench acceptance --draft {folder}/ckpt   # measure again, or your own prompts with --prompts FILE"
+        f"toolkit serve --draft {draft}              # OpenAI-compatible server with this head\n"
+        f"toolkit chat --draft {draft}               # talk to it; accepted draft tokens are shown apart\n"
+        f"toolkit bench acceptance --draft {draft}   # measure again, or your own prompts with --prompts FILE"
         "</pre>"
     )
 

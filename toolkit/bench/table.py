@@ -85,7 +85,8 @@ def equal_text(row: dict[str, Any]) -> str:
         return NONE
     if not row["tokens_equal"]:
         return f"NO ({row['unequal']})"
-    return f"yes ({row['near_ties']} near-ties)" if row["near_ties"] else "yes"
+    ties = row["near_ties"]
+    return f"yes ({ties} near-tie{'s' if ties > 1 else ''})" if ties else "yes"
 
 
 def decimal(value: float | None, digits: int = 2) -> str:

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+import torch
+
+from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
+from toolkit.bench.prompts import Prompt, PromptsError
+from toolkit.bench.records import read_record, write_record
+from toolkit.bench.side_by_side import BenchError
+from toolkit.bench.table import print_acceptance
+from toolkit.infer.draft_tree import DraftShape
+
+SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
+PROMPTS = [
+    Prompt("1", "writing", ("write short stories about rivers",)),
+    Prompt("2", "math", ("count seven apples", "and numbers")),
+    Prompt("3", "math", ("the weather in spring",)),
+]
+
+
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (1, 0.9)])
+def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path, capsys, batch, temperature):
+    """Engine, clock, log, comparison and table together; in fp32 tokens must equal plain decoding's."""
+    record = measure_acceptance(
+        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=12, batch=batch, temperature=temperature, command="test"
+    )
+    whole = [row for row in record["rows"] if row["task"] == "all"]
+    assert [(row["shape"], row["num_draft_tokens"]) for row in whole] == [("chain", 3), ("tree", 6)]
+    assert len(record["rows"]) == 6 and len(record["answers"]) == 8
+    for row in whole:
+        assert row["tokens_equal"] is True and row["unequal"] == 0 and row["answers"] == 4 and row["prompts"] == 3
+        assert row["accept_length"] >= 1 and row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0
+        assert row["temperature"] == temperature and row["verify_steps"] > 0
+    assert record["target"]["dtype"] == "float32" and record["settings"]["shapes"] == ["2,1,3", "3,2,6"]
+    write_record(tmp_path / "acceptance.json", record)
+    assert read_record(tmp_path / "acceptance.json", "acceptance") == json.loads(json.dumps(record, allow_nan=False))
+    print_acceptance(record)
+    assert "chain 2" in capsys.readouterr().out
+
+
+def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
+    """Hooks that stay behind would slow every later forward and keep tensors alive."""
+
+    def hooks():
+        return sum(
+            len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_target.model.modules()
+        )
+
+    before = hooks()
+    measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1], max_tokens=4, warmup=0)
+    assert hooks() == before
+
+
+def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
+    """The comparison must be able to fail: an engine whose accepted tokens are shifted by one is not lossless."""
+    from toolkit.infer import engine as engine_module
+
+    honest = engine_module.walk
+
+    def dishonest(tree, chosen):
+        return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size)
+
+    monkeypatch.setattr(engine_module, "walk", dishonest)
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], max_tokens=8)
+    row = best_row(record)
+    assert row["tokens_equal"] is False and row["unequal"] == 4 and len(record["divergences"]) == 4
+    assert all(found["speculative_logit"] < found["plain_logit"] for found in record["divergences"])
+
+
+def test_summary_for_the_draft_directory_names_the_best_shape(record):
+    """`toolkit serve` starts with the shape that was fastest."""
+    summary = measured_summary(record)
+    assert summary["best_shape"] == "4,4,16" and len(summary["rows"]) == 2
+    assert DraftShape.parse(summary["best_shape"]).name == "tree 4x4/16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"shapes": []}, BenchError, "no draft shape"),
+        ({"shapes": [SHAPES[0], SHAPES[0]]}, BenchError, "came twice"),
+        ({"batch": 0}, BenchError, "batch is 0"),
+        ({"prompts": []}, PromptsError, "no prompts"),
+        ({"limit": -1}, PromptsError, "limit is -1"),
+        ({"temperature": -0.5}, ValueError, "temperature is -0.5"),
+    ],
+)
+def test_settings_that_measure_nothing_are_refused(tiny_target, tiny_draft, changes, error, message):
+    settings = {"prompts": PROMPTS, "shapes": SHAPES, **changes}
+    with pytest.raises(error, match=message):
+        measure_acceptance(tiny_target, tiny_draft, settings.pop("prompts"), settings.pop("shapes"), **settings)
+
+
+def test_a_dtype_override_makes_the_comparison_exact(tiny_target, tiny_draft):
+    """The record says in which dtype it was made and what rounding it allowed for."""
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1], max_tokens=3)
+    assert record["target"]["noise_per_unit_of_logit"] == 16 * torch.finfo(torch.float32).eps

@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+
+from toolkit.bench.near_tie import (
+    compare,
+    first_divergence,
+    greedy_near_tie,
+    logit_noise,
+    plain_logits,
+    sampled_near_tie,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def scripted(row):
+    """A target whose logits after any prefix are `row`; remembers the prefixes it was asked for."""
+    asked = []
+
+    def logits_after(written):
+        asked.append(list(written))
+        return torch.tensor(row)
+
+    return logits_after, asked
+
+
+def test_first_divergence():
+    """An off-by-one here would judge the wrong token."""
+    assert first_divergence([1, 2, 3], [1, 2, 3]) is None
+    assert first_divergence([1, 2, 3], [1, 9, 3]) == 1
+    assert first_divergence([1, 2], [1, 2, 3]) == 2
+    assert first_divergence([], []) is None
+
+
+def test_noise_is_stated_per_dtype():
+    """The bound scales with the logits and the type's eps; a type without a bound must not pass as exact."""
+    assert logit_noise(BF16, 16.0) == 4 * 2**-7 * 16
+    assert logit_noise(FP32, 16.0) == 16 * 2**-23 * 16
+    with pytest.raises(ValueError, match="float64"):
+        logit_noise(torch.float64, 1.0)
+
+
+def test_equal_answers_ask_the_target_nothing():
+    logits_after, asked = scripted([0.0])
+    assert compare([1, 2], [1, 2], logits_after, BF16) is None
+    assert asked == []
+
+
+def test_gap_within_noise_is_a_near_tie_in_bf16_and_an_error_in_fp32():
+    """Row of magnitude 16: bf16 noise 0.5. The same gap in fp32 cannot come from rounding."""
+    logits_after, asked = scripted([1.0, 16.0, 15.75, -3.0])
+    found = compare([7, 8, 1, 5], [7, 8, 2, 6], logits_after, BF16)
+    assert found.near_tie and found.position == 2 and asked == [[7, 8]]
+    assert (found.plain_logit, found.speculative_logit, found.top_logit, found.noise) == (16.0, 15.75, 16.0, 0.5)
+    assert not compare([7, 8, 1, 5], [7, 8, 2, 6], logits_after, FP32).near_tie
+
+
+def test_gap_beyond_noise_is_an_error():
+    logits_after, _ = scripted([1.0, 16.0, 15.4])
+    assert not compare([1], [2], logits_after, BF16).near_tie
+
+
+def test_two_close_tokens_far_below_the_best_are_an_error():
+    """Both runs chose wrongly: comparing the two logits with each other alone would call that a near-tie."""
+    assert not greedy_near_tie(torch.tensor([16.0, 10.0, 10.1]), (1, 2), 0.5)
+
+
+def test_an_answer_that_just_stops_is_an_error():
+    """A lost tail has no second token, so no rounding can explain it."""
+    logits_after, asked = scripted([0.0, 1.0])
+    found = compare([1, 2, 3], [1, 2], logits_after, BF16)
+    assert not found.near_tie and found.plain_token == 3 and found.speculative_token is None and asked == []
+
+
+def test_sampled_near_tie_only_where_the_random_number_lies_on_the_border():
+    """Four equal tokens have borders at 1/4, 1/2, 3/4: u near a border may fall either way, u inside may not."""
+    row, noise = torch.zeros(4).double(), 0.04  # reach tanh(0.01), about 0.01
+    assert sampled_near_tie(row, (0, 1), noise, 0.255)
+    assert not sampled_near_tie(row, (0, 1), noise, 0.29)
+    assert not sampled_near_tie(row, (0, 2), noise, 0.255)
+
+
+def test_sampled_reach_bounds_what_noise_can_do():
+    """Moving every logit of a set by +-noise/2 must not move its mass by more than the stated reach."""
+    generator = torch.Generator().manual_seed(0)
+    for noise in (0.01, 0.3, 1.0):
+        for _ in range(50):
+            row = 3 * torch.randn(12, generator=generator).double()
+            side = torch.rand(12, generator=generator) < 0.5
+            moved = torch.softmax(row + torch.where(side, noise / 2, -noise / 2), -1)[side].sum()
+            before = torch.softmax(row, -1)[side].sum()
+            assert abs(moved - before) <= math.tanh(noise / 4) + 1e-12
+
+
+def test_compare_at_a_temperature_uses_the_random_number_of_the_position():
+    asked = []
+
+    def uniform_at(position):
+        asked.append(position)
+        return 0.5
+
+    found = compare([5, 0], [5, 1], lambda written: torch.zeros(2), FP32, temperature=0.7, uniform_at=uniform_at)
+    assert found.near_tie and asked == [1]
+
+
+def test_plain_logits_are_the_models_own(tiny_target):
+    """The judge reads the body and the output embedding apart; a missing norm or scale would condemn right answers."""
+    ids = [3, 50, 7, 120]
+    with torch.inference_mode():
+        theirs = tiny_target.model(input_ids=torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(plain_logits(tiny_target, ids), theirs)

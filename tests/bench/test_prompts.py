@@ -1,0 +1,78 @@
+import json
+from collections import Counter
+
+import pytest
+
+from toolkit.bench.prompts import PromptsError, builtin_prompts, limited, read_prompts
+
+GOOD = {"question_id": 1, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]}
+
+
+def write(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_builtin_prompts_are_forty_of_eight_kinds():
+    """The report's by-task table and the README promise eight kinds of five."""
+    prompts = builtin_prompts()
+    assert Counter(prompt.task for prompt in prompts) == dict.fromkeys({prompt.task for prompt in prompts}, 5)
+    assert len(prompts) == len({prompt.question_id for prompt in prompts}) == 40
+    assert len({turn for prompt in prompts for turn in prompt.turns}) == sum(len(prompt.turns) for prompt in prompts)
+    assert 2 <= sum(len(prompt.turns) == 2 for prompt in prompts) <= 8
+
+
+def test_mt_bench_rows_are_read(tmp_path):
+    """Further keys are allowed, blank lines too; a row without a category belongs to the file's name."""
+    path = write(tmp_path / "alpaca.jsonl", GOOD, "", {"question_id": "b", "category": "", "turns": ["one", "two"]})
+    first, second = read_prompts(path)
+    assert (first.question_id, first.task, first.turns) == ("1", "math", ("What is 2 + 2?",))
+    assert (second.question_id, second.task, second.turns) == ("b", "alpaca", ("one", "two"))
+
+
+def test_line_separators_inside_a_string_do_not_end_the_row(tmp_path):
+    """str.splitlines would cut this row in two and blame the user's file."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({**GOOD, "turns": ["a\u2028b"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(path)[0].turns == ("a\u2028b",)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{not json", "not valid JSON"),
+        ([1], "a JSON list came"),
+        ({**GOOD, "turns": []}, "list of user turns"),
+        ({**GOOD, "turns": "hello"}, "list of user turns, not 'hello'"),
+        ({**GOOD, "turns": ["ok", " "]}, "turn 1 must be a non-empty string"),
+        ({"category": "math", "turns": ["x"]}, "question_id must be"),
+        ({**GOOD, "question_id": 2, "category": 5}, "category must be a string, not 5"),
+        (GOOD, "question_id 1 was already used in line 1"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, message):
+    """Nobody finds the bad one of 480 rows without its number."""
+    path = write(tmp_path / "p.jsonl", GOOD, row)
+    with pytest.raises(PromptsError, match=message) as caught:
+        read_prompts(path)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_absent_and_empty_files_are_refused(tmp_path):
+    with pytest.raises(PromptsError, match="is not a file"):
+        read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(PromptsError, match="no rows"):
+        read_prompts(write(tmp_path / "p.jsonl"))
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PromptsError, match="not UTF-8"):
+        read_prompts(tmp_path / "b.jsonl")
+
+
+def test_limit_takes_from_every_task_before_it_takes_twice():
+    """The first ten of forty would be two kinds of task only."""
+    few = limited(builtin_prompts(), 10)
+    assert sorted(Counter(prompt.task for prompt in few).values()) == [1] * 6 + [2] * 2
+    assert [int(prompt.question_id) for prompt in few] == sorted(int(prompt.question_id) for prompt in few)
+    assert len(limited(builtin_prompts(), None)) == 40
+    with pytest.raises(PromptsError, match="limit is 0"):
+        limited(builtin_prompts(), 0)

@@ -1,0 +1,33 @@
+import json
+
+import pytest
+
+from toolkit.bench import records
+from toolkit.bench.records import RECORD_KEYS, RecordError, make_record, read_record, write_record
+
+
+def test_record_has_the_keys_every_record_has(tmp_path):
+    """Reports and outside checks read all records alike; one key less breaks them."""
+    record = make_record("acceptance", ["toolkit", "bench"], {"seed": 0}, [{"task": "all"}], target={"name": "tiny"})
+    assert list(record)[: len(RECORD_KEYS)] == list(RECORD_KEYS)
+    assert record["command"] == "toolkit bench" and record["target"] == {"name": "tiny"}
+    assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 0
+    assert record["versions"]["torch"] and record["versions"]["transformers"]
+    write_record(tmp_path / "r.json", record)
+    assert read_record(tmp_path / "r.json", "acceptance") == json.loads(json.dumps(record))
+
+
+def test_commit_is_null_outside_a_checkout(tmp_path, monkeypatch):
+    """An installed copy must not report the commit of whatever repository surrounds it."""
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "site" / "toolkit" / "bench" / "records.py"))
+    assert records.git_commit() is None
+
+
+def test_incomplete_and_foreign_records_are_refused(tmp_path):
+    with pytest.raises(RecordError, match="versions"):
+        write_record(tmp_path / "r.json", {key: None for key in RECORD_KEYS if key != "versions"})
+    with pytest.raises(RecordError, match="date cannot be given twice"):
+        make_record("kernels", "c", {}, [], date="yesterday")
+    write_record(tmp_path / "k.json", make_record("kernels", "c", {}, []))
+    with pytest.raises(RecordError, match="'kernels'; one of 'acceptance'"):
+        read_record(tmp_path / "k.json", "acceptance")

@@ -1,0 +1,147 @@
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from toolkit.bench.records import RECORD_KEYS, RecordError
+from toolkit.bench.report import write_report
+from toolkit.bench.report_figures import octaves, smoothed
+
+
+class Balance(HTMLParser):
+    """Counts elements and finds tags that are not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.broken = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.broken.append(tag)
+
+
+def test_report_of_a_whole_run(run_folder):
+    """Four pictures, the headline and the tables on one page that loads nothing from elsewhere."""
+    json_path, html_path = write_report(run_folder)
+    html = html_path.read_text()
+    page = Balance(html)
+    assert page.broken == page.open == []
+    assert [a.get("id") for tag, a in page.seen if tag == "figure"] == ["training", "depth", "coverage", "speed"]
+    assert sum(tag == "svg" for tag, _ in page.seen) == 4
+    assert not [a for tag, a in page.seen if tag in ("script", "link", "img") or str(a.get("href", "#"))[0] != "#"]
+    for text in (
+        "2.21",
+        "1.56x",
+        "smollm2-135m",
+        "rewriting",
+        "2 min 41 s",
+        f"toolkit serve --draft {run_folder}/ckpt",
+    ):
+        assert text in html
+    assert "Not in this report" not in html and not re.search(r"\bnan\b", html)
+    record = json.loads(json_path.read_text())
+    assert set(RECORD_KEYS) <= set(record) and record["what"] == "acceptance" and len(record["rows"]) == 18
+    assert record["training"]["steps"] == 300 and record["training"]["step_seconds"] == pytest.approx(450)
+    assert record["training"]["forecast_accept_length_last"] == pytest.approx(1.976, abs=1e-3)
+    assert record["token_map"]["size"] == 8192 and record["missing"] == []
+    assert [stage["stage"] for stage in record["stages"]] == ["rollouts", "train"]
+
+
+def test_date_and_machine_are_the_measurements(run_folder):
+    """A report written next week on another machine must not claim to have been measured there."""
+    measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
+    measured.update(date="2001-02-03T04:05:06+00:00", commit="abc123", hardware={"cpu": "Abacus", "cores": 1})
+    (run_folder / "bench" / "acceptance.json").write_text(json.dumps(measured))
+    json_path, html_path = write_report(run_folder)
+    record = json.loads(json_path.read_text())
+    assert (record["date"], record["commit"], record["hardware"]["cpu"]) == (
+        "2001-02-03T04:05:06+00:00",
+        "abc123",
+        "Abacus",
+    )
+    assert "Abacus, 1 cores" in html_path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("gone", "named", "pictures"),
+    [
+        ("train", "no training curve", ["depth", "coverage", "speed"]),
+        ("token_map", "no coverage of the token map", ["training", "depth", "speed"]),
+        ("bench", "no measurement", ["training", "coverage"]),
+    ],
+)
+def test_a_missing_part_is_named_on_the_page(run_folder, gone, named, pictures):
+    """An absent picture without a word would look like a finished report."""
+    shutil.rmtree(run_folder / gone)
+    json_path, html_path = write_report(run_folder)
+    html = html_path.read_text()
+    assert "Not in this report" in html and named in html
+    assert [a["id"] for tag, a in Balance(html).seen if tag == "figure"] == pictures
+    assert any(named in sentence for sentence in json.loads(json_path.read_text())["missing"])
+
+
+def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
+    html = write_report(tmp_path)[1].read_text()
+    assert Balance(html).broken == [] and "no measurement" in html and "no stage times" in html
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        write_report(tmp_path / "none")
+
+
+def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
+    """Training that was killed while it wrote leaves half a line; nan (json.dumps writes it) is no loss."""
+    path = run_folder / "train" / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": NaN}\n{"step": 1, "loss": 2.5}\n{"step": 3, "lo')
+    record = json.loads(write_report(run_folder)[0].read_text())
+    assert record["training"] == {
+        "steps": 1,
+        "supervised_tokens": None,
+        "step_seconds": None,
+        "loss_first": 2.5,
+        "loss_last": 2.5,
+        "forecast_accept_length_last": None,
+        "forecast_accept_length_best": None,
+    }
+    assert any("cut short" in sentence for sentence in record["missing"])
+    assert any("no forecast" in sentence for sentence in record["missing"])
+
+
+def test_damaged_files_are_errors_and_named(run_folder):
+    """Half a report from a damaged file would pass for a whole one."""
+    (run_folder / "train" / "metrics.jsonl").write_text('{"step": 1, "loss": 3\n{"step": 2, "loss": 2.0}\n')
+    with pytest.raises(RecordError, match="metrics.jsonl:1"):
+        write_report(run_folder)
+    (run_folder / "train" / "metrics.jsonl").unlink()
+    (run_folder / "token_map" / "coverage.json").write_text('{"size": 4}')
+    with pytest.raises(RecordError, match="no rows of size and coverage"):
+        write_report(run_folder)
+
+
+def test_text_from_outside_cannot_break_the_page(run_folder):
+    """A target or prompts file named with < or & must not end up as markup."""
+    path = run_folder / "bench" / "acceptance.json"
+    measured = json.loads(path.read_text())
+    measured["settings"]["prompts"], measured["target"]["name"] = "<b>&", "</main><script>"
+    path.write_text(json.dumps(measured))
+    html = write_report(run_folder)[1].read_text()
+    assert Balance(html).broken == [] and "<script>" not in html and "&lt;b&gt;&amp;" in html
+
+
+def test_smoothing_has_no_start_up_bias():
+    """Without the correction the first tenth of every loss curve would start near zero."""
+    assert smoothed([4.0] * 5) == pytest.approx([4.0] * 5)
+
+
+def test_axis_marks_are_powers_of_two():
+    assert octaves([128, 300, 65536], 7) == [128, 512, 2048, 8192, 32768]
+    assert octaves([100, 1000], 7) == [128, 256, 512]

@@ -1,0 +1,128 @@
+import types
+
+import pytest
+import torch
+
+from toolkit.bench import rows as rows_module
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.records import RecordError
+from toolkit.bench.rows import best_row, tabulate
+from toolkit.bench.side_by_side import Answer, Question, Round
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request import VerifyEvent
+from toolkit.infer.sampling_params import SamplingParams
+
+CHAIN = DraftShape.chain(2)
+BF16_TARGET = types.SimpleNamespace(dtype=torch.bfloat16)
+
+
+def step(accepted, truncated=False, batch=1):
+    return VerifyEvent(2, 2, accepted, accepted + 1 - truncated, truncated, 0.1, 0.4, 0.02, batch)
+
+
+def answer(question_id, task, tokens, events=()):
+    question = Question(Prompt(question_id, task, ("x",)), 0, (5,), SamplingParams())
+    return Answer(question, tuple(tokens), tuple(events))
+
+
+def rounds_of(plain, speculative, plain_s=2.0, speculative_s=1.0):
+    """One round of one answer each, with made-up clocks."""
+    out = []
+    for before, after in zip(plain, speculative, strict=True):
+        out.append(Round("plain", (before,), 0.5, plain_s, len(before.output_ids) - 1))
+        out.append(Round(CHAIN.name, (after,), 0.5, speculative_s, len(after.output_ids) - 1))
+    return out
+
+
+@pytest.fixture
+def two_tasks():
+    tokens = list(range(10, 19))
+    plain = [answer("1", "math", tokens), answer("2", "coding", tokens)]
+    speculative = [
+        answer("1", "math", tokens, [step(2), step(0), step(2), step(1, truncated=True)]),
+        answer("2", "coding", tokens, [step(1), step(1), step(1), step(1)]),
+    ]
+    return plain, speculative
+
+
+def test_a_row_per_shape_and_task_with_the_records_keys(two_tasks):
+    """The keys are those that reports and outside checks read. 7 counted steps: 2 0 2 | 1 1 1 1, so 8 accepted."""
+    whole, math, coding = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"]
+    assert [row["task"] for row in (whole, math, coding)] == ["all", "math", "coding"]
+    assert (whole["shape"], whole["num_steps"], whole["top_k"], whole["num_draft_tokens"]) == ("chain", 2, 1, 3)
+    assert whole["verify_steps"] == 7 and whole["truncated_steps"] == 1
+    assert whole["accept_length"] == pytest.approx(1 + 8 / 7)
+    assert whole["accept_rate"] == pytest.approx([6 / 7, 2 / 6])
+    assert whole["accept_rate_unconditional"] == pytest.approx([6 / 7, 2 / 7])
+    assert 2.0 <= whole["interval"][0] <= whole["accept_length"] <= whole["interval"][1] <= 7 / 3
+    assert math["interval"] == [None, None]
+    assert whole["tokens_equal"] is True and whole["near_ties"] == whole["unequal"] == 0
+
+
+def test_speed_is_decode_tokens_over_decode_seconds(two_tasks):
+    """16 decoded tokens in 2 s against 4 s; with 0.5 s of prefill a prompt, 18 tokens in 3 s against 5 s."""
+    whole = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"][0]
+    assert (whole["tokens_per_s"], whole["plain_tokens_per_s"], whole["speedup"]) == (8.0, 4.0, 2.0)
+    assert whole["speedup_with_prefill"] == pytest.approx(5 / 3)
+    assert (whole["draft_s"], whole["verify_s"]) == (pytest.approx(0.8), pytest.approx(3.2))
+
+
+def test_a_batch_of_two_tasks_gives_no_speed_by_task(two_tasks):
+    """Its seconds belong to both tasks; splitting them would be invented."""
+    plain, speculative = two_tasks
+    mixed = [Round("plain", tuple(plain), 1, 4, 16), Round(CHAIN.name, tuple(speculative), 1, 2, 16)]
+    whole, math, _ = tabulate(mixed, [CHAIN], BF16_TARGET, 0.0)["rows"]
+    assert whole["speedup"] == 2.0
+    assert math["tokens_per_s"] is math["speedup"] is None and math["accept_length"] > 1
+
+
+def test_divergences_are_judged_and_kept(two_tasks, monkeypatch):
+    """tokens_equal survives a near-tie and not an error; both logits are in the record."""
+    plain, speculative = two_tasks
+    other = answer("1", "math", [10, 11, 30, 31], speculative[0].events)
+    seen = []
+
+    def logits(target, ids):
+        seen.append(list(ids))
+        row = torch.zeros(40)
+        row[12], row[30] = 16.0, 15.75
+        return row
+
+    monkeypatch.setattr(rows_module, "plain_logits", logits)
+    found = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], BF16_TARGET, 0.0)
+    assert seen == [[5, 10, 11]]
+    assert [(row["tokens_equal"], row["near_ties"], row["unequal"]) for row in found["rows"]] == [
+        (True, 1, 0),
+        (True, 1, 0),
+        (True, 0, 0),
+    ]
+    (divergence,) = found["divergences"]
+    assert (divergence["position"], divergence["plain_logit"], divergence["speculative_logit"]) == (2, 16.0, 15.75)
+    exact = types.SimpleNamespace(dtype=torch.float32)
+    row = tabulate(rounds_of(plain, [other, speculative[1]]), [CHAIN], exact, 0.0)["rows"][0]
+    assert (row["tokens_equal"], row["near_ties"], row["unequal"]) == (False, 0, 1)
+
+
+def test_unchecked_tokens_are_null_and_no_steps_are_null(two_tasks):
+    """An unknown must not read as "equal", nor a mean over nothing as a number (JSON has no nan)."""
+    plain, _ = two_tasks
+    row = tabulate(rounds_of(plain, plain), [CHAIN], BF16_TARGET, 0.0, check_tokens=False)["rows"][0]
+    assert row["tokens_equal"] is row["near_ties"] is row["accept_length"] is None
+    assert row["accept_rate"] == []
+
+
+def test_answers_of_one_token_have_no_decode_speed():
+    """Nothing was decoded after prefill: no division by zero, no invented speed."""
+    one = [answer("1", "math", [4])]
+    rounds = [Round("plain", tuple(one), 0.5, 0.0, 0), Round(CHAIN.name, tuple(one), 0.5, 0.0, 0)]
+    row = tabulate(rounds, [CHAIN], BF16_TARGET, 0.0)["rows"][0]
+    assert row["tokens_per_s"] is row["speedup"] is None and row["tokens_equal"] is True
+
+
+def test_best_row_is_the_fastest_over_all_prompts():
+    rows = [{"task": "all", "speedup": s, "accept_length": a} for s, a in ((1.2, 2.4), (1.5, 1.9))]
+    assert best_row({"rows": [*rows, {"task": "math", "speedup": 9.0, "accept_length": 9.0}]}) is rows[1]
+    untimed = [{"task": "all", "speedup": None, "accept_length": a} for a in (1.9, 2.4)]
+    assert best_row({"rows": untimed}) is untimed[1]
+    with pytest.raises(RecordError, match="no row over all prompts"):
+        best_row({"rows": []})

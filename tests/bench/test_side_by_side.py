@@ -1,0 +1,121 @@
+import time
+
+import pytest
+
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.side_by_side import BenchError, Mode, Sampling, chat_ids, rotated, run_side_by_side
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request import PromptTooLongError
+
+CHAIN, TREE = DraftShape.chain(2), DraftShape(2, 2, 4)
+SAMPLING = Sampling(max_tokens=8, temperature=0.0, seed=0)
+PLAIN_RUNS = [[97], [98], [99]]  # "abc", one token a step
+
+
+def prompts(*turns):
+    return [Prompt(str(place), "task", each) for place, each in enumerate(turns)]
+
+
+def two_engines(scripted, script=lambda ids, shape: PLAIN_RUNS if shape is None else [[97], [98, 99]]):
+    """A plain and a speculative engine that share one log of who ran when."""
+    log: list[str] = []
+    plain, speculative = scripted(script, log), scripted(script, log)
+    modes = [Mode(plain, None), Mode(speculative, CHAIN), Mode(speculative, TREE)]
+    return modes, log
+
+
+def text(ids):
+    return "".join(chr(i) for i in ids)
+
+
+def test_order_rotates_from_prompt_to_prompt():
+    """With a fixed order a machine that slows down would always slow the same mode."""
+    assert [rotated("abc", place) for place in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_modes_are_interleaved_in_rotating_order(scripted, words):
+    """Running one mode after the other over all prompts would measure the machine's mood."""
+    modes, log = two_engines(scripted)
+    run_side_by_side(modes, words, prompts(("p",), ("q",), ("r",)), SAMPLING, warmup=0)
+    names = ["plain", CHAIN.name, TREE.name]
+    assert log == names + names[1:] + names[:1] + names[2:] + names[:2]
+
+
+def test_warm_up_comes_first_and_is_not_in_the_result(scripted, words):
+    """Caches that fill in the first run would count against the first mode."""
+    modes, log = two_engines(scripted)
+    rounds = run_side_by_side(modes, words, prompts(("p",)), SAMPLING, warmup=1)
+    assert len(rounds) == 3 and log == ["plain", CHAIN.name, TREE.name] * 2
+
+
+def test_later_turns_follow_plain_decodings_answer_in_every_mode(scripted, words):
+    """Histories of their own would give the modes different prompts after one near-tie, and no comparison."""
+    script = lambda ids, shape: PLAIN_RUNS if shape is None else [[120], [121, 122]]  # noqa: E731
+    modes, _ = two_engines(scripted, script)
+    rounds = run_side_by_side(modes, words, prompts(("p", "q")), SAMPLING, warmup=0)
+    asked = {(done.mode, done.answers[0].question.turn): text(done.answers[0].question.prompt_ids) for done in rounds}
+    for mode in ("plain", CHAIN.name, TREE.name):
+        assert asked[mode, 0] == "u:p|a:"
+        assert asked[mode, 1] == "u:p|a:abc|u:q|a:"
+
+
+def test_a_batch_holds_prompts_of_different_numbers_of_turns(scripted, words):
+    modes, _ = two_engines(scripted)
+    seen = []
+    rounds = run_side_by_side(
+        modes, words, prompts(("p", "q"), ("r",), ("s",)), SAMPLING, batch=2, on_progress=lambda *at: seen.append(at)
+    )
+    groups = [
+        [answer.question.prompt.question_id for answer in done.answers] for done in rounds if done.mode == "plain"
+    ]
+    assert groups == [["0", "1"], ["0"], ["2"]]
+    assert seen[-1] == (12, 12)
+
+
+def test_seeds_differ_by_question_and_not_by_mode(scripted, words):
+    """One seed for all questions would draw the same numbers in all; one a mode would make tokens part."""
+    modes, _ = two_engines(scripted)
+    sampling = Sampling(max_tokens=8, temperature=0.8, seed=3)
+    rounds = run_side_by_side(modes, words, prompts(("p", "q"), ("r",)), sampling, warmup=0)
+    seeds: dict[tuple[str, int], set[int]] = {}
+    for done in rounds:
+        question = done.answers[0].question
+        seeds.setdefault((question.prompt.question_id, question.turn), set()).add(question.params.seed)
+    assert all(len(found) == 1 for found in seeds.values())
+    assert len(set.union(*seeds.values())) == 3
+    assert modes[0].engine.params[0].temperature == 0.8
+
+
+def test_prefill_and_decode_are_timed_apart(scripted, words):
+    """A long prompt would hide what speculation saves. Sleeps: 40 ms before the first token, 3 x 10 ms after.
+
+    Sleeping only ever takes longer, and the upper bounds are loose.
+    """
+
+    class Slow(scripted):
+        def step(self):
+            time.sleep(0.01 if self.running[0][0].output_ids else 0.04)
+            return super().step()
+
+    engine = Slow(lambda ids, shape: [[1], [2], [3], [4]])
+    (done,) = run_side_by_side([Mode(engine, None)], words, prompts(("p",)), SAMPLING, warmup=0)
+    assert done.decode_tokens == 3
+    assert 0.04 <= done.prefill_s < 1.0 and 0.03 <= done.decode_s < 1.0
+
+
+def test_a_prompt_that_is_too_long_is_named(words):
+    class Full:
+        def add_request(self, *_, **__):
+            raise PromptTooLongError("the prompt has 900 tokens")
+
+        def has_work(self):
+            return False
+
+    with pytest.raises(BenchError, match="prompt 0, turn 0: the prompt has 900 tokens"):
+        run_side_by_side([Mode(Full(), None)], words, prompts(("p",)), SAMPLING, warmup=0)
+
+
+def test_a_tokenizer_without_template_is_refused(words):
+    words.chat_template = None
+    with pytest.raises(BenchError, match="no chat template"):
+        chat_ids(words, [{"role": "user", "content": "x"}])
