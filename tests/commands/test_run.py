@@ -1,0 +1,142 @@
+"""The whole pipeline on a tiny target: every stage, killed and resumed, skipped when nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.commands.pipeline import Run, local_target_files
+from toolkit.recipe import RecipeError, load_recipe
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = """
+name: tiny
+target: {{model: {target}}}
+prompts: {{sources: [prompts.jsonl]}}
+rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25}}
+token_map: {{size: 128}}
+train: {{max_steps: 24, epochs: 99, global_batch: 4, micro_batch: 4, max_length: 128, eval_every: 12, save_every: 5,
+        precision: fp32, ttt_steps: 2}}
+bench: {{limit: 2, max_tokens: 10, shapes: ["2,1,3", "2,2,4"], warmup: 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tiny_target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a recipe and its prompts."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "tiny.yaml").write_text(RECIPE.format(target=tiny_target_directory))
+    texts = [f"count {number} apples and write about rivers" for number in range(32)]
+    rows = [{"id": f"p{at}", "messages": [{"role": "user", "content": text}]} for at, text in enumerate(texts)]
+    (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "toolkit", "run", "tiny.yaml", *arguments]
+    return subprocess.Popen(
+        command, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, out + errors
+    return out
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path) -> tuple[Path, str]:
+    """The folder of a run without interruptions, and what it printed."""
+    out = finish(start(home))
+    return home / "runs" / "tiny", out
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Rows of a .jsonl file; wall times differ from run to run."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds_per_step"} for row in rows]
+
+
+def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, str]) -> None:
+    """The promise of README's first command."""
+    folder, out = finished
+    record = json.loads((folder / "report.json").read_text())
+    assert record["what"] == "acceptance" and {"date", "commit", "hardware", "versions", "rows"} <= record.keys()
+    whole = [row for row in record["rows"] if row["task"] == "all"]
+    assert [row["num_draft_tokens"] for row in whole] == [3, 4] and all(row["tokens_equal"] for row in whole)
+    assert (folder / "report.html").stat().st_size > 1000
+    assert {"freq_128.pt", "token_map.safetensors", "coverage.json"} <= set(os.listdir(folder / "token_map"))
+    assert json.loads((folder / "ckpt" / "measured.json").read_text())["best_shape"] in ("2,1,3", "2,2,4")
+    assert "toolkit serve --draft runs/tiny/ckpt" in out and "toolkit chat --draft runs/tiny/ckpt" in out
+    assert "accept_length" in out and "total" in out
+
+
+def test_second_run_skips_all_without_torch(finished: tuple[Path, str], home: Path) -> None:
+    """README promises seconds. Nothing heavy is imported to find out that nothing has changed."""
+    code = (
+        "import sys; from toolkit.cli import main; status = main(['run', 'tiny.yaml']); "
+        "sys.exit(status or 3 * ('torch' in sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("skipped, up to date") == 6
+
+
+def test_killed_in_rollouts_and_in_training_it_continues(finished: tuple[Path, str], home: Path) -> None:
+    """SIGKILL leaves no time to tidy up: the files must be enough, and the curve must be the uninterrupted one.
+
+    Should a machine be so quick that a stage ends before the kill, the comparison below still holds.
+    """
+    whole, folder = finished[0], home / "runs" / "killed"
+    kill_when(start(home, "run_dir=runs/killed"), folder / "rollouts" / "rollouts.jsonl", 3)
+    kill_when(start(home, "run_dir=runs/killed"), folder / "train" / "metrics.jsonl", 8)
+    out = finish(start(home, "run_dir=runs/killed"))
+    assert "[2/6] rollouts   skipped" in out
+    ours, theirs = ({row["id"]: row for row in rows_of(run / "rollouts" / "rollouts.jsonl")} for run in (folder, whole))
+    assert ours == theirs
+    if list(ours) == list(theirs):  # rollouts are written as they end; another order means other batches
+        assert rows_of(folder / "train" / "metrics.jsonl") == rows_of(whole / "train" / "metrics.jsonl")
+    steps = [row["step"] for row in rows_of(folder / "train" / "metrics.jsonl") if "loss" in row]
+    assert steps == list(range(1, 25)), "a step was lost or logged twice"
+
+
+def kill_when(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+    """SIGKILL the process as soon as `path` has so many lines (or let it end before)."""
+    try:
+        while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= lines):
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home: Path) -> None:
+    """Measuring with other settings must not train again."""
+    shutil.copytree(finished[0], home / "runs" / "changed")
+    out = finish(start(home, "run_dir=runs/changed", "bench.max_tokens=6", "train.save_every=7"))
+    assert out.count("skipped, up to date") == 4 and "bench.max_tokens changed from 10 to 6" in out
+
+
+def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:
+    """A target trained further in place has the old path and other weights."""
+    files = local_target_files(str(tiny_target_directory))
+    assert "target model.safetensors" in files and "target config.json" in files
+    assert local_target_files("smollm2-135m") == {}
+
+
+def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:
+    """Found after loading the target, it would have cost minutes."""
+    recipe = load_recipe(home / "tiny.yaml", ["prompts.sources=[]"])
+    with pytest.raises(RecipeError, match=r"prompts\.synthesize"):
+        Run(recipe, home / "tiny.yaml").stages()

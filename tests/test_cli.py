@@ -1,0 +1,124 @@
+"""The command line: quick help, errors in one line, exit statuses, and a README that does not drift."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit import __version__, cli
+from toolkit.commands import run as run_command
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **options)  # type: ignore[call-overload]
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    """`toolkit --help` and shell completion must not wait seconds for torch. The limit is CPU time, not the clock's."""
+    code = (
+        "import sys, time; begin = time.process_time(); from toolkit.cli import main; status = main(['--help']); "
+        "used = time.process_time() - begin; heavy = {'torch', 'numpy', 'yaml', 'rich'} & set(sys.modules); "
+        "print('HEAVY', heavy, used < 0.3); sys.exit(status)"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY set() True" in done.stdout
+    for name in cli.COMMANDS:
+        assert f"  {name} " in done.stdout and cli.command_help(name) in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_commands_help_loads_no_torch(name: str) -> None:
+    """A parser that imports the engine makes every typing error cost seconds."""
+    code = (
+        "import sys\nfrom toolkit.cli import main\ntry:\n    main([sys.argv[1], '--help'])\n"
+        "finally:\n    print('TORCH' if 'torch' in sys.modules else 'LIGHT')"
+    )
+    done = python(code, name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: toolkit {name}") and done.stdout.endswith("LIGHT\n")
+
+
+def test_module_and_version() -> None:
+    """`python -m toolkit` serves environments whose scripts are not on the PATH."""
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit", "--version"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.stdout == f"toolkit {__version__}\n"
+    assert f'version = "{__version__}"' in (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A traceback tells a user that the program is broken; these say what to do."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: x\ntarget: {model: tiny}\ntrain: {max_step: 3}\n")
+    for arguments, told in (
+        (["run", str(recipe)], "did you mean train.max_steps?"),
+        (["run", str(tmp_path / "absent.yaml")], "no recipe at"),
+        (["run", str(recipe), "train={}"], "the recipe names no prompts"),
+        (["rnu"], "did you mean run?"),
+        (["report", str(tmp_path / "absent")], "absent"),
+        (["rollouts", "--out", "x.jsonl"], "belong together"),
+        (["build-token-map", "--size", "8"], "token_map.size=N"),
+        (["bench", "acceptance", "--draft", str(tmp_path)], "is no draft directory"),
+    ):
+        assert cli.main(arguments) == 2, arguments
+        error = capsys.readouterr().err
+        assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and told in error, error
+
+
+def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """argparse alone refuses `run RECIPE --print-config a.b=c`."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: x\ntarget: {model: tiny}\n")
+    assert cli.main(["run", str(recipe), "seed=1", "--print-config", "train.max_steps=9"]) == 0
+    printed = capsys.readouterr().out
+    assert "max_steps: 9" in printed and "seed: 1" in printed
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hunts a bug needs the place, not the sentence."""
+    monkeypatch.setenv("TOOLKIT_LOG", "debug")
+    with pytest.raises(FileNotFoundError):
+        cli.main(["run", "absent.yaml"])
+
+
+def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain ValueError is no message for users: hiding where it came from would hide a bug."""
+    monkeypatch.setattr(run_command, "run", lambda args: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["run", "r.yaml"])
+
+
+def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts tell Ctrl-C from failure by 130."""
+
+    def interrupted(args: SimpleNamespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_command, "run", interrupted)
+    assert cli.main(["run", "r.yaml"]) == 130
+    assert "what was written so far is kept" in capsys.readouterr().err
+
+
+def test_readme_lists_every_command() -> None:
+    """The list is a copy of `toolkit --help`: a command added or reworded must appear in README too."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    listed = re.search(r"```text\nusage: toolkit .*?```", readme, re.DOTALL)
+    assert listed is not None, "README.md has no copy of `toolkit --help`"
+    assert listed.group() == f"```text\n{cli.overview()}```", "paste `toolkit --help` into README.md again"
+
+
+def test_readmes_two_commands_are_in_its_first_screen() -> None:
+    """A newcomer types what stands there, and .ci/run runs the second one."""
+    first_screen = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:30])
+    assert "pip install -e . && toolkit run recipes/smollm2-135m.yaml" in first_screen
+    assert 'pip install -e ".[dev]" && pytest' in first_screen
