@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
+from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.verify import Walk
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
 
 
 class ScriptedEngine:
@@ -92,3 +102,142 @@ def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_pat
     meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
     directory = tmp_path_factory.mktemp("tiny-draft")
     return save_draft(directory, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta)
+
+
+class OracleDrafter:
+    """Drafts from the true answers, with mistakes: chains and random trees whose accepted paths lie anywhere.
+
+    answers: output ids by prompt. right: chance that a level holds the true token. tree: trees of random form.
+    """
+
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], vocab_size: int, *, right: float, tree: bool, seed: int = 0
+    ) -> None:
+        self.answers, self.vocab_size, self.right, self.tree = answers, vocab_size, right, tree
+        self.levels = 4
+        self.random = random.Random(seed)
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        widths = [self.random.choice((1, 2, 3)) if self.tree else 1 for _ in range(self.levels)]
+        rows = [self._row(request, widths) for request in requests]
+        tokens, parents, depths = (torch.tensor(part) for part in zip(*rows, strict=True))
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        drafted = [request.speculative for request in requests]
+        valid[:, 1:] &= torch.tensor(drafted)[:, None]
+        mask = ancestor_mask(parents[:, 1:], self.levels)
+        mask[~torch.tensor(drafted)] = torch.eye(tokens.shape[1], dtype=torch.bool)
+        offered = [sum(widths) if row else 0 for row in drafted]
+        deepest = [self.levels if row else 0 for row in drafted]
+        return DraftTree(tokens, parents, depths, mask, valid, offered, deepest, is_chain=not self.tree)
+
+    def _row(self, request: Request, widths: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, parents and depths of one tree in level order."""
+        done = len(request.output_ids)
+        truth = self.answers[tuple(request.prompt_ids)][done : done + self.levels]
+        tokens, parents, depths = [request.output_ids[-1]], [-1], [0]
+        above, true_node = [0], 0
+        for level, width in enumerate(widths):
+            here = list(range(len(tokens), len(tokens) + width))
+            homes = [self.random.choice(above) for _ in here]
+            lucky = self.random.choice(here)
+            if true_node in above:
+                homes[here.index(lucky)] = true_node
+            found = None
+            used: dict[int, set[int]] = {}
+            for node, home in zip(here, homes, strict=True):
+                taken = used.setdefault(home, set())
+                wanted = truth[level] if level < len(truth) else None
+                if node == lucky and home == true_node and wanted is not None and self.random.random() < self.right:
+                    taken.discard(wanted)
+                    token, found = wanted, node
+                else:
+                    choices = [t for t in range(self.vocab_size) if t not in taken and t != wanted]
+                    token = self.random.choice(choices)
+                taken.add(token)
+                tokens.append(token)
+                parents.append(home)
+                depths.append(level + 1)
+            above, true_node = here, found if found is not None else -1
+        return tokens, parents, depths
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: torch.Tensor) -> None:
+        pass
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        pass
+
+    def move_row(self, destination: int, source: int) -> None:
+        pass
+
+    def set_shape(self, shape: DraftShape) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def oracle() -> type[OracleDrafter]:
+    """Assign one to `engine.drafter` to get long accepted runs from a random target."""
+    return OracleDrafter
+
+
+def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What Hugging Face's generate writes, stop id included."""
+    ids = torch.tensor([list(prompt)])
+    out = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=sorted(target.stop_ids),
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Target, Sequence[int], int], list[int]]:
+    """`hf_greedy`, each answer computed once."""
+    known: dict[tuple, list[int]] = {}
+
+    def ask(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        key = (id(target), tuple(prompt), max_tokens)
+        if key not in known:
+            known[key] = hf_greedy(target, prompt, max_tokens)
+        return list(known[key])
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def small_target(tiny_target: Target) -> Target:
+    """A target of 24 tokens: even an untrained head is often right there."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=24,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        bos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.25,
+    )
+    words = {f"w{i}": i for i in range(24)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")), eos_token="w0")
+    return Target(model=LlamaForCausalLM(config), tokenizer=tokenizer, name="small", revision=None)
+
+
+@pytest.fixture(scope="session")
+def small_draft(small_target: Target) -> DraftCheckpoint:
+    """An untrained head with a draft vocabulary of 20 of the 24 tokens."""
+    torch.manual_seed(4)
+    config = Eagle3Config.from_target_config(
+        small_target.config, vocab_size=24, draft_vocab_size=20, aux_layer_ids=(1, 2, 3)
+    )
+    head = Eagle3Head(config).eval().requires_grad_(False)
+    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))

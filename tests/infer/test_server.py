@@ -268,7 +268,9 @@ def test_other_errors_have_the_same_shape(scene):
     for response in (broken, missing, method):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     bare = httpx.post(f"{scene.url}/v1/chat/completions", json=[1])
-    assert bare.status_code == 400 and bare.json()["error"]["message"]
+    untyped = httpx.post(f"{scene.url}/v1/chat/completions", content=b"{}")  # curl -d without a header
+    for response in (bare, untyped):
+        assert response.status_code == 400 and "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 def aborted_within(engine, seconds=10.0):
@@ -283,7 +285,7 @@ def test_disconnect_aborts(scene, stream):
     """A client that goes away must free its row long before its answer would have ended (400 tokens, 4 s)."""
     scene.text, scene.engine.run, scene.engine.step_seconds = "apples " * 400, 1, 0.01
     body = {"model": NAME, "messages": USER, "max_tokens": 400, "stream": stream}
-    with httpx.Client(base_url=scene.url, timeout=0.3) as client:
+    with httpx.Client(base_url=scene.url, timeout=httpx.Timeout(20, read=0.3)) as client:
         with contextlib.suppress(httpx.ReadTimeout):
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 for _ in response.iter_bytes():
@@ -345,3 +347,5 @@ def test_port_in_use_is_a_clear_error():
     with listen("127.0.0.1", 0) as taken:
         with pytest.raises(AddressError, match="--port"):
             listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(AddressError, match="0-65535"):
+        listen("127.0.0.1", 99999)

@@ -88,6 +88,8 @@ def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO
             print(f"\n{COMMANDS_HELP}", file=sys.stderr)
             continue
         except EOFError:
+            if stdin.isatty():
+                print(file=sys.stderr)  # the shell's prompt belongs on a line of its own
             return
         if line in ("/quit", "/exit"):
             return

@@ -36,20 +36,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
     """Opens the engine that the arguments name. Raises ValueError with a message for the user."""
-    import torch
-
     from toolkit.infer.open_engine import open_engine
 
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return open_engine(
         draft=args.draft,
         target=args.target,
         shape=args.shape,
         use_draft=not args.no_draft,
         dtype=args.dtype,
-        device=device,
+        device=args.device,
         max_batch=max_batch,
     )
 

@@ -47,6 +47,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """pydantic's list of problems as one 400 that names the fields. `errors` as of ValidationError.errors()."""
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
+    if tuple(errors[0]["loc"]) == ("body",) and errors[0]["type"] == "model_attributes_type":
+        message = "the body is not a JSON object; send one with the header Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
     described = [_describe(error) for error in _deepest(errors)]
     message = "; ".join(text for _, text, _ in described[:MAX_SHOWN])
     if len(described) > MAX_SHOWN:

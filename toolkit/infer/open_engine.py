@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches, load_draft
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
@@ -38,7 +40,7 @@ def open_engine(
     shape: str | None = None,
     use_draft: bool = True,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     max_batch: int = 16,
     max_context: int | None = None,
 ) -> Opened:
@@ -46,7 +48,8 @@ def open_engine(
 
     draft: a draft directory, which names its own target. target: needed without a draft directory, else overrides
     its choice. shape: "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain of 4.
-    use_draft False keeps only the draft directory's choice of target. max_context in tokens, None: the target's.
+    use_draft False keeps only the draft directory's choice of target. device "auto" is a GPU if there is one.
+    max_context in tokens, None: the target's.
     Raises ValueError (OpenError, DraftDirError, WeightsError, TargetError).
     """
     if draft is None and target is None:
@@ -56,13 +59,14 @@ def open_engine(
     if max_batch < 1:
         raise OpenError(f"--max-batch is {max_batch}; at least one request must fit")
     wanted = parse_shape(shape, "--shape") if shape is not None else None
+    where = parse_device(device)
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = load_draft(draft) if draft is not None else None
     name, revision = (target, None) if target is not None else _target_of(head)
     if wanted is not None and (head is None or not use_draft):
         raise OpenError(f"--shape {shape} came without a draft head to use it; give --draft, or leave --shape out")
     logger.info("loading the target %s", name)
-    loaded = load_target(name, dtype=dtype, device=device, revision=revision)
+    loaded = load_target(name, dtype=dtype, device=where, revision=revision)
     if head is not None and use_draft:
         check_draft_matches(head, loaded)
         head.head.to(device=loaded.device, dtype=loaded.dtype)
@@ -71,6 +75,22 @@ def open_engine(
         head = None
     engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context)
     return Opened(engine, loaded, head, wanted)
+
+
+def parse_device(text: str) -> torch.device:
+    """The device of that name, "auto" chosen. Raises OpenError when this machine does not have it."""
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise OpenError(f"--device {text}: no such kind of device; auto, cpu, cuda or cuda:N is needed") from error
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise OpenError(
+            f"--device {text}: PyTorch sees {found} GPUs here; use --device cpu, or a CUDA build of PyTorch"
+        )
+    return device
 
 
 def best_shape(draft: DraftCheckpoint) -> DraftShape:

@@ -84,9 +84,11 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises AddressError when the address cannot be had."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        reason = error.strerror or error
-        raise AddressError(f"cannot listen on {host}:{port}: {reason}; try another --port (0: any free one)") from error
+    except (OSError, OverflowError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
+        raise AddressError(
+            f"cannot listen on {host}:{port}: {reason}; try another --host or --port (0: any free one)"
+        ) from error
 
 
 class _Uvicorn(uvicorn.Server):
