@@ -169,7 +169,8 @@ class EngineThread:
             assert ticket is not None
             if command == "submit":
                 self._add(ticket)
-            elif ticket._request is not None and self._active.pop(id(ticket.request), None):
+            elif ticket._request is not None and id(ticket.request) in self._active:
+                del self._active[id(ticket.request)]
                 self._engine.abort(ticket.request)
                 ticket._deliver(ticket.request)
         return True
@@ -219,6 +220,6 @@ class EngineThread:
         self._active.clear()
         if self._closed:
             while not self._commands.empty():
-                _, ticket = self._commands.get()
-                if ticket is not None:
-                    ticket._fail(error)
+                _, late = self._commands.get()
+                if late is not None:
+                    late._fail(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from toolkit.infer.acceptance import summarise
@@ -28,7 +28,7 @@ class ServerMetrics:
     """Counters of one server; written and read on the event loop only."""
 
     def __init__(self) -> None:
-        self._values: Counter[str] = Counter()
+        self._values: defaultdict[str, float] = defaultdict(int)
 
     def record(self, request: Request, answer: Answer, now: float) -> None:
         """Adds one ended answer. `now` on the clock of `request.submitted_at` (perf_counter seconds)."""
