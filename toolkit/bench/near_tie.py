@@ -26,7 +26,10 @@ import torch
 from toolkit.target.load import Target
 
 NOISE_FACTOR = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 16.0}
-NOISE_RULE = "near-tie: logit gap <= factor * eps(dtype) * max |logit| of the row; factor 4 in 16 bit, 16 in float32"
+NOISE_RULE = (
+    "the two tokens' logits lie within factor * eps(dtype) * max |logit| of the row's best, factor 4 in 16 bit and 16 in "
+    "float32; at temperature > 0, the random number lies that close (in odds) to both tokens' intervals of the CDF"
+)
 
 
 @dataclass(frozen=True)
@@ -105,17 +108,23 @@ def greedy_near_tie(row: torch.Tensor, tokens: Sequence[int], noise: float) -> b
 def sampled_near_tie(row: torch.Tensor, tokens: Sequence[int], noise: float, uniform: float) -> bool:
     """True when rounding may make the inverse CDF of softmax(`row` [V]), in token-id order, give each of `tokens`.
 
-    Gaps moved by at most `noise` multiply the odds of any set of tokens by at most e^noise, which moves its
-    probability by at most tanh(noise / 4); so a token may be picked when `uniform` lies that close to its interval of
-    the CDF.
+    Gaps moved by at most `noise` multiply the odds of any set of tokens by at most e^noise, so a token may be picked
+    when the odds of `uniform` lie within that factor of the ends of its interval of the CDF. In 16 bit this is wide
+    (the noise of 1 that a logit of 32 has moves a probability of 1/2 to 0.73): only float32 makes it a sharp test.
     """
-    cdf = torch.softmax(row, dim=-1).cumsum(dim=-1)
-    reach = math.tanh(noise / 4)
+    cdf = torch.softmax(row, dim=-1).cumsum(dim=-1).clamp(max=1.0)
     for token in tokens:
-        low = cdf[token - 1].item() if token > 0 else 0.0
-        if not low - reach <= uniform <= cdf[token].item() + reach:
+        low = _with_odds(cdf[token - 1].item() if token > 0 else 0.0, -noise)
+        high = _with_odds(cdf[token].item(), noise)
+        if not low <= uniform <= high:
             return False
     return True
+
+
+def _with_odds(probability: float, log_factor: float) -> float:
+    """The probability whose odds are e^log_factor times those of `probability`."""
+    raised = probability * math.exp(log_factor)
+    return raised / (raised + 1 - probability)
 
 
 @torch.inference_mode()

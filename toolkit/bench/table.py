@@ -68,7 +68,7 @@ def verdict_line(record: dict[str, Any]) -> str:
     dtype = (record.get("target") or {}).get("dtype", "this dtype")
     return (
         f"{answers - ties} of {answers} speculative answers{over} equal plain decoding's; {ties} first part from it "
-        f"at a near-tie, two logits closer than the rounding of {dtype}. Measure in float32 for the exact test."
+        f"at a near-tie, a choice within the rounding of {dtype}. Measure in float32 for the exact test."
     )
 
 
