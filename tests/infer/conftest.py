@@ -202,7 +202,7 @@ def reference() -> Callable[[Target, Sequence[int], int], list[int]]:
     known: dict[tuple, list[int]] = {}
 
     def ask(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        key = (id(target), tuple(prompt), max_tokens)
+        key = (target, tuple(prompt), max_tokens)
         if key not in known:
             known[key] = hf_greedy(target, prompt, max_tokens)
         return list(known[key])
