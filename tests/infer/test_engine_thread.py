@@ -138,11 +138,13 @@ def test_abort_frees_the_engine(scripted):
 
 def test_submit_cancelled_while_waiting_is_aborted(scripted):
     """A client that leaves before its request was taken must not leave it behind in the engine."""
-    engine = scripted(echo)
+    engine = scripted(lambda prompt_ids: [7] * 100 if prompt_ids == [1] else echo(prompt_ids))
+    engine.step_seconds = 0.002
 
     async def work(thread):
-        first = await thread.submit([1], PARAMS)
+        first = await thread.submit([1], SamplingParams(max_tokens=100))
         engine.allow.clear()
+        await asyncio.sleep(0.05)  # the thread is inside a step now, and takes no commands
         waiting = asyncio.ensure_future(thread.submit([2, 3, 4], PARAMS))
         await asyncio.sleep(0.05)
         waiting.cancel()
@@ -152,7 +154,7 @@ def test_submit_cancelled_while_waiting_is_aborted(scripted):
         return await read(await thread.submit([9], PARAMS))
 
     assert with_thread(engine, work) == [19, 2]
-    assert not engine.has_work()
+    assert [request.prompt_ids for request in engine.aborted] == [[2, 3, 4]] and not engine.has_work()
 
 
 def test_close_fails_what_is_in_flight(scripted):
