@@ -58,12 +58,7 @@ def measure_acceptance(
     Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
     tasks. `on_progress(done, total)` counts answers. Raises `BenchError`, `PromptsError`, `DraftDirError`, ValueError.
     """
-    if not shapes:
-        raise BenchError("no draft shape came; at least one such as 4,1,5 is needed")
-    if len({shape.name for shape in shapes}) != len(shapes):
-        raise BenchError(f"a draft shape came twice in {', '.join(shape.name for shape in shapes)}; give each once")
-    if batch < 1:
-        raise BenchError(f"batch is {batch}; at least 1 prompt at a time is needed")
+    _check_settings(shapes, batch)
     chosen = limited(list(prompts), limit)
     if not chosen:
         raise PromptsError("no prompts came; at least one is needed")
@@ -113,6 +108,15 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
         **{key: record[key] for key in kept if key in record},
         "rows": [row for row in record["rows"] if row["task"] == ALL],
     }
+
+
+def _check_settings(shapes: Sequence[DraftShape], batch: int) -> None:
+    if not shapes:
+        raise BenchError("no draft shape came; at least one such as 4,1,5 is needed")
+    if len({shape.name for shape in shapes}) != len(shapes):
+        raise BenchError(f"a draft shape came twice in {', '.join(shape.name for shape in shapes)}; give each once")
+    if batch < 1:
+        raise BenchError(f"batch is {batch}; at least 1 prompt at a time is needed")
 
 
 def _tasks(prompts: Sequence[Prompt]) -> list[str]:

@@ -27,8 +27,8 @@ from toolkit.target.load import Target
 
 NOISE_FACTOR = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 16.0}
 NOISE_RULE = (
-    "the two tokens' logits lie within factor * eps(dtype) * max |logit| of the row's best, factor 4 in 16 bit and 16 in "
-    "float32; at temperature > 0, the random number lies that close (in odds) to both tokens' intervals of the CDF"
+    "the two tokens' logits lie within factor * eps(dtype) * max |logit| of the row's best, factor 4 in 16 bit and 16 "
+    "in float32; at temperature > 0, the random number lies that close (in odds) to both tokens' intervals of the CDF"
 )
 
 

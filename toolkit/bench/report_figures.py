@@ -18,7 +18,7 @@ from toolkit.bench.table import shape_name
 
 INK, QUIET, GRID, PLAIN_COLOUR = "#1f2933", "#64748b", "#e5e9ef", "#a3adba"
 COLOURS = ("#0f766e", "#c2570c", "#4f46a5", "#9d174d", "#4d7c0f", "#0369a1")
-SIZE = (5.6, 3.5)  # inches
+SIZE = (5.1, 3.2)  # inches
 SMOOTHING = 0.9
 
 
@@ -53,7 +53,7 @@ def _training(training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
-    figure.set_layout_engine("constrained", hspace=0.12)
+    figure.set_layout_engine("constrained", h_pad=0.12)
     if training:
         axis = axes.pop(0)
         steps, losses = [row["step"] for row in training], [row["loss"] for row in training]
@@ -131,7 +131,7 @@ def _coverage(token_map: dict[str, Any]) -> str:
             f"chosen: {size:,} ids\n{100 * coverage:.2f} %",
             (size, 100 * coverage),
             fontsize=9,
-            xytext=(10 if right else -10, -34),
+            xytext=(10 if right else -10, -48),
             textcoords="offset points",
             color=COLOURS[1],
             ha="left" if right else "right",

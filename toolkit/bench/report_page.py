@@ -12,7 +12,7 @@ from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import decimal, equal_text, length_text, prompts_phrase, rates_text, shape_name, verdict_line
 
 CAPTIONS = {
-    "training": ("Training", "Loss per supervised token (thin: each step, thick: smoothed), and the accept_length that "
+    "training": ("Training", "Loss of each optimiser step (thin) and smoothed (thick), and the accept_length that "
                  "a teacher-forced replay of held-out rollouts forecasts for a chain."),
     "depth": ("Acceptance by depth", "How often the target agrees with the draft at each depth. Solid: of the verify "
               "steps that got this far. Dashed: of all verify steps."),
