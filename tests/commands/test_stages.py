@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 @dataclass
 class House:
-    """Three stages a -> b -> c in a run folder; `log` says which worked, `partial` what each found of an earlier try."""
+    """Three stages a -> b -> c in a run folder; `log`: which worked, `partial`: what each found of an earlier try."""
 
     root: Path
     size: int = 1
@@ -125,7 +125,7 @@ def test_kill_after_a_change_leads_to_the_same_end(house: House) -> None:
 
 
 def test_changed_input_file_redoes_what_reads_it(house: House) -> None:
-    """Somebody edits the prompts: answers to the old ones are no answers. A touched file with equal bytes is no change."""
+    """Answers to prompts that somebody edited since are no answers. A touched file with equal bytes is no change."""
     house.run()
     out = house.root / "a" / "out.txt"
     out.write_text(out.read_text())

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from toolkit.log import progress
 
 
 @contextmanager
-def progress_bar(what: str, unit: str, note: str = "") -> Iterator[Callable[..., None]]:
-    """Yields the callback. The bar starts at the first call, so work done in an earlier session counts for no speed.
+def progress_bar(what: str, unit: str, total: int | None = None, note: str = "") -> Iterator[Callable[..., None]]:
+    """Yields the callback. What the first call says was done before, less one, counts as an earlier session's work.
 
     A third argument of the callback is a count of what `note` says, shown beside the bar.
     """
-    bar: Any = None
+    bar = progress(total, what, unit)
+    first = True
 
     def show(done: int, total: int, count: int | None = None) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = progress(total, what, unit, initial=max(0, done - 1))
+        nonlocal first
+        if first:
+            bar.initial = bar.n = max(0, done - 1)
+            first = False
         bar.total = total
         if count is not None:
             bar.set_postfix_str(f"{count} {note}", refresh=False)
@@ -29,5 +30,4 @@ def progress_bar(what: str, unit: str, note: str = "") -> Iterator[Callable[...,
     try:
         yield show
     finally:
-        if bar is not None:
-            bar.close()
+        bar.close()

@@ -60,7 +60,7 @@ def answer_prompts(
     draft = None if draft_dir is None else load_draft(draft_dir, dtype=target.dtype, device=str(target.device))
     engine = Engine(target, draft, max_batch=settings.batch_size)
     try:
-        with progress_bar("rollouts", "conversation", note="tokens") as show:
+        with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
             stats = write_rollouts(
                 conversations,
                 engine_generate(engine, draft_used=None if draft_dir is None else str(draft_dir)),

@@ -3,8 +3,8 @@
 For each stage, in order, the folder's manifest is compared with what the recipe and the input files are now:
 
     no manifest, no files         run it
-    no manifest, but files        set them aside (nobody knows what they were made from), run it; a stage whose files say
-                                  themselves what they were made from runs over them, and refuses those of other settings
+    no manifest, but files        set them aside (nobody knows what they were made from), run it; a stage whose files
+                                  say what they were made from runs over them, and refuses those of other settings
     settings or inputs changed    set this stage's files and those of all later stages aside, run it
     same, status "running"        it was cut off: run it again over its own partial files, which it continues
     same, status "done"           skip it
@@ -43,8 +43,8 @@ class Stage:
 
     outputs: files that exist when it is done. makes: what it writes outside its own folder. settings: the part of the
     recipe that decides its result. inputs: name -> file, looked up when the stage's turn comes. work: does it, over
-    partial files of its own if there are any, and returns a headline such as "640 prompts". self_checking: `work` raises
-    when it finds partial files of other settings.
+    partial files of its own if there are any, and returns a headline such as "640 prompts". self_checking: `work`
+    raises when it finds partial files of other settings.
     """
 
     name: str

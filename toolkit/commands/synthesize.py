@@ -75,7 +75,7 @@ def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) 
 
     engine = Engine(target, max_batch=settings.batch_size)
     try:
-        with progress_bar("prompts", "prompt", note="attempts") as show:
+        with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
             stats = synthesise_prompts(
                 engine_generate(engine),
                 target.tokenizer,

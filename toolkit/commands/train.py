@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from toolkit.commands.launch import default_processes, run_training, set_threads, training_line
+from toolkit.commands.launch import LaunchError, default_processes, run_training, set_threads, training_line
 from toolkit.commands.pipeline import CKPT_CONFIG, PROMPTS, ROLLOUTS, TOKEN_MAP, Run
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
 from toolkit.commands.stages import PipelineError, run_stages
@@ -35,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         run_stages(job.folder, job.stages(), force="train" if args.force else None, say=say, **selection)
     except PipelineError as error:
-        if error.status == 2:
-            raise
+        # The training processes' own status, for scripts.
+        print(f"toolkit: error: {error}", file=sys.stderr)
         return error.status
     return 0
 
@@ -47,6 +48,9 @@ def train_head(job: Run) -> str:
     Raises `PipelineError` with their exit status when they fail.
     """
     processes = default_processes() if job.processes is None else job.processes
+    batch = job.recipe.train.global_batch
+    if processes > 0 and batch % processes:
+        raise LaunchError(f"train.global_batch {batch} is no multiple of {processes} processes; change one of the two")
     threads = set_threads(processes)
     line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config)
     say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")

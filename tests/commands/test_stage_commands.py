@@ -1,0 +1,126 @@
+"""The commands of single stages, called as the command line calls them, on the tiny target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit import cli
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
+from toolkit.commands import train as train_command
+from toolkit.target.load import Target
+
+
+@pytest.fixture
+def recipe(tiny_target_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe and its prompts in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"conversations": [{"from": "human", "value": f"count {n} apples"}, {"from": "gpt", "value": "x"}]}
+            )
+            + "\n"
+            for n in range(6)
+        )
+    )
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"name: tiny\ntarget: {{model: {tiny_target_directory}}}\nprompts: {{sources: [prompts.jsonl]}}\n"
+        "rollouts: {max_tokens: 8, held_out: 0.0}\ntoken_map: {size: 128}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def draft_dir(tiny_draft: DraftCheckpoint, tiny_target: Target, tiny_target_directory: Path, tmp_path: Path) -> Path:
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None, "fingerprint": None}}
+    state = tiny_draft.head.state_dict()
+    return save_draft(tmp_path / "ckpt", state, tiny_draft.head.config, tiny_draft.token_map, meta)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every stage is a command of its own over the same run folder, and says so when its input is missing."""
+    run = Path("runs/tiny")
+    assert cli.main(["rollouts", "--recipe", str(recipe)]) == 2
+    assert "prompts/prompts.jsonl" in capsys.readouterr().err
+    assert cli.main(["synthesize", "--recipe", str(recipe)]) == 0
+    assert [len(row["messages"]) for row in rows(run / "prompts" / "prompts.jsonl")] == [1] * 6
+    assert cli.main(["rollouts", "--recipe", str(recipe), "rollouts.batch_size=2"]) == 0
+    assert cli.main(["build-token-map", "--recipe", str(recipe)]) == 0
+    assert "128" in capsys.readouterr().out
+    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
+    assert capsys.readouterr().out.count("skipped, up to date") == 3
+
+
+def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path) -> None:
+    """A draft head makes rollouts quicker; the ids must be the plain ones, and the provenance must name the head."""
+    plain, drafted = Path("plain.jsonl"), Path("drafted.jsonl")
+    common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
+    assert cli.main([*common, str(plain)]) == 0
+    assert cli.main([*common, str(drafted), "--draft", str(draft_dir)]) == 0
+    ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, drafted)]
+    assert ids[0] == ids[1]
+    assert {row["provenance"]["draft"] for row in rows(drafted)} == {str(draft_dir)}
+
+
+def test_token_map_of_any_text(recipe: Path, tiny_target: Target, tiny_target_directory: Path) -> None:
+    """FR-Spec's use: a map from a corpus, without rollouts; special and end-of-turn ids are always in it."""
+    Path("corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    arguments = ["--text", "corpus.txt", "--tokenizer", str(tiny_target_directory), "--coverage", "0.9", "--out", "map"]
+    assert cli.main(["build-token-map", "--recipe", str(recipe), *arguments]) == 0
+    report = json.loads(Path("map/coverage.json").read_text())
+    assert report["coverage"] >= 0.9 and report["corpus"]["text"] == ["corpus.txt"]
+    kept = torch.load(f"map/freq_{report['size']}.pt", weights_only=True)
+    assert kept == sorted(set(kept)) and tiny_target.stop_ids <= set(kept)
+
+
+def test_bench_acceptance_writes_record_and_page(
+    recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is for the eye; the record is what comparisons read."""
+    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples", "and rivers"]}\n')
+    arguments = [
+        "--prompts",
+        "p.jsonl",
+        "--shapes",
+        "2,1,3",
+        "--max-tokens",
+        "6",
+        "--warmup",
+        "0",
+        "--out",
+        "out/a.json",
+    ]
+    assert cli.main(["bench", "acceptance", "--draft", str(draft_dir), *arguments]) == 0
+    record = json.loads(Path("out/a.json").read_text())
+    assert record["rows"][0]["tokens_equal"] is True and record["settings"]["shapes"] == ["2,1,3"]
+    assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
+
+
+def test_train_passes_the_exit_status_on(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script must see that training failed, and with what; the next `toolkit train` goes on with the stage."""
+    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
+    lines: list[list[str]] = []
+    monkeypatch.setattr(train_command, "run_training", lambda line: lines.append(list(line)) or 143)
+    overrides = ["train.global_batch=4", "train.micro_batch=2"]
+    assert cli.main(["train", "--recipe", str(recipe), "--num-processes", "2", *overrides]) == 143
+    assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]
+    assert "status 143" in capsys.readouterr().err
+    assert json.loads(Path("runs/tiny/train/manifest.json").read_text())["status"] == "running"
+
+
+def test_train_refuses_a_batch_that_cannot_be_shared(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found by the training processes, it would end in a page of traceback from their launcher."""
+    assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
+    assert cli.main(["train", "--recipe", str(recipe), "--num-processes", "3"]) == 2
+    assert "no multiple of 3 processes" in capsys.readouterr().err
