@@ -75,7 +75,13 @@ def test_scores_of_minus_infinity_keep_parents_first():
     """A head that breaks (NaN, made -inf by the drafter) still yields a well-formed tree."""
     parents = torch.tensor([[-1, -1, 0, 0, 1, 1]])
     tree = rerank(
-        torch.tensor([9]), torch.arange(6)[None], parents, torch.tensor([1, 1, 2, 2, 2, 2]), torch.full((1, 6), -torch.inf), 4, [True]
+        torch.tensor([9]),
+        torch.arange(6)[None],
+        parents,
+        torch.tensor([1, 1, 2, 2, 2, 2]),
+        torch.full((1, 6), -torch.inf),
+        4,
+        [True],
     )
     assert tree.parents.tolist() == [[-1, 0, 0, 1]]
 
@@ -91,7 +97,9 @@ def test_plain_rows_of_a_batch_keep_their_root_only():
     tree = chain_tree(torch.tensor([5, 6]), torch.tensor([[1, 2], [3, 4]]), [True, False])
     assert tree.tokens.tolist() == [[5, 1, 2], [6, 3, 4]] and tree.offered == [2, 0] and tree.depth_offered == [2, 0]
     assert tree.valid.tolist() == [[True] * 3, [True, False, False]]
-    assert tree.mask[0].tolist() == torch.ones(3, 3).tril().bool().tolist() and torch.equal(tree.mask[1], torch.eye(3).bool())
+    assert tree.mask[0].tolist() == torch.ones(3, 3).tril().bool().tolist() and torch.equal(
+        tree.mask[1], torch.eye(3).bool()
+    )
     plain = root_only(torch.tensor([5, 6]))
     assert plain.nodes == 1 and plain.offered == [0, 0] and plain.parents.tolist() == [[-1], [-1]]
 

@@ -22,7 +22,7 @@ def dense_attend(q, k, v):
 
 
 class Dense:
-    """The head's definition for one sequence: true features for what is committed, own hidden states for what is drafted."""
+    """The head's definition for one sequence: true features where committed, own hidden states where drafted."""
 
     def __init__(self, target, draft, tokens: list[int]) -> None:
         capture = AuxCapture(target, draft.head.config.aux_layer_ids)
@@ -56,7 +56,9 @@ def engine_after_steps(target, draft, shape: str, steps: int, lengths=(6, 13)) -
 
 def best(log_probs: torch.Tensor, token_map, k: int) -> list[tuple[int, float]]:
     top = log_probs.topk(k)
-    return [(token_map.ids[i].item(), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return [
+        (token_map.ids[i].item(), value) for i, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -77,7 +79,7 @@ def test_chain_equals_dense_recomputation(small_target, small_draft, steps):
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("shape", ["3,3,100", "4,3,100", "2,4,100"])
 def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch, shape, steps):
-    """Beams are re-selected at every level; each candidate's score must be that of its true path, recomputed sequentially.
+    """Beams are re-selected at every level; each candidate's score must be that of its true path.
 
     A drafter whose keys don't follow the re-parented beams (SGLang's) gives other scores from level 3 on.
     """

@@ -15,7 +15,9 @@ from toolkit.infer.sampling_params import SamplingParams
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
 
 
-def ragged_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 9, 1, 17, 3, 30, 2), seed: int = 0) -> list[list[int]]:
+def ragged_prompts(
+    vocab_size: int, lengths: tuple[int, ...] = (5, 9, 1, 17, 3, 30, 2), seed: int = 0
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
@@ -43,7 +45,9 @@ def test_plain_decoding_equals_hugging_face(tiny_target, reference):
     wanted = [reference(tiny_target, prompt, 40) for prompt in prompts]
     got = run_checked(Engine(tiny_target, max_batch=3), prompts, params)
     assert [request.output_ids for request in got] == wanted
-    assert [request.finish_reason for request in got] == ["stop" if w[-1] in tiny_target.stop_ids else "length" for w in wanted]
+    assert [request.finish_reason for request in got] == [
+        "stop" if w[-1] in tiny_target.stop_ids else "length" for w in wanted
+    ]
 
 
 @pytest.mark.parametrize(("shape", "max_batch"), [("4,1,5", 1), ("4,4,16", 1), *((shape, 3) for shape in SHAPES)])
@@ -61,7 +65,9 @@ def test_random_head_changes_nothing(tiny_target, tiny_draft, reference, shape, 
 def test_often_right_head_changes_nothing(small_target, small_draft, shape, temperature):
     """On 24 tokens the head is often right, so paths, compaction and draft-extend run for real, greedy and sampled."""
     prompts = ragged_prompts(24)
-    params = [SamplingParams(max_tokens=60, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=60, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(prompts))
+    ]
     engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=3)
     plain = run_checked(engine, prompts, params, speculative=False)
     got = run_checked(engine, prompts, params)
@@ -142,7 +148,9 @@ def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, oracle, reference
         for by_stop in (False, True):
             stop = answer[cut - 1]
             end = answer.index(stop) + 1 if by_stop else cut
-            params = SamplingParams(max_tokens=40 if by_stop else cut, stop_ids=(stop,) if by_stop else (), ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=40 if by_stop else cut, stop_ids=(stop,) if by_stop else (), ignore_eos=True
+            )
             engine = oracle_engine(tiny_target, oracle, [(prompt, answer)], right=1.0, tree=tree, max_batch=1)
             request = engine.add_request(prompt, params)
             request.speculative = True

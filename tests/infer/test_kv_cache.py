@@ -39,7 +39,9 @@ def test_rows_and_entries_move_in_every_layer():
     assert torch.equal(cache.store[:, :, 0, :40], before[:, :, 2, :40])
     assert torch.equal(cache.store[:, :, 0, 40:], before[:, :, 0, 40:])
     cache.move_entries(torch.tensor([64 + 3, 64 + 4]), torch.tensor([64 + 4, 64 + 9]))  # overlapping: read before write
-    assert torch.equal(cache.store[:, :, 1, 3], before[:, :, 1, 4]) and torch.equal(cache.store[:, :, 1, 4], before[:, :, 1, 9])
+    assert torch.equal(cache.store[:, :, 1, 3], before[:, :, 1, 4]) and torch.equal(
+        cache.store[:, :, 1, 4], before[:, :, 1, 9]
+    )
 
 
 def test_tree_plan_writes_behind_each_row():

@@ -51,7 +51,9 @@ def test_uniform_is_uniform():
     assert ((counts - 3125) ** 2 / 3125).sum() < 141.5
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.6), (0, 0.9999), (300, 0.99), (2000, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.6), (0, 0.9999), (300, 0.99), (2000, 1.0)]
+)
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_draw_equals_brute_force(top_k, top_p, spread):
     """Flat laws need the wide passes, peaked ones the narrow: all must equal sorting the whole vocabulary."""
@@ -95,7 +97,14 @@ def test_greedy_rows_beside_drawn_ones():
 
 def test_settings_outside_their_range_are_refused():
     """A server passes a client's numbers on."""
-    for wrong in ({"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}):
+    for wrong in (
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"max_tokens": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SamplingParams(**wrong)
     with pytest.raises(ValueError, match="seed"):

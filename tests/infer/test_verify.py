@@ -27,7 +27,9 @@ def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> Dra
         every.append((tokens, parents, depths))
     tokens, parents, depths = (torch.tensor(part) for part in zip(*every, strict=True))
     valid = torch.ones_like(tokens, dtype=torch.bool)
-    return DraftTree(tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, [nodes - 1] * rows, [4] * rows, False)
+    return DraftTree(
+        tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, [nodes - 1] * rows, [4] * rows, False
+    )
 
 
 def follow(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
-"""What one forward needs to know about the cache: where its keys go, and who sees whom. Built once, used by every layer.
+"""What one forward needs to know about the cache: where its keys go, and who sees whom. Built once for all layers.
 
-Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq/Hkv heads, D head dim.
+Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
+heads, D head dim.
 
 A row of the cache during a tree forward (prefix committed, nodes not yet):
 
@@ -27,7 +28,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]; a query sees keys less than `window` positions back."""
+        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]; keys `window` or more places back are not seen."""
         ...
 
 
@@ -66,9 +67,7 @@ class TreePlan:
     depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
     """
 
-    def __init__(
-        self, cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None) -> None:
         rows, new, nodes = node_mask.shape
         longest = max(lengths)
         cache.reserve(rows, longest + nodes)

@@ -1,7 +1,7 @@
 """Draft trees: their shape, and the tensors of one batch of trees.
 
-Shapes: B requests, N nodes (root included), k beam width. Node 0 is the root: the last committed token, whose target KV is
-not computed yet. Nodes stand in level order, so a parent's number is smaller than its child's.
+Shapes: B requests, N nodes (root included), k beam width. Node 0 is the root: the last committed token, whose target
+KV is not computed yet. Nodes stand in level order, so a parent's number is smaller than its child's.
 
     root 0 ── 1 ── 3        parents [-1, 0, 0, 1]   depths [0, 1, 1, 2]
           └── 2             mask row 3: nodes 0, 1, 3
@@ -19,8 +19,8 @@ from torch import Tensor
 class DraftShape:
     """How deep and wide to draft.
 
-    num_steps: levels. top_k: children looked at per node, and beams kept per level. num_draft_tokens: nodes verified, root
-    included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises ValueError for an impossible shape.
+    num_steps: levels. top_k: children looked at per node, and beams kept per level. num_draft_tokens: nodes verified,
+    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises ValueError for an impossible shape.
     """
 
     num_steps: int
@@ -38,8 +38,8 @@ class DraftShape:
             )
         if not 2 <= self.num_draft_tokens <= most:
             raise ValueError(
-                f"draft shape {self.as_text()}: num_draft_tokens counts the root and must lie between 2 and {most}, the nodes "
-                "that num_steps levels of top_k beams can offer"
+                f"draft shape {self.as_text()}: num_draft_tokens counts the root and must lie between 2 and {most}, "
+                "the nodes that num_steps levels of top_k beams can offer"
             )
 
     @classmethod
@@ -51,7 +51,9 @@ class DraftShape:
         """Read "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(f'draft shape "{text}": needed are three numbers num_steps,top_k,num_draft_tokens, e.g. 4,1,5')
+            raise ValueError(
+                f'draft shape "{text}": needed are three numbers num_steps,top_k,num_draft_tokens, e.g. 4,1,5'
+            )
         return cls(*(int(part) for part in parts))
 
     def as_text(self) -> str:
@@ -74,7 +76,7 @@ class DraftTree:
     """One tree per row of the batch. Siblings carry different tokens.
 
     written by the drafter only:
-    tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j] = j is i or an ancestor of i.
+    tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j]: j is i or its ancestor.
     valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
     offered, depth_offered: drafted nodes of each row, and the depth of its deepest.
     is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
@@ -103,7 +105,7 @@ def root_only(roots: Tensor) -> DraftTree:
 
 
 def chain_tree(roots: Tensor, drafts: Tensor, drafted: list[bool]) -> DraftTree:
-    """roots [B], drafts [B, n]: each draft follows the one before it. Rows with `drafted` False keep their root only."""
+    """roots [B], drafts [B, n]: each draft follows the one before it. Rows not `drafted` keep their root only."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
     at = torch.arange(nodes, device=tokens.device).expand(rows, nodes)
@@ -119,9 +121,9 @@ def rerank(
 ) -> DraftTree:
     """EAGLE-2's second phase (arXiv 2406.16858): of all candidates keep the nodes - 1 of the highest score.
 
-    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root); levels [C]
-    from 1. A score is a cumulative log-probability, so no child exceeds its parent, and the sort is stable: on a tie the parent,
-    which has the lower number, is kept first. So no child is ever kept without its parent.
+    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
+    levels [C] from 1. A score is a cumulative log-probability, so no child exceeds its parent, and the sort is stable:
+    on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its parent.
     """
     rows, candidates = tokens.shape
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(dim=1).values

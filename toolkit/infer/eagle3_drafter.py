@@ -2,16 +2,17 @@
 
 Shapes: B rows, A pending positions, H head hidden size, k beams, D draft vocabulary, hd head dim.
 
-At position i the head reads (feature of i, embedding of token i+1) and predicts token i+2. With L tokens committed and the last
-one, x_{L-1}, as the tree's root:
+At position i the head reads (feature of i, embedding of token i+1) and predicts token i+2. With L tokens committed and
+the last one, x_{L-1}, as the tree's root:
 
     position      ..  L-3      L-2        L-1        L        ..
     token next    ..  x_{L-2}  x_{L-1}    level 1    level 2
     predicts      ..  x_{L-1}  level 1    level 2    level 3
     feature       ..  target's target's   the head's own hidden state of the parent
 
-Positions up to L-2 are computed from the target's features as soon as those are known ("pending" until the next propose); what
-drafted nodes left behind L-2 is overwritten. A drafted node sees the committed positions and its true ancestors.
+Positions up to L-2 are computed from the target's features as soon as those are known ("pending" until the next
+propose); what drafted nodes left behind L-2 is overwritten. A drafted node sees the committed positions and its true
+ancestors.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Eagle3Drafter:
 
     def set_shape(self, shape: DraftShape) -> None:
         if shape.top_k > len(self._to_target):
-            raise ValueError(f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens")
+            raise ValueError(
+                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens"
+            )
         self.shape = shape
         sizes = [shape.top_k] + [shape.top_k**2] * (shape.num_steps - 1)  # candidates of each level
         levels = [level for level, size in enumerate(sizes, start=1) for _ in range(size)]

@@ -40,7 +40,7 @@ class Engine:
 
     draft None decodes plainly. shape defaults to a chain of 4. max_batch: requests running at once; more wait.
     max_context: tokens of prompt and answer together, at most (and by default) what the target was made for.
-    Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target the engine would not reproduce.
+    Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         if shape is not None and draft is None:
-            raise ValueError(f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out")
+            raise ValueError(
+                f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
+            )
         self.target = target
         self.max_batch = max_batch
         with torch.inference_mode():
@@ -81,18 +83,19 @@ class Engine:
         speculative: bool = True,
         request_id: str | None = None,
     ) -> Request:
-        """Queue a prompt. Raises PromptTooLongError, or ValueError for an empty prompt or ids outside the vocabulary."""
+        """Queue a prompt. Raises PromptTooLongError, or ValueError if it is empty or has ids outside the vocabulary."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("the prompt has no tokens; at least one is needed")
         if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
             raise ValueError(
-                f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is 0..{self.target.vocab_size - 1}"
+                f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is "
+                f"0..{self.target.vocab_size - 1}: tokenise with the target's own tokenizer"
             )
         if len(prompt) >= self.max_context:
             raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}, the answer included: shorten the "
-                f"prompt to at most {self.max_context - 1} tokens"
+                f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}, the answer included: "
+                f"shorten the prompt to at most {self.max_context - 1} tokens"
             )
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
@@ -154,7 +157,9 @@ class Engine:
         """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(settings) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(settings)} sampling settings; give one, or one for each")
+            raise ValueError(
+                f"{len(prompts)} prompts came with {len(settings)} sampling settings; give one, or one for each"
+            )
         requests: list[Request] = []
         try:
             for prompt, one in zip(prompts, settings, strict=True):
@@ -228,7 +233,7 @@ class Engine:
     def _next_group(self, just_admitted: int) -> list[Request]:
         """Waiting requests whose prompts are read together next, first come first served.
 
-        While more wait than there are free rows, rows are let gather until an eighth is free: one forward for many prompts.
+        While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
         """
         free = self.max_batch - len(self._running)
         if not self._waiting or (not just_admitted and free < min(len(self._waiting), max(1, self.max_batch // 8))):
@@ -294,4 +299,6 @@ class Engine:
             assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"
             assert request.length <= self.max_context, "a request outgrew the context"
         needed = max(self._lengths(), default=0)
-        assert self._cache.rows >= len(running) and self._cache.span >= needed, "the cache is smaller than what it holds"
+        assert self._cache.rows >= len(running) and self._cache.span >= needed, (
+            "the cache is smaller than what it holds"
+        )

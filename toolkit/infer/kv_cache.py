@@ -2,8 +2,8 @@
 
 Shapes: L layers, R rows (slots), S positions a row, Hkv key heads, D head dim.
 
-Running requests always hold rows 0..B-1: a new one is appended, and the hole of a finished one is filled by the last row. So
-every forward works on a contiguous range of rows and on a view of the first positions, and nothing is ever gathered.
+Running requests always hold rows 0..B-1: a new one is appended, and the last row fills the hole of a finished one.
+So every forward works on a contiguous range of rows and on a view of the first positions; nothing is gathered.
 """
 
 from __future__ import annotations

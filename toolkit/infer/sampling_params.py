@@ -11,7 +11,7 @@ class SamplingParams:
     """Settings of one request.
 
     temperature: 0 takes the most probable token; above 0 the token is drawn from softmax(logits / temperature).
-    top_k: keep the k most probable tokens (0: all); then top_p: keep the smallest set whose mass reaches top_p (1: all).
+    top_k: keep the k most probable tokens (0: all); then top_p: keep the smallest set whose mass reaches it (1: all).
         Tokens exactly as probable as the last one kept are kept too.
     seed: the draw is a pure function of (seed, index of the token in the sequence, logits), so a speculative run and a
         plain run with one seed write the same tokens.

@@ -1,7 +1,7 @@
 """Follow the target's own choices through a draft tree.
 
-The target chooses a token at every node (argmax, or a seeded draw); starting at the root we step to the child that carries the
-chosen token until there is none. The tokens chosen on the way are exactly what plain decoding writes:
+The target chooses a token at every node (argmax, or a seeded draw); starting at the root we step to the child that
+carries the chosen token until there is none. The tokens chosen on the way are exactly what plain decoding writes:
 
     node on the path      root   p1    p2          counts = 2 drafts accepted
     its token             x      a     b
@@ -22,8 +22,9 @@ from toolkit.infer.draft_tree import DraftTree
 class Walk:
     """The accepted path of every row.
 
-    path [B, A]: nodes on it, root first; A = the longest path of the batch, and entries behind a row's own path are node 0.
-    tokens [B, A]: the target's choice at each of them (what is committed). accepted: drafts accepted per row, path length - 1.
+    path [B, A]: nodes on it, root first; A = the longest path of the batch, and entries behind a row's own path are 0.
+    tokens [B, A]: the target's choice at each of them (what is committed). accepted: drafts accepted per row, path
+    length - 1.
     """
 
     path: Tensor

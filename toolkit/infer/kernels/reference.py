@@ -4,7 +4,7 @@ Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq /
 
 Grouped heads are folded into the query rows, so that no key or value is ever repeated:
 
-    q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, D]       (row g*N + n is query n of head g of the group)
+    q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, D]       (row g*N + n: query n, head g)
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return mask[:, None].expand(rows, groups, queries, keys).reshape(rows, 1, groups * queries, keys)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None = None
+) -> Tensor:
     """q [B, Hq, N, D], k and v [B, Hkv, S, D], mask [B, 1, G*N, S] additive or None (all keys) -> [B, N, Hq, D].
 
     softcap c replaces a score s by c * tanh(s / c) before the mask (Gemma 2, arXiv 2408.00118).
