@@ -64,6 +64,10 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["run", str(recipe)], "did you mean train.max_steps?"),
         (["run", str(tmp_path / "absent.yaml")], "no recipe at"),
         (["run", str(recipe), "train={}"], "the recipe names no prompts"),
+        (
+            ["run", str(recipe), "train={}", "prompts.sources=[absent.jsonl]"],
+            "absent.jsonl, which does not exist; mend",
+        ),
         (["rnu"], "did you mean run?"),
         (["report", str(tmp_path / "absent")], "absent"),
         (["rollouts", "--out", "x.jsonl"], "belong together"),

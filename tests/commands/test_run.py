@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, local_target_files
+from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.recipe import RecipeError, load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -133,6 +135,14 @@ def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) ->
     files = local_target_files(str(tiny_target_directory))
     assert "target model.safetensors" in files and "target config.json" in files
     assert local_target_files("smollm2-135m") == {}
+
+
+def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
+    """A shape or prompts file that the measurement refuses must not cost a training first."""
+    for override, told in (("bench.shapes=['4,1,9']", "4,1,9"), ("bench.prompts=absent.jsonl", "absent.jsonl")):
+        recipe = load_recipe(home / "tiny.yaml", [override])
+        with pytest.raises((ArgumentsError, PromptsError, FileNotFoundError), match=told):
+            _ = Run(recipe, home / "tiny.yaml").target
 
 
 def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:

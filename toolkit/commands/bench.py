@@ -13,6 +13,8 @@ from toolkit.commands.pipeline import ACCEPTANCE, Run, best_device
 from toolkit.commands.recipe_arguments import ArgumentsError
 
 if TYPE_CHECKING:
+    from toolkit.bench.prompts import Prompt
+    from toolkit.infer.draft_tree import DraftShape
     from toolkit.target.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"
@@ -118,22 +120,33 @@ def _measure(
     target: Target, draft_dir: Path, *, prompts: Path | None, shapes: Sequence[str], **settings: Any
 ) -> dict[str, Any]:
     from toolkit.bench.acceptance import measure_acceptance
-    from toolkit.bench.prompts import builtin_prompts, read_prompts
     from toolkit.checkpoint.draft_dir import load_draft
     from toolkit.commands.progress_bar import progress_bar
-    from toolkit.infer.draft_tree import DraftShape
 
+    asked, parsed = prompts_and_shapes(prompts, shapes)
     draft = load_draft(draft_dir, dtype=target.dtype, device=str(target.device))
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,
             draft,
-            builtin_prompts() if prompts is None else read_prompts(prompts),
-            [DraftShape.parse(shape) for shape in shapes],
+            asked,
+            parsed,
             prompts_from="built-in" if prompts is None else prompts.name,
             on_progress=show,
             **settings,
         )
+
+
+def prompts_and_shapes(prompts: Path | None, shapes: Sequence[str]) -> tuple[list[Prompt], list[DraftShape]]:
+    """What a measurement is made on. Raises `PromptsError`, and `ArgumentsError` for a shape that is none."""
+    from toolkit.bench.prompts import builtin_prompts, read_prompts
+    from toolkit.infer.draft_tree import DraftShape
+
+    try:
+        parsed = [DraftShape.parse(one) for one in shapes]
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from error
+    return builtin_prompts() if prompts is None else read_prompts(prompts), parsed
 
 
 def _write(record: dict[str, Any], draft_dir: Path, out: Path | None) -> tuple[Path, Path]:

@@ -41,8 +41,12 @@ class Run:
     @cached_property
     def target(self) -> Target:
         """The target, loaded once for all stages that need it in this process."""
+        from toolkit.commands.bench import prompts_and_shapes
         from toolkit.target.load import load_target
 
+        # Found by the last stages, a mistake here would cost the minutes of all before.
+        bench = self.recipe.bench
+        prompts_and_shapes(None if bench.prompts is None else Path(bench.prompts), bench.shapes)
         chosen = self.recipe.target
         return load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
 

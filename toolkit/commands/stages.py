@@ -124,11 +124,10 @@ def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str, say: C
 def _look(run_dir: Path, stage: Stage) -> _Look:
     manifest = read_manifest(_manifest_path(run_dir, stage))
     inputs = stage.inputs()
-    for name, path in inputs.items():
+    for path in inputs.values():
         if not path.is_file():
-            raise PipelineError(
-                f"stage {stage.name} needs {path} ({name}), which does not exist; run the stage before it"
-            )
+            remedy = "run the stage before it" if path.is_relative_to(run_dir) else "mend the path in the recipe"
+            raise PipelineError(f"stage {stage.name} needs {path}, which does not exist; {remedy}")
     marks = mark_files(inputs, manifest.inputs if manifest else {})
     if manifest is None:
         existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
