@@ -222,7 +222,7 @@ def test_generate_leaves_nothing_behind_when_the_callback_raises(tiny_target):
 
 def test_prompts_beyond_the_token_budget_are_read_in_groups(tiny_target, reference, monkeypatch):
     """Groups are cut by padded tokens; a single prompt above the budget is still read."""
-    monkeypatch.setattr("toolkit.infer.engine.PROMPT_TOKENS", 12)
+    monkeypatch.setattr("toolkit.infer.scheduler.PROMPT_TOKENS", 12)
     prompts = ragged_prompts(tiny_target.vocab_size)
     got = run_checked(Engine(tiny_target, max_batch=8), prompts, SamplingParams(max_tokens=8))
     assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 8) for prompt in prompts]
@@ -276,7 +276,7 @@ def test_soak_with_aborts(small_target, small_draft, oracle):
         engine.check_integrity()
     engine.close()
     aborted = [request for request in requests if request.finish_reason == "abort"]
-    assert len(aborted) > 20 and not engine._running and not engine._waiting
+    assert len(aborted) > 20 and not engine.has_work()
     for request, answer in zip(requests, wanted, strict=True):
         assert request.output_ids == answer[: len(request.output_ids)]
         assert request.finish_reason == "abort" or request.output_ids == answer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +23,7 @@ from toolkit.infer.kv_cache import KVCache
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampler import Sampler
 from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.scheduler import Scheduler
 from toolkit.infer.target_forward import TargetForward
 from toolkit.infer.verify import Walk, moved_entries, walk
 from toolkit.target.load import Target
@@ -31,7 +31,6 @@ from toolkit.target.load import Target
 __all__ = ["Engine", "PromptTooLongError"]
 
 DEFAULT_SHAPE = DraftShape.chain(4)
-PROMPT_TOKENS = 4096  # padded prompt tokens read in one forward, unless a single prompt is longer
 LOGIT_ROWS = 512  # rows of logits held at once
 
 
@@ -52,14 +51,12 @@ class Engine:
         max_batch: int = 16,
         max_context: int | None = None,
     ) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         if shape is not None and draft is None:
             raise ValueError(
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
         self.target = target
-        self.max_batch = max_batch
+        self.scheduler = Scheduler(max_batch)
         with torch.inference_mode():
             self._forward = TargetForward(target)
             self._cache = KVCache(self._forward.kv_shape)
@@ -68,8 +65,6 @@ class Engine:
                 self.drafter = Eagle3Drafter(target, draft, shape or DEFAULT_SHAPE)
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # request in row i at index i
         self._sampler: Sampler | None = None  # None: the rows changed
         self._names = itertools.count()
 
@@ -105,7 +100,7 @@ class Engine:
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
             token_limit=min(params.max_tokens, self.max_context - len(prompt)),
         )
-        self._waiting.append(request)
+        self.scheduler.waiting.append(request)
         return request
 
     @torch.inference_mode()
@@ -114,13 +109,20 @@ class Engine:
         if request.finished:
             return
         request.finish_reason, request.finished_at = "abort", time.perf_counter()
-        if request in self._waiting:
-            self._waiting.remove(request)
-        else:
+        if not self.scheduler.drop_waiting(request):
             self._finish()
 
+    @property
+    def max_batch(self) -> int:
+        """Requests running at once."""
+        return self.scheduler.max_batch
+
+    @property
+    def _running(self) -> list[Request]:
+        return self.scheduler.running
+
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return self.scheduler.has_work()
 
     def set_shape(self, shape: DraftShape) -> None:
         """Draft with another shape from the next step on. Raises ValueError when the engine has no draft head."""
@@ -181,8 +183,8 @@ class Engine:
     def _schedule(self) -> list[Request]:
         """Move waiting requests into free rows, read their prompts and sample their first tokens."""
         admitted: list[Request] = []
-        while group := self._next_group(len(admitted)):
-            self._admit(group)
+        for group in self.scheduler.groups():
+            self._read_prompts(group)
             admitted += group
         if admitted:
             self._finish()
@@ -218,46 +220,26 @@ class Engine:
 
     def _finish(self) -> None:
         """Free the rows of ended requests: the last row moves into each hole."""
-        for row in reversed(range(len(self._running))):
-            if not self._running[row].finished:
-                continue
-            last = self._running.pop()
-            if row < len(self._running):
-                self._cache.move_row(row, len(self._running), last.length - 1)
-                self.drafter.move_row(row, len(self._running))
-                self._running[row] = last
+        before = len(self._running)
+        for row, last in self.scheduler.retire():
+            self._cache.move_row(row, last, self._running[row].length - 1)
+            self.drafter.move_row(row, last)
+        if len(self._running) < before:
             self._sampler = None
 
     # -- their parts ---------------------------------------------------------------------------------------------------
 
-    def _next_group(self, just_admitted: int) -> list[Request]:
-        """Waiting requests whose prompts are read together next, first come first served.
-
-        While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
-        """
-        free = self.max_batch - len(self._running)
-        if not self._waiting or (not just_admitted and free < min(len(self._waiting), max(1, self.max_batch // 8))):
-            return []
-        group: list[Request] = []
-        longest = 0
-        while self._waiting and len(group) < free:
-            longest = max(longest, len(self._waiting[0].prompt_ids))
-            if group and longest * (len(group) + 1) > PROMPT_TOKENS:
-                break
-            group.append(self._waiting.popleft())
-        return group
-
-    def _admit(self, group: list[Request]) -> None:
-        """Read the prompts of `group` into the rows behind the running ones."""
+    def _read_prompts(self, group: list[Request]) -> None:
+        """Read the prompts of `group`, which holds the last rows, and sample the first tokens."""
         device = self.target.device
-        first_row, rows = len(self._running), len(group)
+        rows = len(group)
+        first_row = len(self._running) - rows
         lengths = torch.tensor([len(request.prompt_ids) for request in group], device=device)
         longest = max(len(request.prompt_ids) for request in group)
         padded = [request.prompt_ids + [0] * (longest - len(request.prompt_ids)) for request in group]
         input_ids = torch.tensor(padded, device=device)
         positions = torch.arange(longest, device=device).expand(rows, -1)
         hidden = self._forward(input_ids, positions, PromptPlan(self._cache, first_row, rows, longest))
-        self._running += group
         self.drafter.admit(first_row, group, input_ids)
         last = hidden[torch.arange(rows, device=device), lengths - 1]
         sampler = Sampler([request.params for request in group], device)
@@ -287,18 +269,8 @@ class Engine:
             self._cache.move_entries(to, source)
 
     def check_integrity(self) -> None:
-        """Assert that rows, queue and caches agree; tests call it after every step."""
-        running, waiting = self._running, list(self._waiting)
-        assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
-        assert len(set(running) | set(waiting)) == len(running) + len(waiting), "a request is in two places"
-        assert not any(request.finished for request in running + waiting), "an ended request still holds a place"
-        assert all(request.output_ids for request in running), "a running request has not read its prompt"
-        assert not any(request.output_ids for request in waiting), "a waiting request has tokens"
-        for request in running:
-            assert len(request.output_ids) == len(request.token_from_draft), "tokens and their origins differ in number"
-            assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"
-            assert request.length <= self.max_context, "a request outgrew the context"
+        """Assert that queue, rows and caches agree; tests call it after every step."""
+        self.scheduler.check_integrity()
         needed = max(self._lengths(), default=0)
-        assert self._cache.rows >= len(running) and self._cache.span >= needed, (
-            "the cache is smaller than what it holds"
-        )
+        assert needed < self.max_context, "a request outgrew the context"
+        assert self._cache.rows >= len(self._running) and self._cache.span >= needed, "the cache lacks rows or places"

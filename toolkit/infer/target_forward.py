@@ -75,8 +75,7 @@ class _ShapeProbe:
         if q.shape[-1] != v.shape[-1] or k.shape != v.shape or q.shape[1] % k.shape[1]:
             raise UnsupportedTargetError(
                 f"layer {layer} has queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} "
-                "[rows, heads, tokens, width]; the engine needs equal widths and query heads that are a multiple of the "
-                "key heads"
+                "[rows, heads, tokens, width]; the engine needs equal widths, and query heads a multiple of key heads"
             )
         self.seen.append((layer, (k.shape[1], k.shape[3]), k.dtype))
         return attend_causal(q, k, v, scaling=scaling)
