@@ -75,20 +75,21 @@ def test_exit_status_comes_through() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_child_does_not_outlive_us(tmp_path: Path, number: signal.Signals) -> None:
     """A trainer left behind by a killed run would write into the folder that the next run resumes from."""
     mark = tmp_path / "pid"
     parent_code = (
-        "import os, sys; from toolkit.commands.launch import run_child; "
+        "import os, signal, sys; from toolkit.commands.launch import run_child; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a background job inherits it ignored
         f"sys.exit(run_child([sys.executable, '-c', {SLEEP!r}, {str(mark)!r}], os.environ))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", parent_code], cwd=launch.REPOSITORY)
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], cwd=launch.REPOSITORY, stderr=subprocess.DEVNULL)
     try:
         child = wait_for(mark)
         parent.send_signal(number)
         status = parent.wait(20)
-        assert status == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert status == (143 if number == signal.SIGTERM else -number)
         end = time.monotonic() + 10
         while alive(child) and time.monotonic() < end:
             time.sleep(0.02)

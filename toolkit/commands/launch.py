@@ -16,6 +16,7 @@ from toolkit.recipe import REPOSITORY
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
+_LAUNCHER = REPOSITORY / "toolkit" / "commands" / "accelerate_launch.py"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 
@@ -57,11 +58,11 @@ def set_threads(processes: int = 1) -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
-def default_processes() -> int:
-    """One training process a GPU, or one in all."""
+def gpus() -> int:
+    """GPUs of this machine; importing torch takes a moment."""
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
 
 
 def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None) -> list[str]:
@@ -80,16 +81,20 @@ def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, 
 def run_training(line: Sequence[str]) -> int:
     """Print `line`, run it, and return its exit status (128 + signal number when a signal ended it)."""
     print(f"$ OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {shlex.join(line)}", file=sys.stderr, flush=True)
-    # The same interpreter's accelerate, wherever the PATH points.
-    return run_child([sys.executable, "-m", "accelerate.commands.launch", *line[2:]], dict(os.environ))
+    environment = dict(os.environ)
+    if not gpus():
+        environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn, in each process, that it sees no GPU
+    # The same interpreter's accelerate, wherever the PATH points. By path, since toolkit need not be installed; -P
+    # keeps that path's folder from hiding other modules.
+    return run_child([sys.executable, "-P", str(_LAUNCHER), *line[2:]], environment)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a child that gets our termination signals and does not outlive us; returns its exit status as a shell would.
 
-    Ctrl-C reaches the child through the terminal; we wait for it to end before KeyboardInterrupt goes on.
+    It has a process group of its own: Ctrl-C reaches us alone, and we end the child before KeyboardInterrupt goes on.
     """
-    child = subprocess.Popen(command, env=dict(environment), preexec_fn=_die_with_parent())
+    child = subprocess.Popen(command, env=dict(environment), preexec_fn=_die_with_parent(), process_group=0)
 
     def pass_on(number: int, frame: Any) -> None:
         child.send_signal(number)
@@ -97,9 +102,6 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
     former = signal.signal(signal.SIGTERM, pass_on)
     try:
         status = child.wait()
-    except KeyboardInterrupt:
-        _end(child)
-        raise
     finally:
         signal.signal(signal.SIGTERM, former)
         if child.poll() is None:
@@ -108,7 +110,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _end(child: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
-    for stop in (lambda: None, child.terminate, child.kill):
+    for stop in (child.terminate, child.kill):
         stop()
         try:
             child.wait(patience_s)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.commands.launch import LaunchError, default_processes, run_training, set_threads, training_line
+from toolkit.commands.launch import LaunchError, gpus, run_training, set_threads, training_line
 from toolkit.commands.pipeline import CKPT_CONFIG, PROMPTS, ROLLOUTS, TOKEN_MAP, Run
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
 from toolkit.commands.stages import PipelineError, run_stages
@@ -47,7 +47,7 @@ def train_head(job: Run) -> str:
 
     Raises `PipelineError` with their exit status when they fail.
     """
-    processes = default_processes() if job.processes is None else job.processes
+    processes = max(1, gpus()) if job.processes is None else job.processes
     batch = job.recipe.train.global_batch
     if processes > 0 and batch % processes:
         raise LaunchError(f"train.global_batch {batch} is no multiple of {processes} processes; change one of the two")
