@@ -152,6 +152,15 @@ def test_lost_output_is_made_again(house: House) -> None:
     assert house.run() == ["b", "c"] and "b/out.txt is gone" in house.told()
 
 
+def test_lost_output_of_a_stage_that_resumes_costs_little(house: House) -> None:
+    """A deleted ckpt/ must not throw away the training states that can write it again, nor what was measured with it."""
+    house.run()
+    (house.root / "b" / "out.txt").unlink()
+    stages = [replace(stage, self_checking=True) for stage in house.stages()]
+    outcomes = run_stages(house.root, stages, say=house.said.append)
+    assert [one.worked for one in outcomes] == [False, True, False] and house.partial["b"] == "half of b"
+
+
 def test_files_without_manifest_are_moved_aside(house: House) -> None:
     """Nobody knows which settings they were made with, unless the stage can tell by itself (training by hand)."""
     (house.root / "a").mkdir(parents=True)

@@ -7,7 +7,7 @@ For each stage, in order, the folder's manifest is compared with what the recipe
                                   say what they were made from runs over them, and refuses those of other settings
     settings or inputs changed    set this stage's files and those of all later stages aside, run it
     same, status "running"        it was cut off: run it again over its own partial files, which it continues
-    same, status "done"           skip it
+    same, status "done"           skip it, unless a result is gone
 
 Nothing is deleted: what is set aside moves to <run>/replaced/<time>/. A stage's own folder, with its manifest, moves
 last, and later stages move before earlier ones, so a kill at any moment leaves a state that leads to the same decision.
@@ -145,6 +145,8 @@ def _look(run_dir: Path, stage: Stage) -> _Look:
             "interrupted", f"was cut off (started {manifest.started[:16].replace('T', ' ')}): resumed", marks, manifest
         )
     missing = [name for name in stage.outputs if not (run_dir / name).is_file()]
+    if missing and stage.self_checking:
+        return _Look("adopted", f"goes on, because {missing[0]} is gone", marks, manifest)
     if missing:
         return _Look("incomplete", f"redone, because {missing[0]} is gone", marks, manifest)
     return _Look("done", "", marks, manifest)
