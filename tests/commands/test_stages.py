@@ -153,7 +153,7 @@ def test_lost_output_is_made_again(house: House) -> None:
 
 
 def test_lost_output_of_a_stage_that_resumes_costs_little(house: House) -> None:
-    """A deleted ckpt/ must not throw away the training states that can write it again, nor what was measured with it."""
+    """A deleted ckpt/ must not throw away the training states that can write it again, nor its measurement."""
     house.run()
     (house.root / "b" / "out.txt").unlink()
     stages = [replace(stage, self_checking=True) for stage in house.stages()]

@@ -5,6 +5,7 @@ prompts -> rollouts -> token_map -> train -> measure -> report. Building the lis
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +53,11 @@ class Run:
 
     def release_target(self) -> None:
         """Give the target's memory back before training loads its own."""
-        self.__dict__.pop("target", None)
+        if self.__dict__.pop("target", None) is not None:
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()  # nothing happens without a GPU
 
     def stages(self) -> list[Stage]:
         """Raises `RecipeError` for a recipe that names no prompts."""
