@@ -45,12 +45,17 @@ def test_rows_of_a_batch_never_cross_sequences():
         assert torch.equal(positions // 6, roots // 6)
 
 
-def test_soft_cross_entropy_by_hand():
+def test_soft_cross_entropy_and_its_gradient(monkeypatch):
+    """Against the formula and torch's own differentiation, in float64, over a row count that no tile divides."""
+    monkeypatch.setattr("toolkit.train.loss.TILE_ROWS", 3)
     torch.manual_seed(0)
-    logits, kept = torch.randn(3, 5), torch.tensor([True, False, True])
-    teacher = torch.randn(3, 5).log_softmax(-1)
-    expected = -(teacher.exp() * logits.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(soft_cross_entropy(logits, teacher, kept), expected[0] + expected[2])
+    logits = (4 * torch.randn(7, 5, dtype=torch.float64)).requires_grad_(True)
+    probs, kept = torch.randn(7, 5, dtype=torch.float64).softmax(-1), torch.rand(7) > 0.3
+    loss, best = soft_cross_entropy(logits, probs, kept)
+    reference = (-(probs * logits.log_softmax(-1)).sum(-1) * kept).sum()
+    torch.testing.assert_close(loss, reference)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, logits), torch.autograd.grad(3 * reference, logits))
+    assert torch.equal(best, logits.argmax(-1))
 
 
 def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft):
@@ -59,15 +64,15 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
     head, steps = tiny_draft.head, 3
     aux, embeds = torch.randn(1, 9, 192), torch.randn(1, 9, 64)
     supervision = plan_supervision(*_nine(), steps=steps)
-    log_probs = torch.randn(3, head.config.draft_vocab_size).log_softmax(-1)
-    rows = TeacherRows(log_probs, torch.zeros(3, dtype=torch.long), torch.tensor([True, True, False]))
-    draft_choice = log_probs.argmax(-1)
+    probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
+    rows = TeacherRows(probs, torch.zeros(3, dtype=torch.long), torch.tensor([True, True, False]))
+    draft_choice = probs.argmax(-1)
     loss, by_step, hits = TrainedHead(head, steps, 0.8)(aux, embeds, supervision, rows, draft_choice, supervision.counts)
     expected = 0.0
     for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept
             row = root + step - 2
-            term = -(log_probs[row].exp() * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
+            term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
             expected += 0.8**step * term
             assert bool(hits[step][row]) == bool(head.logits(hidden[0, root]).argmax() == draft_choice[row])
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
@@ -99,7 +104,7 @@ def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
     teacher = Teacher(tiny_target, tiny_draft.token_map)
     rows = teacher(hidden)
     full = tiny_target.logits(hidden)
-    torch.testing.assert_close(rows.log_probs, full[:, tiny_draft.token_map.ids].log_softmax(-1))
+    torch.testing.assert_close(rows.probs, full[:, tiny_draft.token_map.ids].softmax(-1))
     assert torch.equal(rows.choice, full.argmax(-1))
     assert torch.equal(rows.kept, tiny_draft.token_map.t2d[full.argmax(-1)])
     assert 0 < int(rows.kept.sum()) < 11, "the example must hold both kinds of rows"

@@ -19,10 +19,10 @@ TILE = 8192
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """log_probs [M, D] fp32, renormalised on the draft vocabulary; choice [M]: the target's own argmax (target ids);
+    """probs [M, D] fp32, renormalised on the draft vocabulary; choice [M]: the target's own argmax (target ids);
     kept [M]: whether that argmax is in the draft vocabulary. Rows that are not kept get no loss."""
 
-    log_probs: torch.Tensor
+    probs: torch.Tensor
     choice: torch.Tensor
     kept: torch.Tensor
 
@@ -57,4 +57,4 @@ class Teacher:
         """Rows of final-normed states [M, H]."""
         scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
         choice = self.choice(hidden)
-        return TeacherRows(scores.float().log_softmax(-1), choice, self.in_draft[choice])
+        return TeacherRows(scores.float().softmax(-1), choice, self.in_draft[choice])
