@@ -167,7 +167,8 @@ class Target:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits over config, name and revision; the same in every dtype."""
-        passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+        # `architectures` is filled in by save_pretrained: a target would change its name by being saved.
+        passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
         config = {key: value for key, value in self.config.to_dict().items() if key not in passing}
         return sha256_json([_plain(config), self.name, self.revision])[:16]
 
