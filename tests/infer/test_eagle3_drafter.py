@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 
@@ -149,10 +152,24 @@ def test_top_k_beyond_the_draft_vocabulary_is_refused(small_target, small_draft)
     engine.close()
 
 
+def test_a_dropped_engine_leaves_no_hooks(small_target, small_draft):
+    """Hooks that stay would keep hidden states of every later forward, training's included."""
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) for module in small_target.model.modules())
+
+    gc.collect()
+    before = hooks()
+    engine = Engine(small_target, small_draft)
+    assert hooks() == before + 3
+    engine.generate([[3, 4]], SamplingParams(max_tokens=4))
+    del engine
+    gc.collect()
+    assert hooks() == before
+
+
 def test_broken_head_costs_speed_only(small_target, small_draft, tiny_target):
     """A head full of NaN proposes junk; the answers stay the target's."""
-    import copy
-
     broken = copy.deepcopy(small_draft)
     broken.head.fc.weight.fill_(float("nan"))
     params = SamplingParams(max_tokens=12, ignore_eos=True)

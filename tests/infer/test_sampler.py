@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampler import Sampler, draw, greedy, uniform
 from toolkit.infer.sampling_params import SamplingParams
@@ -116,8 +117,6 @@ def test_law_of_sampled_continuations(small_target, small_draft):
 
     Seeds are fixed, so the outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
-    from toolkit.infer.draft_tree import DraftShape
-
     prompt, runs, temperature = [3, 4, 5], 3000, 1.5
     model = small_target.model
     first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1].double() / temperature, -1)

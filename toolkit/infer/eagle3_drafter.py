@@ -17,6 +17,7 @@ ancestors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,8 @@ class Eagle3Drafter:
         self._to_target = draft.token_map.ids.to(self._device)
         self._scaling = config.head_dim**-0.5
         self._capture = AuxCapture(target, config.aux_layer_ids)
+        # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
+        self._unhook = weakref.finalize(self, self._capture.remove)
         self.cache = KVCache(KVShape(1, config.num_key_value_heads, config.head_dim, self._dtype, self._device))
         self._width = len(config.aux_layer_ids) * config.target_hidden_size
         # Per row: the committed positions the head has not read, their target features and the tokens that follow them.
@@ -65,7 +68,7 @@ class Eagle3Drafter:
         self._levels = torch.tensor(levels, device=self._device)
 
     def close(self) -> None:
-        self._capture.remove()
+        self._unhook()
 
     # -- following the target ------------------------------------------------------------------------------------------
 
