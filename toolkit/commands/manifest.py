@@ -7,7 +7,7 @@ imports nothing heavy: a run that finds everything up to date ends in a moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -84,9 +84,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
     return flat
-
-
-def without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """`settings` less the keys that do not decide the result."""
-    left_out = set(names)
-    return {key: value for key, value in settings.items() if key not in left_out}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from toolkit.commands.pipeline import Run
@@ -35,4 +34,3 @@ def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
 def say(line: str) -> None:
     """What became of a stage: on stdout, and at once."""
     print(line, flush=True)
-    sys.stdout.flush()
