@@ -15,7 +15,9 @@ def get_logger(name: str) -> logging.Logger:
     root = logging.getLogger("toolkit")
     if not root.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s" if _debug() else "toolkit: %(message)s"))
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(name)s: %(message)s" if _debug() else "toolkit: %(message)s")
+        )
         root.addHandler(handler)
         root.setLevel(os.environ.get("TOOLKIT_LOG", "info").upper())
         root.propagate = False

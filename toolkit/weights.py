@@ -58,7 +58,9 @@ def read_json(path: str | Path) -> Any:
         raise WeightsError(f"{path} is not valid JSON ({error}); write it again or restore it from a copy") from error
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file atomically. Tensors are made contiguous and moved to the CPU."""
     from safetensors.torch import save_file
 
@@ -79,7 +81,7 @@ def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise WeightsError(
-            f"{path} ({size} bytes) cannot be read as safetensors: {error}. The file is cut short or of another format; "
+            f"{path} ({size} bytes) cannot be read as safetensors: {error}. It is cut short or of another format; "
             "copy or save it again"
         ) from error
 

@@ -49,14 +49,24 @@ def tiny_run(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
     """A folder with rollouts/, token_map/ and recipe.yaml for a 12-step fp32 training of the tiny target."""
     folder = tmp_path_factory.mktemp("tiny-run")
     write_tiny_rollouts(tiny_target, folder / "rollouts" / "rollouts.jsonl")
-    save_token_map(folder / "token_map" / "token_map.safetensors", TokenMap.from_ids(range(0, tiny_target.vocab_size, 2), tiny_target.vocab_size))
+    save_token_map(
+        folder / "token_map" / "token_map.safetensors",
+        TokenMap.from_ids(range(0, tiny_target.vocab_size, 2), tiny_target.vocab_size),
+    )
     recipe = {
         "name": "tiny",
         "target": {"model": str(tiny_target_directory), "dtype": "float32"},
         "run_dir": str(folder),
         "train": {
-            "ttt_steps": 3, "max_steps": 12, "global_batch": 4, "micro_batch": 4, "precision": "fp32",
-            "learning_rate": 1.0e-2, "save_every": 10, "eval_every": 20, "epochs": 99,
+            "ttt_steps": 3,
+            "max_steps": 12,
+            "global_batch": 4,
+            "micro_batch": 4,
+            "precision": "fp32",
+            "learning_rate": 1.0e-2,
+            "save_every": 10,
+            "eval_every": 20,
+            "epochs": 99,
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -9,8 +9,8 @@ from toolkit.train.forecast import chain_depths, replay, summarise_replays
 
 
 def test_replay_by_hand():
-    """root 2 reads A0 (position 3): accepts 2 (A1, A2), bonus A3; root 5 reads A3: accepts 0, bonus A4; root 6 reads A4:
-    one token (E) is left, accepted 0, bonus E at position 8: a whole step. Three steps, 3 + 1 + 1 tokens."""
+    """root 2 reads A0 (position 3): accepts 2 (A1, A2), bonus A3; root 5 reads A3: accepts 0, bonus A4; root 6
+    reads A4: one token (E) is left, accepted 0, bonus E at position 8: a whole step. Three steps, 3 + 1 + 1 tokens."""
     #          p  p  p  A0 A1 A2 A3 A4 E
     response = [False] * 3 + [True] * 6
     depth = [0, 0, 2, 9, 9, 0, 0, 0, 0]

@@ -39,7 +39,12 @@ def _line(run: Path, *overrides: str, options: tuple[str, ...] = ()) -> list[str
 
 def _train(run: Path, *overrides: str, options: tuple[str, ...] = (), cwd: Path = REPOSITORY) -> list[dict]:
     done = subprocess.run(
-        _line(run, *overrides, options=options), cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=300
+        _line(run, *overrides, options=options),
+        cwd=cwd,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return _losses(run)
@@ -73,7 +78,9 @@ def test_killed_and_resumed_is_the_same_curve(tiny_run, uninterrupted, tmp_path)
     Data position, optimiser moments, learning rate or random state lost would each show in the losses.
     """
     run = _copy_run(tiny_run, tmp_path / "run")
-    child = subprocess.Popen(_line(run, "train.max_steps=40"), env=_environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(
+        _line(run, "train.max_steps=40"), env=_environment(), stderr=subprocess.DEVNULL, start_new_session=True
+    )
     metrics = run / "train" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") >= 14):
@@ -126,6 +133,8 @@ def test_states_of_other_settings_are_refused(tiny_run, tmp_path):
 
 
 def test_misspelt_key(tiny_run):
-    refused = subprocess.run(_line(tiny_run, "train.learning_rat=0.5"), env=_environment(), capture_output=True, text=True)
+    refused = subprocess.run(
+        _line(tiny_run, "train.learning_rat=0.5"), env=_environment(), capture_output=True, text=True
+    )
     assert refused.returncode != 0
     assert "learning_rate" in refused.stderr and "Traceback" not in refused.stderr.split("toolkit: error")[0]

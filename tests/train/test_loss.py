@@ -67,7 +67,9 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
     probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
     rows = TeacherRows(probs, torch.zeros(3, dtype=torch.long), torch.tensor([True, True, False]))
     draft_choice = probs.argmax(-1)
-    loss, by_step, hits = TrainedHead(head, steps, 0.8)(aux, embeds, supervision, rows, draft_choice, supervision.counts)
+    loss, by_step, hits = TrainedHead(head, steps, 0.8)(
+        aux, embeds, supervision, rows, draft_choice, supervision.counts
+    )
     expected = 0.0
     for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept

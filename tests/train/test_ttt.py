@@ -80,7 +80,10 @@ def test_attention_and_its_gradient_equal_the_dense_form(kv_heads):
     torch.manual_seed(2)
     batch, heads, width = 2, 3, 8
     flat = [
-        [torch.randn(batch * LENGTH, h, width, dtype=torch.float64, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
+        [
+            torch.randn(batch * LENGTH, h, width, dtype=torch.float64, requires_grad=True)
+            for h in (heads, kv_heads, kv_heads)
+        ]
         for _ in range(3)
     ]
     attend = TTTAttention(batch, LENGTH)

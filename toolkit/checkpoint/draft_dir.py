@@ -54,7 +54,9 @@ def save_draft(
     # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
     load_strict(_empty_head(config), dict(head_state), "the head that is being saved")
     save_tensors(directory / "model.safetensors", tensors)
-    write_json(directory / "config.json", {**_serving_keys(config, head_state), "toolkit": _toolkit_block(config, meta)})
+    write_json(
+        directory / "config.json", {**_serving_keys(config, head_state), "toolkit": _toolkit_block(config, meta)}
+    )
     return directory
 
 
@@ -90,8 +92,8 @@ def _serving_keys(config: Eagle3Config, head_state: Mapping[str, torch.Tensor]) 
 def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> DraftCheckpoint:
     """Read a draft directory strictly.
 
-    dtype None keeps the stored one. Raises `DraftDirError` when files or keys are absent, `WeightsError` when tensors are
-    missing, unexpected, wrongly shaped or the file is cut short.
+    dtype None keeps the stored one. Raises `DraftDirError` when files or keys are absent, `WeightsError` when tensors
+    are missing, unexpected, wrongly shaped or the file is cut short.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -136,7 +138,9 @@ def _config_from(stored: Any, directory: Path) -> Eagle3Config:
 def _token_map_from(tensors: dict[str, torch.Tensor], config: Eagle3Config, directory: Path) -> TokenMap:
     absent = [name for name in ("d2t", "t2d") if name not in tensors]
     if absent:
-        raise WeightsError(f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary")
+        raise WeightsError(
+            f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary"
+        )
     token_map = TokenMap.from_d2t(tensors["d2t"], config.vocab_size)
     if token_map.size != config.draft_vocab_size or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise WeightsError(

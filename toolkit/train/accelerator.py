@@ -38,8 +38,10 @@ def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip:
     chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     for other, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
         if os.environ.get(other, "false") == "true":
-            raise ValueError(f"the accelerate configuration asks for {name}; this trainer runs on DeepSpeed: "
-                             f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate")
+            raise ValueError(
+                f"the accelerate configuration asks for {name}; this trainer runs on DeepSpeed: "
+                f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate"
+            )
     _stand_alone_environment()
     plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())
     config = plugin.deepspeed_config
@@ -76,8 +78,9 @@ def _stand_alone_environment() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
 
 
 def _quiet_cpu() -> None:

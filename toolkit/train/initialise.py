@@ -34,7 +34,7 @@ def initialise_random(head: Eagle3Head, seed: int) -> None:
     """Normal weights of deviation 0.02, norms at one; as published. Draws from its own generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
+        for parameter in head.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:

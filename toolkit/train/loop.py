@@ -1,4 +1,4 @@
-"""The training loop of a draft head: deterministic in its recipe, resumable at any kill, equal on any number of processes."""
+"""The training loop of a draft head: deterministic, resumable at any kill, equal on any number of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples, process_share
 from toolkit.log import get_logger, progress
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.recipe import Recipe, TrainSettings
+from toolkit.recipe import Recipe, TrainSettings, result_settings
+from toolkit.target.demo import DEMO_NAME
 from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
@@ -50,26 +51,43 @@ class Trainer:
     def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
         self.recipe, self.settings, self.directory = recipe, recipe.train, directory
         # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
-        self.target = load_target(recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision,
-                                  device=_device())
+        self.target = load_target(
+            recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision, device=_device()
+        )
         self.token_map = load_token_map(token_map)
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
-        self.fingerprint = sha256_json([asdict(self.settings), recipe.seed, self.target.fingerprint,
-                                        self.token_map.sha256, sha256_file(rollouts)])
+        self.fingerprint = sha256_json(
+            [
+                result_settings(self.settings),
+                recipe.seed,
+                self.target.fingerprint,
+                self.token_map.sha256,
+                sha256_file(rollouts),
+            ]
+        )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
-        self.accelerator = build_accelerator(self.settings.precision, self.micro_batch(world), self.accumulation,
-                                             self.settings.clip)
+        self.accelerator = build_accelerator(
+            self.settings.precision, self.micro_batch(world), self.accumulation, self.settings.clip
+        )
         ids = self.settings.aux_layer_ids or default_aux_layer_ids(self.target.n_layers)
         check_aux_layer_ids(ids, self.target.n_layers)
-        self.config = Eagle3Config.from_target_config(self.target.config, vocab_size=self.target.vocab_size,
-                                                      draft_vocab_size=self.token_map.size, aux_layer_ids=ids)
+        self.config = Eagle3Config.from_target_config(
+            self.target.config,
+            vocab_size=self.target.vocab_size,
+            draft_vocab_size=self.token_map.size,
+            aux_layer_ids=ids,
+        )
         self.side = TargetSide(self.target, self.token_map, ids, self.settings.precision)
         self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
-        self.metrics = Metrics(directory / "metrics.jsonl", main=self.accelerator.is_main_process,
-                               project=self.settings.wandb_project if self.settings.wandb else None,
-                               run_name=recipe.name, settings={**asdict(self.settings), "fingerprint": self.fingerprint})
+        self.metrics = Metrics(
+            directory / "metrics.jsonl",
+            main=self.accelerator.is_main_process,
+            project=self.settings.wandb_project if self.settings.wandb else None,
+            run_name=recipe.name,
+            settings={**asdict(self.settings), "fingerprint": self.fingerprint},
+        )
 
     def micro_batch(self, world: int) -> int:
         return self.settings.global_batch // (world * self.accumulation)
@@ -79,14 +97,19 @@ class Trainer:
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
         if self.settings.init == "target" and not stored_states(self.directory):
             batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
-            r2 = initialise_from_target(head, self.target, self.token_map,
-                                        regression_batches(batches, head.fc.in_features), self.recipe.seed)
+            r2 = initialise_from_target(
+                head, self.target, self.token_map, regression_batches(batches, head.fc.in_features), self.recipe.seed
+            )
             log.info("head starts from the target's last layer; features explain %.2f of its next input", r2 or 0.0)
         else:
             initialise_random(head, self.recipe.seed)
         model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay)
-        optimizer = torch.optim.AdamW(head_parameters(model), lr=self.settings.learning_rate, betas=self.settings.betas,
-                                      weight_decay=self.settings.weight_decay)
+        optimizer = torch.optim.AdamW(
+            head_parameters(model),
+            lr=self.settings.learning_rate,
+            betas=self.settings.betas,
+            weight_decay=self.settings.weight_decay,
+        )
         return self.accelerator.prepare(model, optimizer)
 
     def _collate(self, indices: list[int]) -> Batch:
@@ -97,9 +120,15 @@ class Trainer:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
         self.metrics.rewind(position.step)
         main = self.accelerator.is_main_process
-        log.info("%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s", len(self.data.train), self.steps,
-                 self.settings.global_batch, self.accelerator.num_processes, self.settings.precision,
-                 self.accelerator.state.deepspeed_plugin.zero_stage)
+        log.info(
+            "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
+            len(self.data.train),
+            self.steps,
+            self.settings.global_batch,
+            self.accelerator.num_processes,
+            self.settings.precision,
+            self.accelerator.state.deepspeed_plugin.zero_stage,
+        )
         bar = progress(self.steps, "train", "step", initial=position.step) if main else None
         batches = self.data.plan.from_position(position.epoch, position.index)
         while position.step < self.steps:
@@ -115,13 +144,23 @@ class Trainer:
         row = self._optimise(position.step, indices)
         done = position.step + 1
         seconds = time.perf_counter() - started
-        position = replace(position, step=done, epoch=epoch, index=index + 1, seconds=position.seconds + seconds,
-                           supervised_tokens=position.supervised_tokens + row["supervised_tokens"])
-        self.metrics.write({"step": done, "epoch": epoch, "tokens": position.supervised_tokens,
-                            "seconds_per_step": seconds, **row})
+        position = replace(
+            position,
+            step=done,
+            epoch=epoch,
+            index=index + 1,
+            seconds=position.seconds + seconds,
+            supervised_tokens=position.supervised_tokens + row["supervised_tokens"],
+        )
+        self.metrics.write(
+            {"step": done, "epoch": epoch, "tokens": position.supervised_tokens, "seconds_per_step": seconds, **row}
+        )
         if bar is not None:
-            bar.set_postfix_str(f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
-                                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""), refresh=False)
+            bar.set_postfix_str(
+                f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
+                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""),
+                refresh=False,
+            )
             bar.update(1)
         if done % self.settings.eval_every == 0 or done == self.steps:
             position = self._evaluate(position)
@@ -205,8 +244,13 @@ class Trainer:
                 "token_map_sha256": self.token_map.sha256,
             }
             save_draft(ckpt, load_tensors(self.directory / "best.safetensors"), self.config, self.token_map, meta)
-            log.info("draft head of step %d, forecast accept_length %.2f (chain of %d, greedy, held-out rollouts): %s",
-                     position.best_step, position.best_forecast, self.settings.ttt_steps, ckpt)
+            log.info(
+                "draft head of step %d, forecast accept_length %.2f (chain of %d, greedy, held-out rollouts): %s",
+                position.best_step,
+                position.best_forecast,
+                self.settings.ttt_steps,
+                ckpt,
+            )
         self.accelerator.wait_for_everyone()
         return ckpt
 
@@ -230,8 +274,10 @@ def accumulation_steps(settings: TrainSettings, processes: int) -> int:
     """Micro-batches a process runs per optimiser step. Raises ValueError if the global batch cannot be shared out."""
     share, rest = divmod(settings.global_batch, processes)
     if rest or share == 0:
-        raise ValueError(f"train.global_batch {settings.global_batch} cannot be shared by {processes} processes evenly; "
-                         f"make it a multiple of {processes}")
+        raise ValueError(
+            f"train.global_batch {settings.global_batch} cannot be shared by {processes} processes evenly; "
+            f"make it a multiple of {processes}"
+        )
     if share <= settings.micro_batch:
         return 1
     if share % settings.micro_batch:
@@ -250,8 +296,10 @@ def forecast_row(forecast: Forecast) -> dict[str, Any]:
 
 def describe_target(target: Target) -> dict[str, Any]:
     """What a draft directory says of its target: enough for `toolkit serve --draft DIR` to load it again."""
+    path = Path(target.name)
     return {
-        "name": target.name,
+        # A directory by its full path: the draft must find its target from any folder.
+        "name": str(path.resolve()) if target.name != DEMO_NAME and path.exists() else target.name,
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "template_sha256": target.template_sha256,

@@ -15,7 +15,6 @@ from toolkit.models.eagle3 import Eagle3Head
 from toolkit.train.teacher import TeacherRows
 from toolkit.train.ttt import unroll
 
-
 # A tile of fp32 rows (8,192 wide: 2 MB) should stay in a core's cache from the first op to the last.
 TILE_ROWS = 64
 

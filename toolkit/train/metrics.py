@@ -23,8 +23,14 @@ class Metrics:
         if main:
             path.parent.mkdir(parents=True, exist_ok=True)
         if main and project is not None:
-            self._run = wandb.init(project=project, name=run_name, config=settings, dir=str(path.parent), resume="allow",
-                                   id=settings["fingerprint"][:16])
+            self._run = wandb.init(
+                project=project,
+                name=run_name,
+                config=settings,
+                dir=str(path.parent),
+                resume="allow",
+                id=settings["fingerprint"][:16],
+            )
 
     def rewind(self, step: int) -> None:
         """Drop rows after `step`, and a torn last line: a resumed run writes them anew."""

@@ -8,7 +8,7 @@ from toolkit.recipe import TrainSettings
 
 
 def learning_rate_at(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """Rate of 0-based optimiser step `step`: linear warm-up, then the schedule down to a tenth of the peak at the end."""
+    """Rate of 0-based optimiser step `step`: linear warm-up, then down to a tenth of the peak (or constant)."""
     warmup = max(1, round(settings.warmup_ratio * total_steps))
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup

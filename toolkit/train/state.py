@@ -76,8 +76,8 @@ def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -
         )
     if position.processes != accelerator.num_processes:
         raise ResumeError(
-            f"{newest} was written by {position.processes} processes and {accelerator.num_processes} are running: a ZeRO "
-            f"state is sharded by process. Launch with --num_processes {position.processes}, or delete {directory}"
+            f"{newest} was written by {position.processes} processes and {accelerator.num_processes} are running: "
+            f"a ZeRO state is sharded by process. Launch {position.processes} again, or delete {directory}"
         )
     accelerator.load_state(str(newest))
     log.info("resumed from %s", newest)

@@ -72,9 +72,7 @@ def micro_step(
 
 
 @torch.no_grad()
-def forecast_accept_length(
-    model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int
-) -> Forecast:
+def forecast_accept_length(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> Forecast:
     """Forecast accept_length of a chain of `steps` on held-out rollouts (see `forecast.py`)."""
     replays: list[list[int]] = []
     for batch in batches:

@@ -1,6 +1,6 @@
 """What the target would say: its distribution on the draft vocabulary, and its choice on the whole vocabulary.
 
-Shapes: M rows (positions whose next token is supervised), H target hidden size, V target vocabulary, D draft vocabulary.
+Shapes: M rows (positions whose next token is supervised), H target hidden size, V and D target and draft vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Teacher:
 
     @torch.no_grad()
     def choice(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Target argmax [M] of final-normed states [M, H], over the whole vocabulary in tiles; ties go to the lower id."""
+        """Target argmax [M] of final-normed states [M, H], over V in tiles; ties go to the lower id."""
         best = hidden.new_full((hidden.shape[0],), float("-inf"))
         choice = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
         weight, bias = self.target.lm_head.weight, self.target.lm_head.bias
