@@ -13,6 +13,8 @@ FLOORS = {
     "recipe_yaml": 0,
     "weights": 0,
     "log": 0,
+    "errors": 0,
+    "threads": 0,
     "tokenmap": 1,
     "models": 2,
     "target": 2,

@@ -6,12 +6,12 @@ import argparse
 import ast
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import __version__
+from toolkit.errors import is_for_users
 
 # In the order of the work; the file of a command is its name with underscores.
 COMMANDS = ("run", "synthesize", "rollouts", "build-token-map", "train", "bench", "report", "serve", "chat")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ntoolkit: interrupted; what was written so far is kept", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, OSError) as error:
-        if not _for_users(error) or os.environ.get("TOOLKIT_LOG", "").lower() == "debug":
+        if not is_for_users(error):
             raise
         return _fail(str(error))
 
@@ -71,12 +71,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
     # Overrides may stand before or behind options; argparse cannot do that together with subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return command.run(parse(arguments))
-
-
-def _for_users(error: BaseException) -> bool:
-    """Errors that speak about the user's input: our own ValueErrors, and files that cannot be opened."""
-    ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == "toolkit"
-    return ours or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
 
 
 def _fail(message: str) -> int:

@@ -11,7 +11,10 @@ from tqdm import tqdm
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger that writes `toolkit: message` lines to stderr; its level comes from TOOLKIT_LOG (default info)."""
+    """A logger that writes `toolkit: message` lines to stderr; its level comes from TOOLKIT_LOG (default info).
+
+    In a launched group the first process of each machine speaks for all: the others only warn, unless debugging.
+    """
     root = logging.getLogger("toolkit")
     if not root.handlers:
         handler = logging.StreamHandler()
@@ -19,7 +22,8 @@ def get_logger(name: str) -> logging.Logger:
             logging.Formatter("%(levelname)s %(name)s: %(message)s" if _debug() else "toolkit: %(message)s")
         )
         root.addHandler(handler)
-        root.setLevel(os.environ.get("TOOLKIT_LOG", "info").upper())
+        quiet = os.environ.get("LOCAL_RANK", "0") != "0" and not _debug()
+        root.setLevel("WARNING" if quiet else os.environ.get("TOOLKIT_LOG", "info").upper())
         root.propagate = False
     return logging.getLogger(name if name.startswith("toolkit") else f"toolkit.{name}")
 

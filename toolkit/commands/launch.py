@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import REPOSITORY
+from toolkit.threads import physical_cores
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
@@ -23,30 +24,6 @@ _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 
 class LaunchError(ValueError):
     """A launch line that cannot work."""
-
-
-def physical_cores() -> int:
-    """Cores this process may use: its affinity, hardware threads of one core counted once, and the cgroup's quota."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, min(len(cores), _cgroup_cores() or len(cores)))
-
-
-def _siblings(cpu: int) -> str:
-    try:
-        return (
-            Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii").strip()
-        )
-    except OSError:
-        return str(cpu)
-
-
-def _cgroup_cores() -> int | None:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else max(1, round(int(quota) / int(period)))
 
 
 def set_threads(processes: int = 1) -> str:
@@ -81,7 +58,8 @@ def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, 
 def run_training(line: Sequence[str]) -> int:
     """Print `line`, run it, and return its exit status (128 + signal number when a signal ended it)."""
     print(f"$ OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {shlex.join(line)}", file=sys.stderr, flush=True)
-    environment = dict(os.environ)
+    # We hold the run folder and have brought the stages before training up to date.
+    environment = {**os.environ, "TOOLKIT_STAGES_DONE": "1"}
     if not gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn, in each process, that it sees no GPU
     # The same interpreter's accelerate, wherever the PATH points. By path, since toolkit need not be installed; -P

@@ -12,6 +12,8 @@ import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
 from toolkit.log import get_logger
+from toolkit.threads import physical_cores, users_threads
+from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)
 
@@ -19,9 +21,10 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" 
 
 
 def set_threads() -> None:
-    """Share this machine's cores between the local processes, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+    """Share this machine's cores between the local processes, unless the user set OMP_NUM_THREADS."""
+    chosen = users_threads() or ""
+    share = max(1, physical_cores() // local_world_size())
+    torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) > 0 else share)
 
 
 def local_world_size() -> int:
@@ -33,12 +36,12 @@ def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip:
     `recipes/accelerate/zero2.yaml` where not.
 
     Call it after the target is loaded: at ZeRO stage 3, models loaded later would be sharded.
-    Raises ValueError when the launcher chose another way to distribute.
+    Raises `TrainError` when the launcher chose another way to distribute.
     """
     chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     for other, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
         if os.environ.get(other, "false") == "true":
-            raise ValueError(
+            raise TrainError(
                 f"the accelerate configuration asks for {name}; this trainer runs on DeepSpeed: "
                 f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate"
             )

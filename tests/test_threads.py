@@ -1,0 +1,47 @@
+"""Whose wish OMP_NUM_THREADS is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.threads import users_threads
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# What a launcher does: it sets the variables in its own process and starts a worker.
+LAUNCHER = (
+    "import os, subprocess, sys; os.environ.update(OMP_NUM_THREADS='1', LOCAL_RANK='0'); "
+    "subprocess.run([sys.executable, '-c', 'from toolkit.threads import users_threads; print(users_threads())'])"
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the launcher's environment is read from /proc")
+@pytest.mark.parametrize("users", ["1", None])
+def test_a_launcher_s_one_is_not_the_user_s(users: str | None) -> None:
+    """Taken for a wish, the 1 that accelerate exports makes a training on a big CPU several times slower."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "LOCAL_RANK")}
+    if users is not None:
+        environment["OMP_NUM_THREADS"] = users
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER], env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(users)
+
+
+def test_without_a_launcher_the_variable_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert users_threads() == "1"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert users_threads() is None
+
+
+def test_a_number_that_no_launcher_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert users_threads() == "6"
