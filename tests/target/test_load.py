@@ -51,6 +51,13 @@ def test_dtype(directory, stated, asked, expected):
     assert target.body.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_a_relative_path_names_the_same_target(directory, monkeypatch):
+    """A head trained on ./target must not be called another target's head when it is served from elsewhere."""
+    monkeypatch.chdir(directory.parent)
+    relative, full = load_target(directory.name), load_target(directory)
+    assert relative.name == full.name and relative.fingerprint == full.fingerprint
+
+
 def test_unknown_dtype_is_an_error(directory):
     """A misspelt dtype must not fall back to another precision."""
     with pytest.raises(TargetError, match="auto, bfloat16, float32"):

@@ -37,7 +37,8 @@ def load_target(
     """Load a target by the demo's name, hub id, directory or .gguf path.
 
     `dtype` "auto" is bfloat16 where the config says so, else float32. `revision` is for hub ids; for the demo and GGUF
-    files, whose revision is the file's hash, it must equal that. Raises `TargetError`.
+    files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
+    that it is the same one from any folder. Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
@@ -51,7 +52,7 @@ def load_target(
         model.to(torch.device(device))  # type: ignore[arg-type]
     if not Path(source).is_dir():
         resolved = getattr(config, "_commit_hash", None) or resolved
-    target = Target(model=model, tokenizer=tokenizer, name=str(name), revision=resolved, dtype=wanted)
+    target = Target(model=model, tokenizer=tokenizer, name=_full_name(str(name)), revision=resolved, dtype=wanted)
     _check_logits(target)
     return target
 
@@ -97,6 +98,11 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
             f"target {name}: revision {revision!r} was asked for, the file has {own!r}; leave the revision out"
         )
     return str(directory), own
+
+
+def _full_name(name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
 
 
 def _load_config(source: str, revision: str | None) -> PretrainedConfig:
