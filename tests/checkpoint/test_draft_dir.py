@@ -116,6 +116,23 @@ def test_head_of_another_target(saved, tiny_target):
         check_draft_matches(loaded, tiny_target)
 
 
+def test_saving_over_an_old_head_leaves_nothing_of_it(saved, tiny_draft, monkeypatch):
+    """Killed after the new weights, the old config would call them complete, and old measurements would be theirs."""
+    (saved / "measured.json").write_text('{"best_shape": "9,9,9"}')
+
+    def killed(path, value):
+        raise KeyboardInterrupt
+
+    again = (saved, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.checkpoint.draft_dir.write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_draft(*again)
+    with pytest.raises(DraftDirError, match="no config.json"):
+        load_draft(saved)
+    assert "measured" not in load_draft(save_draft(*again)).meta
+
+
 def test_a_bad_head_is_not_saved(tiny_draft, tmp_path):
     """Saving something that cannot be read back must fail before a file is written."""
     state = dict(tiny_draft.head.state_dict())

@@ -48,11 +48,14 @@ def save_draft(
     token_map: TokenMap,
     meta: Mapping[str, Any],
 ) -> Path:
-    """Write a draft directory. Weights go first, config.json last: a directory with a config is complete."""
+    """Write a draft directory, over an old one too. config.json goes first and comes last, so that a directory with a
+    config is complete; what was measured with an old head goes with it."""
     directory = Path(directory)
     tensors = {**head_state, "d2t": token_map.d2t, "t2d": token_map.t2d}
     # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
     load_strict(_empty_head(config), dict(head_state), "the head that is being saved")
+    for name in ("config.json", "measured.json"):
+        (directory / name).unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
     write_json(
         directory / "config.json", {**_serving_keys(config, head_state), "toolkit": _toolkit_block(config, meta)}
