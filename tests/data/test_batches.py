@@ -134,6 +134,13 @@ def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None
     assert load_examples(path, "held_out", 4)[1] == 0
 
 
+def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    """Rollouts are written as they end: with another batch size in another order, which must not change a training."""
+    rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]
+    examples, _ = load_examples(write(tmp_path / "r.jsonl", rows), "train", 8)
+    assert [example.id for example in examples] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [

@@ -48,6 +48,7 @@ class Batch:
 def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
     """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
 
+    They come in the order of their ids: in the file they lie as they ended, which depends on how they were batched.
     An example with nothing to supervise (no two neighbouring response ids left) is left out with a warning.
     Raises `DataError` for rows that are no rollouts and when no example of the split is left.
     """
@@ -73,7 +74,7 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
             f"{path} has no usable {split!r} rollouts ({empty} without supervised ids within {max_length}, "
             f"{other} of other splits); write more rollouts, raise max_length, or change the held-out share"
         )
-    return examples, cut
+    return sorted(examples, key=lambda example: example.id), cut
 
 
 def _example(row: dict[str, Any], where: str) -> Example:
