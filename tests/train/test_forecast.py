@@ -46,3 +46,11 @@ def test_summary():
     assert forecast.accept_rate == [3 / 5, 1 / 3]
     assert forecast.verify_steps == 5
     assert forecast.interval[0] <= forecast.accept_length <= forecast.interval[1]
+
+
+def test_what_no_step_reached_is_unknown():
+    """A depth that no step reached has no rate, and no steps have no length: 0 or NaN would be drawn and compared."""
+    forecast = summarise_replays([[0, 0], [0]], num_steps=3)
+    assert forecast.accept_rate == [0.0, None, None] and forecast.accept_length == 1.0
+    nothing = summarise_replays([[], []], num_steps=3)
+    assert nothing.accept_length is None and nothing.interval is None and nothing.verify_steps == 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from toolkit.data.batches import Example, collate
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.target.features import AuxCapture
-from toolkit.train.initialise import initialise_from_target, initialise_random
+from toolkit.train.initialise import _copy_norm, initialise_from_target, initialise_random
 
 
 def _head(target, draft) -> Eagle3Head:
@@ -53,6 +54,17 @@ def test_fc_is_the_regression_to_the_next_input_of_the_last_layer(tiny_target, t
     mine = ((x @ head.fc.weight.T.double() - y) ** 2).sum()
     assert mine < 1.02 * ((x @ best - y) ** 2).sum()
     assert abs(r2 - float(1 - mine / ((y - y.mean(0)) ** 2).sum())) < 0.02
+
+
+@pytest.mark.parametrize("family", [torch.nn.RMSNorm, torch.nn.LayerNorm])
+def test_the_scale_of_a_norm(family):
+    """A LayerNorm takes away the mean of what it is asked with, and adds its bias: neither is its scale."""
+    theirs, mine = family(64, eps=1e-5), torch.nn.RMSNorm(64, eps=1e-5)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(64))
+    assert _copy_norm(mine, theirs, 64)
+    torch.testing.assert_close(mine.weight, theirs.weight, atol=1e-5, rtol=1e-5)
 
 
 def test_random_start_is_seeded(tiny_target, tiny_draft):

@@ -1,28 +1,35 @@
 """Forecast of accept_length on held-out rollouts, teacher-forced: no engine, no decoding.
 
-On a greedy rollout the verified output is the rollout itself, so which drafts a chain of K would get right at every
-position is known from one unroll; replaying the jumps t -> t + accepted + 1 counts the verify steps the engine would
-take (field standard: accept_length counts the bonus token; steps cut by the answer's end are left out).
+The verified output is the rollout itself (at any temperature: the target's draws depend on seed and position alone), so
+which drafts a chain of K would get right at every position is known from one unroll; replaying the jumps
+t -> t + accepted + 1 counts the verify steps the engine would take (field standard: accept_length counts the bonus
+token; steps cut by the answer's end are left out).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from toolkit.bench.bootstrap import ratio_interval
+from toolkit.infer.acceptance import summarise
+from toolkit.infer.request import VerifyEvent
 
 
 @dataclass(frozen=True)
 class Forecast:
     """accept_length of a chain of `num_steps` with its 95 % bootstrap interval over rollouts.
 
-    accept_rate[i] is conditional: share of verify steps that reached depth i+1 and accepted it.
+    accept_length is None without verify steps, interval with fewer than two rollouts that have some. accept_rate[i] is
+    conditional: of the verify steps that accepted depth i, the share that accepted depth i+1; None if there were none.
     """
 
-    accept_length: float
-    interval: tuple[float, float]
-    accept_rate: list[float]
+    accept_length: float | None
+    interval: tuple[float, float] | None
+    accept_rate: list[float | None]
     verify_steps: int
     num_steps: int
 
@@ -74,21 +81,19 @@ def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
     return accepted
 
 
-def summarise_replays(per_rollout: Sequence[Sequence[int]], num_steps: int, seed: int = 0) -> Forecast:
-    """Pool the verify steps of all rollouts; the interval resamples rollouts 1,000 times."""
-    sums = torch.tensor([float(sum(steps) + len(steps)) for steps in per_rollout])
-    counts = torch.tensor([float(len(steps)) for steps in per_rollout])
-    total = int(counts.sum())
-    if total == 0:
-        return Forecast(float("nan"), (float("nan"), float("nan")), [], 0, num_steps)
-    draws = torch.randint(len(sums), (1000, len(sums)), generator=torch.Generator().manual_seed(seed))
-    means = (sums[draws].sum(1) / counts[draws].sum(1).clamp(min=1)).sort().values
-    every = [step for steps in per_rollout for step in steps]
-    reached = [sum(step >= depth for step in every) for depth in range(num_steps + 1)]
+def summarise_replays(per_rollout: Sequence[Sequence[int]], num_steps: int) -> Forecast:
+    """Pool the verify steps of all rollouts, by the rules that the engine's own steps are counted by."""
+    events = [
+        VerifyEvent(num_steps, num_steps, accepted, accepted + 1, False, 0.0, 0.0, 0.0, 1)
+        for steps in per_rollout
+        for accepted in steps
+    ]
+    stats = summarise(events)
+    tokens = [sum(steps) + len(steps) for steps in per_rollout]
     return Forecast(
-        accept_length=float(sums.sum() / total),
-        interval=(float(means[25]), float(means[974])),
-        accept_rate=[after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)],
-        verify_steps=total,
+        accept_length=stats.accept_length if events else None,
+        interval=ratio_interval(tokens, [len(steps) for steps in per_rollout]),
+        accept_rate=[None if math.isnan(rate) else rate for rate in stats.accept_rate],
+        verify_steps=stats.verify_steps,
         num_steps=num_steps,
     )

@@ -53,7 +53,8 @@ def initialise_from_target(
     left = _copy_last_layer(head, target)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
-        _copy_norm(head.norm, target.final_norm, target.hidden_size)
+        if not _copy_norm(head.norm, target.final_norm, target.hidden_size):
+            left.append("norm.weight")
     if left:
         log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
     return _solve_fc(head, target, batches) if batches else None
@@ -86,9 +87,16 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> list[str]:
 
 @torch.no_grad()
 def _copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
-    """Take the scale that the target's norm really applies (some families store w, others 1 + w)."""
-    probe = torch.ones(1, width, device=theirs.weight.device, dtype=theirs.weight.dtype)
-    scale = theirs(probe).float().squeeze(0) * math.sqrt(1.0 + (mine.eps or 0.0))
+    """Take the scale that the target's norm really applies (some families store w, others 1 + w).
+
+    The probe of alternating signs has mean 0 and mean square 1, so a LayerNorm leaves it whole; the difference of two
+    opposite ones is free of a bias, which the head's norms have no place for.
+    """
+    like = next(theirs.parameters(), mine.weight)
+    probe = torch.ones(1, width, device=like.device, dtype=like.dtype)
+    probe[:, 1::2] = -1
+    scale = probe.float() * (theirs(probe).float() - theirs(-probe).float()) / 2
+    scale = scale.squeeze(0) * math.sqrt(1.0 + (mine.eps or 0.0))
     if scale.shape != mine.weight.shape or not torch.isfinite(scale).all() or bool((scale == 0).all()):
         return False
     mine.weight.copy_(scale)

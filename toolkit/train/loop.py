@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 
 from toolkit.checkpoint.draft_dir import save_draft
-from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples, process_share
+from toolkit.data.batches import Batch, collate, process_share
 from toolkit.log import get_logger, progress
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import Recipe, TrainSettings, result_settings
-from toolkit.target.demo import DEMO_NAME
 from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
+from toolkit.train.errors import TrainError
 from toolkit.train.forecast import Forecast
 from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train.loss import TrainedHead
 from toolkit.train.metrics import Metrics
 from toolkit.train.schedule import learning_rate_at, total_steps
-from toolkit.train.state import Position, restore_state, save_state, stored_states
+from toolkit.train.split_data import read_data
+from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, forecast_accept_length, head_parameters, micro_step, supervised_counts
 from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
-
-# Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
-FORECAST_ROLLOUTS = 64
-
-
-@dataclass(frozen=True)
-class Data:
-    """Training and held-out examples with the plan of their batches."""
-
-    train: list[Example]
-    held_out: list[Batch]
-    plan: BatchPlan
-    pad_id: int
 
 
 class Trainer:
@@ -61,6 +51,7 @@ class Trainer:
                 result_settings(self.settings),
                 recipe.seed,
                 self.target.fingerprint,
+                str(self.target.dtype),
                 self.token_map.sha256,
                 sha256_file(rollouts),
             ]
@@ -116,7 +107,14 @@ class Trainer:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
 
     def run(self) -> Path:
-        """Train to the last step; returns the draft directory. Picks up the newest state of the same settings."""
+        """Train to the last step; returns the draft directory. Picks up the newest state of the same settings.
+
+        Raises `TrainError` when another process trains in the same folder.
+        """
+        with sole_trainer(self.directory) if self.accelerator.is_main_process else nullcontext():
+            return self._run()
+
+    def _run(self) -> Path:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
         self.metrics.rewind(position.step)
         main = self.accelerator.is_main_process
@@ -158,7 +156,7 @@ class Trainer:
         if bar is not None:
             bar.set_postfix_str(
                 f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
-                + (f" forecast {position.best_forecast:.2f}" if position.best_step else ""),
+                + (f" forecast {position.best_forecast:.2f}" if position.best_forecast else ""),
                 refresh=False,
             )
             bar.update(1)
@@ -208,17 +206,26 @@ class Trainer:
         return replace(batch, response=torch.zeros_like(batch.response))
 
     def _evaluate(self, position: Position) -> Position:
-        """Forecast on held-out rollouts; the best head so far is kept beside the states."""
+        """Forecast on held-out rollouts; the best head so far is kept beside the states.
+
+        A forecast of no steps never beats one of some.
+        """
         self.model.eval()
         forecast = forecast_accept_length(self.model, self.side, self.data.held_out, self.settings.ttt_steps)
         self.model.train()
         self.metrics.write({"step": position.step, **forecast_row(forecast)})
-        if position.best_step and forecast.accept_length < position.best_forecast:
+        length = self._as_on_main(forecast.accept_length)
+        if position.best_step and (length or 0.0) < (position.best_forecast or 0.0):
             return position
         state = self._head_state()
         if self.accelerator.is_main_process:
-            save_tensors(self.directory / "best.safetensors", state, {"step": str(position.step)})
-        return replace(position, best_step=position.step, best_forecast=forecast.accept_length)
+            save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
+        return replace(position, best_step=position.step, best_forecast=length)
+
+    def _as_on_main(self, length: float | None) -> float | None:
+        """The main process's forecast, on all: processes that round differently must not part ways at a gather."""
+        sent = torch.tensor([length or 0.0], dtype=torch.float64, device=self.target.device)
+        return float(broadcast(sent)) or None
 
     def _head_state(self) -> dict[str, torch.Tensor]:
         """The head's weights, gathered (all processes must call this), in the target's dtype."""
@@ -243,11 +250,13 @@ class Trainer:
                 },
                 "token_map_sha256": self.token_map.sha256,
             }
-            save_draft(ckpt, load_tensors(self.directory / "best.safetensors"), self.config, self.token_map, meta)
+            save_draft(
+                ckpt, load_tensors(best_path(self.directory, position.best_step)), self.config, self.token_map, meta
+            )
             log.info(
-                "draft head of step %d, forecast accept_length %.2f (chain of %d, greedy, held-out rollouts): %s",
+                "draft head of step %d, forecast accept_length %s (chain of %d, held-out rollouts): %s",
                 position.best_step,
-                position.best_forecast,
+                "unknown" if position.best_forecast is None else f"{position.best_forecast:.2f}",
                 self.settings.ttt_steps,
                 ckpt,
             )
@@ -255,40 +264,28 @@ class Trainer:
         return ckpt
 
 
-def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
-    """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
-    train, cut = load_examples(rollouts, "train", settings.max_length)
-    held_out, _ = load_examples(rollouts, "held_out", settings.max_length)
-    if cut:
-        log.info("%d of %d rollouts are longer than max_length %d and were cut", cut, len(train), settings.max_length)
-    pad_id = target.tokenizer.pad_token_id
-    pad_id = next(iter(target.stop_ids), 0) if pad_id is None else pad_id
-    held_out = sorted(held_out[:FORECAST_ROLLOUTS], key=lambda example: len(example.input_ids))
-    size = settings.micro_batch
-    batches = [collate(held_out[start : start + size], pad_id) for start in range(0, len(held_out), size)]
-    plan = BatchPlan([len(example.input_ids) for example in train], settings.global_batch, seed)
-    return Data(train=train, held_out=batches, plan=plan, pad_id=pad_id)
-
-
 def accumulation_steps(settings: TrainSettings, processes: int) -> int:
-    """Micro-batches a process runs per optimiser step. Raises ValueError if the global batch cannot be shared out."""
+    """Micro-batches a process runs per optimiser step. Raises `TrainError` if the global batch cannot be shared."""
     share, rest = divmod(settings.global_batch, processes)
     if rest or share == 0:
-        raise ValueError(
+        raise TrainError(
             f"train.global_batch {settings.global_batch} cannot be shared by {processes} processes evenly; "
             f"make it a multiple of {processes}"
         )
     if share <= settings.micro_batch:
         return 1
     if share % settings.micro_batch:
-        raise ValueError(f"{share} sequences a process are no multiple of train.micro_batch {settings.micro_batch}")
+        raise TrainError(
+            f"{share} sequences a process are no multiple of train.micro_batch {settings.micro_batch}; "
+            f"make it a divisor of {share}"
+        )
     return share // settings.micro_batch
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:
     return {
         "forecast_accept_length": forecast.accept_length,
-        "forecast_interval": list(forecast.interval),
+        "forecast_interval": None if forecast.interval is None else list(forecast.interval),
         "forecast_rate": forecast.accept_rate,
         "forecast_verify_steps": forecast.verify_steps,
     }
@@ -296,10 +293,8 @@ def forecast_row(forecast: Forecast) -> dict[str, Any]:
 
 def describe_target(target: Target) -> dict[str, Any]:
     """What a draft directory says of its target: enough for `toolkit serve --draft DIR` to load it again."""
-    path = Path(target.name)
     return {
-        # A directory by its full path: the draft must find its target from any folder.
-        "name": str(path.resolve()) if target.name != DEMO_NAME and path.exists() else target.name,
+        "name": target.name,
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "template_sha256": target.template_sha256,

@@ -71,9 +71,10 @@ class TrainedHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Unroll and score.
 
-        draft_choice [M]: the teacher's argmax as a draft id, -1 if the draft vocabulary lacks it. With `teacher`, the
-        loss sum_k decay^k * (sum of row losses) / denominators[k]; without one it is 0 and only the hits are computed.
-        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the target's").
+        draft_choice [M]: the right token as a draft id (the teacher's argmax, or what the rollout has there), -1 if the
+        draft vocabulary lacks it. With `teacher`, the loss sum_k decay^k * (sum of row losses) / denominators[k];
+        without one it is 0 and only the hits are computed.
+        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
         """
         losses, hits = [], []
         for step, hidden in enumerate(unroll(self.head, aux, embeds, self.steps)):
@@ -126,7 +127,13 @@ class _TiledSoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient, _):
         (gradient,) = ctx.saved_tensors
-        return gradient * loss_gradient.to(gradient.dtype), None, None
+        scaled = torch.empty_like(gradient)
+        # One dimension: a scalar would be rounded to the gradient's dtype before it multiplies.
+        scale = loss_gradient.reshape(1)
+        for start in range(0, len(gradient), TILE_ROWS):
+            tile = slice(start, start + TILE_ROWS)
+            torch.mul(gradient[tile], scale, out=scaled[tile])
+        return scaled, None, None
 
 
 def soft_cross_entropy(

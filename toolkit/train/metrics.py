@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import uuid
 from pathlib import Path
 from typing import Any
 
 import wandb
 
+from toolkit.weights import atomic_write
+
 
 class Metrics:
     """Appends rows to `metrics.jsonl`, one JSON object a line, and mirrors them to wandb.
 
+    What is no finite number is written as null. The wandb run's id lies beside the file, in `wandb_id`: a resumed
+    training goes on in its run, a new one in the same settings gets its own.
     Only the main process writes; on the others every call is a no-op. wandb's mode (online, offline, disabled) is its
     own WANDB_MODE; offline works without an account.
     """
@@ -29,7 +35,7 @@ class Metrics:
                 config=settings,
                 dir=str(path.parent),
                 resume="allow",
-                id=settings["fingerprint"][:16],
+                id=_run_id(path.parent / "wandb_id"),
             )
 
     def rewind(self, step: int) -> None:
@@ -44,14 +50,16 @@ class Metrics:
                 continue
             if row["step"] <= step:
                 kept.append(line)
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        with atomic_write(self.path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; it must hold `step`."""
         if not self.main:
             return
+        row = _finite(row)
         with self.path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row) + "\n")
+            handle.write(json.dumps(row, allow_nan=False) + "\n")
         if self._run is not None:
             self._run.log(_flat(row), step=row["step"])
 
@@ -60,12 +68,29 @@ class Metrics:
             self._run.finish()
 
 
+def _run_id(path: Path) -> str:
+    if not path.is_file():
+        with atomic_write(path) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:16], encoding="ascii")
+    return path.read_text(encoding="ascii").strip()
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _flat(row: dict[str, Any]) -> dict[str, float]:
     """Lists become one series an entry: wandb draws scalars."""
-    flat: dict[str, float] = {}
+    flat: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, list):
-            flat.update({f"{name}/{index}": entry for index, entry in enumerate(value)})
-        elif isinstance(value, int | float):
-            flat[name] = value
-    return flat
+        flat.update(
+            {f"{name}/{index}": entry for index, entry in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
+        )
+    return {name: value for name, value in flat.items() if isinstance(value, int | float)}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from toolkit.log import get_logger
+from toolkit.train.errors import ResumeError, TrainError
 from toolkit.weights import read_json, write_json
 
 log = get_logger(__name__)
 
 POSITION_FILE = "position.json"
-
-
-class ResumeError(ValueError):
-    """A stored state belongs to other settings or another number of processes."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Position:
     supervised_tokens: int = 0
     seconds: float = 0.0
     best_step: int = 0
-    best_forecast: float = 0.0
+    best_forecast: float | None = None
     fingerprint: str = ""
     processes: int = 1
 
@@ -51,12 +51,43 @@ def save_state(accelerator: Accelerator, directory: Path, position: Position, ke
         part.rename(final)
         for old in stored_states(directory)[:-keep]:
             shutil.rmtree(old)
+        drop_unneeded_bests(directory)
     accelerator.wait_for_everyone()
+
+
+def best_path(directory: Path, step: int) -> Path:
+    """The weights of the best head so far, which was that of `step`."""
+    return directory / f"best-{step:06d}.safetensors"
+
+
+def drop_unneeded_bests(directory: Path) -> None:
+    """Remove heads that no stored state calls its best. A kill between a head and its state loses neither."""
+    needed = {read_json(state / POSITION_FILE)["best_step"] for state in stored_states(directory)}
+    for path in directory.glob("best-*.safetensors"):
+        if path not in {best_path(directory, step) for step in needed}:
+            path.unlink()
+
+
+@contextmanager
+def sole_trainer(directory: Path) -> Iterator[None]:
+    """One training at a time in a folder; the kernel frees the lock when the process ends, however it ends.
+
+    Raises `TrainError` when another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainError(f"another training works in {directory}; wait for it, or choose another run_dir") from None
+        yield
 
 
 def stored_states(directory: Path) -> list[Path]:
     """Complete states, oldest first."""
-    return sorted(path for path in directory.glob("state-*") if re.fullmatch(r"state-\d{6,}", path.name))
+    found = [path for path in directory.glob("state-*") if re.fullmatch(r"state-\d{6,}", path.name)]
+    # By number: as text, step 1000000 would come before 999999.
+    return sorted(found, key=lambda path: int(path.name.removeprefix("state-")))
 
 
 def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -> Position:
@@ -80,5 +111,8 @@ def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -
             f"a ZeRO state is sharded by process. Launch {position.processes} again, or delete {directory}"
         )
     accelerator.load_state(str(newest))
+    # States lie between optimiser steps. accelerate goes on counting micro-batches from the stored number, which with
+    # another micro_batch would put its boundaries into the middle of our global batches.
+    accelerator.step = 0
     log.info("resumed from %s", newest)
     return position

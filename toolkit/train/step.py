@@ -74,15 +74,25 @@ def micro_step(
 @torch.no_grad()
 def forecast_accept_length(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> Forecast:
     """Forecast accept_length of a chain of `steps` on held-out rollouts (see `forecast.py`)."""
+    return summarise_replays(replayed_steps(model, side, batches, steps), steps)
+
+
+@torch.no_grad()
+def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> list[list[int]]:
+    """Accepted drafts of every verify step the engine would count, rollout by rollout.
+
+    A draft counts as right when it is the rollout's own next token, which is what the engine compares it with.
+    """
     replays: list[list[int]] = []
     for batch in batches:
         inputs = side.inputs(batch, steps)
-        draft_choice = side.token_map.to_draft(side.teacher.choice(inputs.teacher_hidden))
+        written = batch.input_ids.flatten()[inputs.supervision.teacher_positions.cpu() + 1]
+        draft_choice = side.token_map.to_draft(written.to(inputs.aux.device))
         _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
         depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).view(batch.response.shape)
         for row in range(len(depth)):
             replays.append(replay(depth[row].tolist(), batch.response[row].tolist()))
-    return summarise_replays(replays, steps)
+    return replays
 
 
 def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""States on disk: which is the newest, which heads are still needed, and who may write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.train.errors import TrainError
+from toolkit.train.metrics import Metrics
+from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
+from toolkit.weights import write_json
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _state(directory: Path, step: int, best: int) -> Path:
+    state = directory / f"state-{step:06d}"
+    state.mkdir(parents=True)
+    write_json(state / "position.json", {"step": step, "best_step": best})
+    return state
+
+
+def test_states_are_in_the_order_of_their_steps(tmp_path):
+    """As text, step 1000000 stands before 999999: the newest state would be thrown away."""
+    late, early = _state(tmp_path, 1_000_000, 0), _state(tmp_path, 999_999, 0)
+    (tmp_path / "state-000001.part").mkdir()
+    assert stored_states(tmp_path) == [early, late]
+
+
+def test_heads_of_kept_states_stay(tmp_path):
+    """A run resumed from the older state needs that one's best head at its end."""
+    _state(tmp_path, 20, best=10)
+    _state(tmp_path, 30, best=30)
+    for step in (5, 10, 30):
+        best_path(tmp_path, step).touch()
+    drop_unneeded_bests(tmp_path)
+    assert sorted(tmp_path.glob("best-*")) == [best_path(tmp_path, 10), best_path(tmp_path, 30)]
+
+
+def test_two_trainings_in_one_folder(tmp_path):
+    """They would delete each other's states."""
+    code = (
+        "import sys; from pathlib import Path; from toolkit.train.state import sole_trainer\n"
+        "with sole_trainer(Path(sys.argv[1])): print('alone')"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    with sole_trainer(tmp_path):
+        other = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
+        assert "TrainError: another training works in" in other.stderr
+        with pytest.raises(TrainError), sole_trainer(tmp_path):
+            pass
+    assert subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True).stdout == "alone\n"
+
+
+def test_metrics_hold_no_nan_and_rewind(tmp_path):
+    """NaN is no JSON: every other reader of the file would fail at that line."""
+    metrics = Metrics(tmp_path / "metrics.jsonl", main=True, project=None, run_name="t", settings={})
+    metrics.write({"step": 1, "loss": float("nan"), "rates": [0.5, float("inf")]})
+    metrics.write({"step": 2, "loss": 1.0})
+    with metrics.path.open("a") as handle:
+        handle.write('{"step": 3, "lo')
+    metrics.rewind(1)
+    assert metrics.path.read_text() == '{"step": 1, "loss": null, "rates": [0.5, null]}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
