@@ -15,6 +15,8 @@ FLOORS = {
     "log": 0,
     "errors": 0,
     "threads": 0,
+    "jsonl": 0,
+    "chat_roles": 0,
     "tokenmap": 1,
     "models": 2,
     "target": 2,

@@ -157,3 +157,30 @@ def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
     with RowAppender(path) as rows:
         rows.append({"c": 3})
     assert [row for _, row in read_rows(path)] == [{"c": 3}]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz"])
+@pytest.mark.parametrize("damage", ["cut", "no gzip", "bad bytes"])
+def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    """A download that broke off must be one line for the user, not a traceback from zlib."""
+    path = write(tmp_path / name, [{"prompt": f"number {n} of {n * n}"} for n in range(400)])
+    raw = bytearray(path.read_bytes())
+    if damage == "bad bytes":
+        raw[20:60] = b"\xff" * 40
+    path.write_bytes({"cut": raw[:-30], "no gzip": b"plain text", "bad bytes": raw}[damage])
+    with pytest.raises(DataError, match="copy the file again"):
+        read_conversations(path)
+
+
+def test_a_stream_that_breaks_off_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network may fail in the middle of a hub dataset, long after its loading went well."""
+    import datasets
+
+    def rows() -> Any:
+        yield {"prompt": "one"}
+        raise ConnectionError("server disconnected")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(DataError, match="reading ended after 1 rows .*ConnectionError"):
+        read_conversations("hub:org/name", limit=5)

@@ -16,7 +16,7 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.jsonl import DataError, read_rows
-from toolkit.data.rollout_files import split_of
+from toolkit.data.rollout_files import held_out_ids
 from toolkit.data.rollouts import write_rollouts
 from toolkit.recipe import RolloutSettings
 
@@ -205,8 +205,10 @@ def test_splits_depend_on_the_id_alone_and_both_load(
     """A held-out conversation that changes sides when data is added would be trained on."""
     stats = write(fake_target(tokenizer, answer))
     for identity, row in rows_of(tmp_path / "rollouts.jsonl").items():
-        assert row["split"] == split_of(identity, 0.2)
-    assert sum(split_of(f"x{i}", 0.05) == "held_out" for i in range(4000)) == pytest.approx(200, abs=50)
+        assert (row["split"] == "held_out") == (identity in held_out_ids([one.id for one in CONVERSATIONS], 0.2))
+    many = [f"x{i}" for i in range(4000)]
+    assert len(held_out_ids(many, 0.05)) == pytest.approx(200, abs=50)
+    assert held_out_ids(many, 0.05) >= held_out_ids(many[:2000], 0.05)
     for split in ("train", "held_out"):
         examples, cut = load_examples(tmp_path / "rollouts.jsonl", split, 512)
         assert len(examples) == stats["splits"][split] and cut == 0
@@ -237,3 +239,10 @@ def test_a_generate_that_breaks_its_contract_is_named(
     answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
     with pytest.raises(RuntimeError, match=message):
         write(lambda requests: answers, [conversation("a", "Hi?")])
+
+
+def test_few_conversations_still_hold_one_out() -> None:
+    """A run on ten prompts at 5 % would train for minutes and then have nothing to forecast on."""
+    few = [f"c{i}" for i in range(6)]
+    assert len(held_out_ids(few, 0.001)) == 1 and held_out_ids(few, 0.001) == held_out_ids(few[::-1], 0.001)
+    assert not held_out_ids(few, 0.0) and not held_out_ids(few[:1], 0.001)

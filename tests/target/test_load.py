@@ -184,3 +184,13 @@ def test_the_demo_recipe_names_a_target_that_exists(monkeypatch, tiny_target_dir
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "smollm2-135m.yaml")
     monkeypatch.setattr(load, "demo_directory", lambda: tiny_target_directory)
     assert load_target(recipe.target.model, dtype=recipe.target.dtype).name == recipe.target.model
+
+
+def test_loading_shows_no_bar_and_leaves_the_switch(tiny_target_directory, capsys):
+    """Every command loads a target; a bar of transformers for one second of work would bury our own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    load_target(tiny_target_directory)
+    assert "Loading weights" not in capsys.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled() == before

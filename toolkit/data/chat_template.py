@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""

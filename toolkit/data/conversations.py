@@ -18,21 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.chat_roles import ROLES
 from toolkit.data.chat_template import Message
-from toolkit.data.jsonl import DataError, read_rows
+from toolkit.jsonl import GZIP_ERRORS, DataError, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-}
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
@@ -162,7 +155,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; a .json file with a list of conversations is needed there")
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except GZIP_ERRORS as error:
+        raise DataError(f"{path}: {error}; a whole gzip file is needed, copy the file again") from error
     try:
         rows = json.loads(raw)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -193,14 +189,34 @@ def _dataset_rows(source: str, limit: int | None, seed: int | None) -> tuple[str
             rows = datasets.load_dataset(name, split=split, streaming=limit is not None)
             if limit is not None and seed is not None:
                 rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except _loading_errors() as error:
         raise DataError(
             f"{source}: split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: {error}); "
             "check the name, the split and the network"
         ) from error
     if isinstance(rows, datasets.IterableDataset):
         rows = rows.take(limit)
-    return folder.name, ((f"{source} row {at}", dict(row)) for at, row in enumerate(rows))
+    return folder.name, _rows_while_read(source, rows)
+
+
+def _rows_while_read(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A streamed dataset is fetched while it is read: the network, or a file of it, may fail in any row."""
+    at = 0
+    try:
+        for at, row in enumerate(rows, 1):
+            yield f"{source} row {at - 1}", dict(row)
+    except _loading_errors() as error:
+        raise DataError(
+            f"{source}: reading ended after {at} rows ({type(error).__name__}: {error}); check the network and try "
+            "again, or fetch the dataset and name its directory"
+        ) from error
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` lets through of the network, the disk and its parsers (pyarrow's are ValueErrors or OSErrors)."""
+    from datasets.exceptions import DatasetsError
+
+    return (OSError, ValueError, KeyError, RuntimeError, DatasetsError, *GZIP_ERRORS)
 
 
 def _with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.data.conversations import Conversation
-from toolkit.data.jsonl import DataError, cut_torn_line, read_rows
+from toolkit.jsonl import DataError, cut_torn_line, read_rows
 from toolkit.log import get_logger
-from toolkit.recipe import RolloutSettings
 from toolkit.weights import read_json, write_json
 
 logger = get_logger(__name__)
@@ -35,10 +34,22 @@ class RolloutPaths:
         return self.rows.with_name(f"{self.rows.stem}_stats.json")
 
 
-def split_of(identity: str, held_out: float) -> str:
-    """Either "train" or, for that share of ids, "held_out"; by hash, so the same whatever else is in the data."""
-    draw = int.from_bytes(hashlib.sha256(f"split {identity}".encode()).digest()[:8], "big") / 2**64
-    return "held_out" if draw < held_out else "train"
+def held_out_ids(ids: Iterable[str], share: float) -> frozenset[str]:
+    """The ids kept from training: by hash, so that share of many, and the same whatever else is in the data.
+
+    Of few ids the hash may take none; then the one with the smallest hash is taken (not an only one), so that training
+    on a few prompts has something to forecast on. A share of 0 holds out none.
+    """
+    draws = {one: int.from_bytes(hashlib.sha256(f"split {one}".encode()).digest()[:8], "big") / 2**64 for one in ids}
+    found = frozenset(one for one, draw in draws.items() if draw < share)
+    if found or share == 0 or len(draws) < 2:
+        return found
+    return frozenset([min(draws, key=lambda one: draws[one])])
+
+
+def split_name(identity: str, held_out: Collection[str]) -> str:
+    """What a row says of its split."""
+    return "held_out" if identity in held_out else "train"
 
 
 @dataclass
@@ -75,7 +86,7 @@ class Tally:
 def read_finished(
     paths: RolloutPaths,
     asked: Mapping[str, Conversation],
-    settings: RolloutSettings,
+    held_out: Collection[str],
     provenance: Mapping[str, Any],
 ) -> tuple[set[str], Tally]:
     """Ids done in an earlier run, and their tally; a torn last line is cut.
@@ -95,7 +106,7 @@ def read_finished(
             if path == paths.skipped:
                 tally.skipped[row["reason"]] += 1
                 continue
-            wanted = {**provenance, "split": split_of(row["id"], settings.held_out)}
+            wanted = {**provenance, "split": split_name(row["id"], held_out)}
             _check_row(row, where, wanted, asked[row["id"]])
             tally.add(row)
     return done, tally

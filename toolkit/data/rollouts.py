@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import Message, decode, prompt_ids
 from toolkit.data.conversations import Conversation, user_turns
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
-from toolkit.data.jsonl import DataError, RowAppender
 from toolkit.data.loss_mask import LossMaskError, response_mask, spans
-from toolkit.data.rollout_files import RolloutPaths, Tally, read_finished, split_of, write_stats
+from toolkit.data.rollout_files import RolloutPaths, Tally, held_out_ids, read_finished, split_name, write_stats
+from toolkit.jsonl import DataError, RowAppender
 from toolkit.log import get_logger
 from toolkit.recipe import RolloutSettings
 
@@ -69,12 +69,13 @@ def write_rollouts(
         "seed": seed,
         "max_tokens": settings.max_tokens,
     }
-    done, tally = read_finished(paths, {one.id: one for one in asked}, settings, provenance)
+    held_out = held_out_ids((one.id for one in asked), settings.held_out)
+    done, tally = read_finished(paths, {one.id: one for one in asked}, held_out, provenance)
     pending = [one for one in asked if one.id not in done]
     if done:
         logger.info(f"{paths.rows}: {len(done)} of {len(asked)} conversations were done before, {len(pending)} to do")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
-        writer = _Writer(generate, tokenizer, settings, provenance, max_context, rows, skipped, tally)
+        writer = _Writer(generate, tokenizer, settings, held_out, provenance, max_context, rows, skipped, tally)
         for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
             for _ in writer.answer(pending[first : first + CONVERSATIONS_PER_WAVE]):
                 if on_progress is not None:
@@ -108,6 +109,7 @@ class _Writer:
     generate: GenerateFn
     tokenizer: PreTrainedTokenizerBase
     settings: RolloutSettings
+    held_out: frozenset[str]
     provenance: dict[str, Any]
     max_context: int
     rows: RowAppender
@@ -153,7 +155,7 @@ class _Writer:
         one.messages.append({"role": "assistant", "content": text})
         one.row = {
             "id": one.id,
-            "split": split_of(one.id, self.settings.held_out),
+            "split": split_name(one.id, self.held_out),
             "messages": list(one.messages),
             "input_ids": prompt + list(result.output_ids),
             "response_spans": [*earlier, [len(prompt), len(prompt) + len(result.output_ids)]],

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import ChatTemplateError, decode, encode, render_text, special_ids
 from toolkit.data.conversations import Conversation, write_conversations
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
-from toolkit.data.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.data.prompt_filters import rejection, words_of
+from toolkit.jsonl import DataError, RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import PromptSettings
 from toolkit.weights import sha256_json, write_json

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
 from toolkit.target.errors import TargetError
+from toolkit.target.quiet import without_bars
 from toolkit.weights import sha256_file
 
 log = get_logger(__name__)
@@ -53,9 +54,10 @@ def convert(path: Path, into: Path) -> None:
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # A pair when the loading info is asked for, which its type does not say.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
-        )
+        with without_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
         raise TargetError(
@@ -68,7 +70,8 @@ def convert(path: Path, into: Path) -> None:
         )
     _split_text_as_trained(tokenizer, str(header.get("tokenizer.ggml.pre", "")))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    model.save_pretrained(into)
+    with without_bars():
+        model.save_pretrained(into)
     tokenizer.save_pretrained(into)
     _refuse_quantised(into / "config.json")
 

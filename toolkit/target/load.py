@@ -22,6 +22,7 @@ from toolkit.log import get_logger
 from toolkit.target.demo import DEMO_NAME, demo_directory
 from toolkit.target.errors import TargetError
 from toolkit.target.gguf_file import converted_gguf
+from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
 __all__ = ["DTYPES", "Target", "TargetError", "load_target", "load_tokenizer"]
@@ -137,9 +138,15 @@ def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBas
 def _load_model(source: str, revision: str | None, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         # A pair when the loading info is asked for, which its type does not say.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
+        with without_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=revision,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise TargetError(f"target {source!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
     model, info = loaded

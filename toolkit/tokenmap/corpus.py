@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from toolkit.chat_roles import ROLES
+from toolkit.jsonl import GZIP_ERRORS
 from toolkit.tokenmap.token_map import TokenMapError
 
 TEXT_FIELDS = ("text", "content", "response", "output", "completion", "answer", "prompt")
 MESSAGE_FIELDS = ("messages", "conversations")
-# ShareGPT's words for the speakers.
-ROLES = {"gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "human": "user"}
 # A text file is cut at line ends into documents of about this many characters: a large file is never one string.
 TEXT_CHARACTERS = 1 << 16
 
@@ -150,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with _open(path) as handle:
             yield from enumerate(handle, start=1)
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (*GZIP_ERRORS, UnicodeDecodeError) as error:
         raise TokenMapError(
             f"{path} cannot be read as UTF-8 text ({error}); it is damaged or of another format"
         ) from error
