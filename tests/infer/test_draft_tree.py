@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toolkit.infer.draft_tree import DraftShape, ancestor_mask, chain_tree, rerank, root_only
+from toolkit.infer.errors import DraftShapeError
 
 
 def climb(parents: list[int], node: int) -> set[int]:
@@ -124,5 +125,5 @@ def test_shape_reads_what_it_writes():
 )
 def test_impossible_shapes_are_refused(text, words):
     """Each error says what is possible."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(DraftShapeError, match=words):
         DraftShape.parse(text)

@@ -11,6 +11,7 @@ import torch
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.eagle3_drafter import Eagle3Drafter
 from toolkit.infer.engine import Engine
+from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.target.features import AuxCapture
 
@@ -147,7 +148,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft):
 def test_top_k_beyond_the_draft_vocabulary_is_refused(small_target, small_draft):
     """topk would fail in the middle of a run."""
     engine = Engine(small_target, small_draft)
-    with pytest.raises(ValueError, match="draft vocabulary of 20"):
+    with pytest.raises(DraftShapeError, match="draft vocabulary of 20"):
         engine.set_shape(DraftShape(1, 21, 22))
     engine.close()
 

@@ -10,6 +10,7 @@ import torch
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine, PromptTooLongError
+from toolkit.infer.errors import EngineError
 from toolkit.infer.sampling_params import SamplingParams
 
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
@@ -197,13 +198,13 @@ def test_bad_requests_are_refused(tiny_target):
     engine = Engine(tiny_target, max_context=20)
     with pytest.raises(PromptTooLongError, match="25 tokens.*holds 20.*at most 19"):
         engine.add_request([1] * 25, SamplingParams())
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(EngineError, match="no tokens"):
         engine.add_request([], SamplingParams())
-    with pytest.raises(ValueError, match="ids from 1 to 100000"):
+    with pytest.raises(EngineError, match="ids from 1 to 100000"):
         engine.add_request([1, 100000], SamplingParams())
-    with pytest.raises(ValueError, match="no draft head"):
+    with pytest.raises(EngineError, match="no draft head"):
         engine.set_shape(DraftShape.chain(2))
-    with pytest.raises(ValueError, match="without a draft head"):
+    with pytest.raises(EngineError, match="without a draft head"):
         Engine(tiny_target, None, DraftShape.chain(2))
     assert not engine.has_work()
 

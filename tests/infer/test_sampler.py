@@ -9,6 +9,7 @@ import torch
 
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
+from toolkit.infer.errors import SamplingError
 from toolkit.infer.sampler import Sampler, draw, greedy, uniform
 from toolkit.infer.sampling_params import SamplingParams
 
@@ -106,9 +107,9 @@ def test_settings_outside_their_range_are_refused():
         {"top_k": -1},
         {"max_tokens": 0},
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+        with pytest.raises(SamplingError, match=next(iter(wrong))):
             SamplingParams(**wrong)
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(SamplingError, match="seed"):
         SamplingParams(seed=2**64)
 
 

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit.infer.errors import DraftShapeError
+
 
 @dataclass(frozen=True)
 class DraftShape:
     """How deep and wide to draft.
 
     num_steps: levels. top_k: children looked at per node, and beams kept per level. num_draft_tokens: nodes verified,
-    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises ValueError for an impossible shape.
+    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises `DraftShapeError` for a shape that
+    cannot be.
     """
 
     num_steps: int
@@ -29,15 +32,15 @@ class DraftShape:
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.top_k < 1:
-            raise ValueError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
+            raise DraftShapeError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
         most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
-            raise ValueError(
+            raise DraftShapeError(
                 f"draft shape {self.as_text()}: a chain (top_k 1) verifies num_steps + 1 nodes, so write "
                 f"{self.num_steps},1,{self.num_steps + 1}"
             )
         if not 2 <= self.num_draft_tokens <= most:
-            raise ValueError(
+            raise DraftShapeError(
                 f"draft shape {self.as_text()}: num_draft_tokens counts the root and must lie between 2 and {most}, "
                 "the nodes that num_steps levels of top_k beams can offer"
             )
@@ -51,7 +54,7 @@ class DraftShape:
         """Read "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(
+            raise DraftShapeError(
                 f'draft shape "{text}": needed are three numbers num_steps,top_k,num_draft_tokens, e.g. 4,1,5'
             )
         return cls(*(int(part) for part in parts))

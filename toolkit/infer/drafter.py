@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.errors import EngineError
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 
@@ -65,7 +66,7 @@ class NoDrafter:
         pass
 
     def set_shape(self, shape: DraftShape) -> None:
-        raise ValueError(f"draft shape {shape.name} was asked for, but the engine has no draft head; give it one")
+        raise EngineError(f"draft shape {shape.name} was asked for, but the engine has no draft head; give it one")
 
     def close(self) -> None:
         pass

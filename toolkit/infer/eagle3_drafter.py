@@ -27,6 +27,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention_plan import AttentionPlan, PromptPlan, TreePlan
 from toolkit.infer.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.drafter import root_tokens
+from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.kv_cache import KVCache, KVShape
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
@@ -59,8 +60,9 @@ class Eagle3Drafter:
 
     def set_shape(self, shape: DraftShape) -> None:
         if shape.top_k > len(self._to_target):
-            raise ValueError(
-                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens"
+            raise DraftShapeError(
+                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens; "
+                "draft with fewer branches"
             )
         self.shape = shape
         sizes = [shape.top_k] + [shape.top_k**2] * (shape.num_steps - 1)  # candidates of each level

@@ -19,6 +19,7 @@ from toolkit.infer.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafter import Drafter, NoDrafter
 from toolkit.infer.eagle3_drafter import Eagle3Drafter
+from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_cache import KVCache
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampler import Sampler
@@ -52,7 +53,7 @@ class Engine:
         max_context: int | None = None,
     ) -> None:
         if shape is not None and draft is None:
-            raise ValueError(
+            raise EngineError(
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
         self.target = target
@@ -78,12 +79,12 @@ class Engine:
         speculative: bool = True,
         request_id: str | None = None,
     ) -> Request:
-        """Queue a prompt. Raises PromptTooLongError, or ValueError if it is empty or has ids outside the vocabulary."""
+        """Queue a prompt. Raises PromptTooLongError, EngineError if it is empty or has ids outside the vocabulary."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
-            raise ValueError("the prompt has no tokens; at least one is needed")
+            raise EngineError("the prompt has no tokens; at least one is needed")
         if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
-            raise ValueError(
+            raise EngineError(
                 f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is "
                 f"0..{self.target.vocab_size - 1}: tokenise with the target's own tokenizer"
             )
@@ -125,7 +126,7 @@ class Engine:
         return self.scheduler.has_work()
 
     def set_shape(self, shape: DraftShape) -> None:
-        """Draft with another shape from the next step on. Raises ValueError when the engine has no draft head."""
+        """Draft with another shape from the next step on. Raises `EngineError` when there is no draft head."""
         self.drafter.set_shape(shape)
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ class Engine:
         """
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(settings) != len(prompts):
-            raise ValueError(
+            raise EngineError(
                 f"{len(prompts)} prompts came with {len(settings)} sampling settings; give one, or one for each"
             )
         requests: list[Request] = []

@@ -10,13 +10,12 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches, load_draft
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
+from toolkit.infer.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.target.load import Target, load_target
 
 logger = get_logger(__name__)
-
-DEFAULT_SHAPE = DraftShape.chain(4)
 
 
 class OpenError(ValueError):
@@ -104,7 +103,7 @@ def parse_shape(text: str, where: str) -> DraftShape:
     """DraftShape.parse, with an OpenError that says where the text came from."""
     try:
         return DraftShape.parse(text)
-    except ValueError as error:
+    except DraftShapeError as error:
         raise OpenError(f"{where}: {error}") from error
 
 

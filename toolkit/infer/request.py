@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolkit.infer.errors import EngineError
 from toolkit.infer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(EngineError):
     """The prompt leaves no room for an answer inside the context the engine was given."""
 
 

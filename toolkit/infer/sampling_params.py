@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from toolkit.infer.errors import SamplingError
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -19,7 +21,7 @@ class SamplingParams:
     ignore_eos: go on after the target's own stop ids (`stop_ids` below still end the answer).
     stop_ids: further ids that end the answer; the id that ended it is the last output id.
 
-    Raises ValueError for a setting outside its range.
+    Raises `SamplingError` for a setting outside its range.
     """
 
     temperature: float = 0.0
@@ -32,13 +34,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+            raise SamplingError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]; 1 keeps every token")
+            raise SamplingError(f"top_p is {self.top_p}; it must lie in (0, 1]; 1 keeps every token")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep every token) or a positive count")
+            raise SamplingError(f"top_k is {self.top_k}; it must be 0 (keep every token) or a positive count")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; at least 1 token has to be asked for")
+            raise SamplingError(f"max_tokens is {self.max_tokens}; at least 1 token has to be asked for")
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must fit into 64 signed bits")
+            raise SamplingError(f"seed is {self.seed}; it must fit into 64 signed bits")
         object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))

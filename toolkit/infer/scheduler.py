@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from toolkit.infer.errors import EngineError
 from toolkit.infer.request import Request
 
 PROMPT_TOKENS = 4096  # padded prompt tokens read in one forward, unless a single prompt is longer
@@ -18,7 +19,7 @@ class Scheduler:
 
     def __init__(self, max_batch: int) -> None:
         if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}; at least 1 request must be able to run")
+            raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.max_batch = max_batch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the request of row i at index i

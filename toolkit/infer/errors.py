@@ -1,0 +1,15 @@
+"""What a user may have asked of the engine that it cannot do."""
+
+from __future__ import annotations
+
+
+class SamplingError(ValueError):
+    """A sampling setting outside its range."""
+
+
+class DraftShapeError(ValueError):
+    """A draft shape that cannot be, or that this head cannot draft."""
+
+
+class EngineError(ValueError):
+    """An engine, or a request to it, that cannot work as it was asked for."""
