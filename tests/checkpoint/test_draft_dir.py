@@ -123,7 +123,8 @@ def test_saving_over_an_old_head_leaves_nothing_of_it(saved, tiny_draft, monkeyp
     def killed(path, value):
         raise KeyboardInterrupt
 
-    again = (saved, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
+    state = {name: value + 1 for name, value in tiny_draft.head.state_dict().items()}
+    again = (saved, state, tiny_draft.head.config, tiny_draft.token_map, {})
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.checkpoint.draft_dir.write_json", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -131,6 +132,13 @@ def test_saving_over_an_old_head_leaves_nothing_of_it(saved, tiny_draft, monkeyp
     with pytest.raises(DraftDirError, match="no config.json"):
         load_draft(saved)
     assert "measured" not in load_draft(save_draft(*again)).meta
+
+
+def test_saving_the_same_head_again_keeps_what_it_measured(saved, tiny_draft):
+    """A training that is started again when it is done writes its head again; the pipeline would not measure anew."""
+    (saved / "measured.json").write_text('{"best_shape": "4,1,5"}')
+    save_draft(saved, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
+    assert load_draft(saved).meta["measured"] == {"best_shape": "4,1,5"}
 
 
 def test_a_bad_head_is_not_saved(tiny_draft, tmp_path):

@@ -49,18 +49,30 @@ def save_draft(
     meta: Mapping[str, Any],
 ) -> Path:
     """Write a draft directory, over an old one too. config.json goes first and comes last, so that a directory with a
-    config is complete; what was measured with an old head goes with it."""
+    config is complete; what was measured with other weights is removed."""
     directory = Path(directory)
     tensors = {**head_state, "d2t": token_map.d2t, "t2d": token_map.t2d}
     # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
     load_strict(_empty_head(config), dict(head_state), "the head that is being saved")
-    for name in ("config.json", "measured.json"):
-        (directory / name).unlink(missing_ok=True)
+    if not _same_tensors(directory / "model.safetensors", tensors):
+        (directory / "measured.json").unlink(missing_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
     write_json(
         directory / "config.json", {**_serving_keys(config, head_state), "toolkit": _toolkit_block(config, meta)}
     )
     return directory
+
+
+def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    try:
+        stored = load_tensors(path)
+    except WeightsError:
+        return False
+    return stored.keys() == tensors.keys() and all(
+        stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
+        for name, tensor in tensors.items()
+    )
 
 
 def _toolkit_block(config: Eagle3Config, meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ regression from the features at i to the input of the last layer at i+1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -146,7 +147,7 @@ def _pairs(batch: Batch, device: torch.device) -> torch.Tensor:
     return (real & batch.response[:, 1:]).to(device)
 
 
-def regression_batches(batches: list[Batch], columns: int) -> list[Batch]:
+def regression_batches(batches: Iterable[Batch], columns: int) -> list[Batch]:
     """As many of the first batches as the regression needs."""
     taken, positions = [], 0
     for batch in batches:
