@@ -26,8 +26,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WORDS = (
-    "the quick brown fox jumps over the lazy dog while seven wizards count apples and write short stories about rivers, "
-    "trains, numbers 0 1 2 3 4 5 6 7 8 9 and the weather in spring; system user assistant You are helpful."
+    "the quick brown fox jumps over the lazy dog while seven wizards count apples and write short stories about "
+    "rivers, trains, numbers 0 1 2 3 4 5 6 7 8 9 and the weather in spring; system user assistant You are helpful."
 )
 DRAFT_VOCAB = 160
 

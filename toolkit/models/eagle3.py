@@ -137,7 +137,7 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3's head with EAGLE's parameter names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's."""
+    """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -157,9 +157,9 @@ class Eagle3Head(nn.Module):
     ) -> torch.Tensor:
         """One pass of the draft layer.
 
-        embeds [T, H]: embedding of the token after each position; hidden [T, H]: fused feature, or the head's own output
-        of the step before; positions [T] int64, all below `reach`. Returns [T, H] before the final norm: the next
-        step's `hidden` and what `logits` reads.
+        embeds [T, H]: embedding of the token after each position; hidden [T, H]: fused feature, or the head's
+        own output of the step before; positions [T] int64, all below `reach`. Returns [T, H] before the final norm:
+        the next step's `hidden` and what `logits` reads.
         """
         cos, sin = self.rope(positions, embeds, reach)
         return self.midlayer(embeds, hidden, cos, sin, attend)

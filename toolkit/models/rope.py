@@ -34,7 +34,7 @@ class Rope:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, head_dim] for `positions` [T] in the device and dtype of `like`; all positions < `reach`."""
+        """cos and sin [T, 1, head_dim] for `positions` [T] on `like`'s device, in its dtype; positions < `reach`."""
         key = (like.device, like.dtype)
         if key not in self._tables or self._tables[key][0].shape[0] < reach:
             size = max(512, 1 << (reach - 1).bit_length())

@@ -42,7 +42,8 @@ def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
 class AuxCapture:
     """Keeps the hidden states that enter the named layers during a forward of the target's body.
 
-    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's output.
+    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's
+    output.
     Install once, run the body, then `take()`. `remove()` takes the hooks off again.
     """
 
