@@ -61,10 +61,18 @@ class WordTokenizer:
 
     chat_template = "words"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> list[int]:
-        assert settings == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        text = "".join(f"{message['role'][0]}:{message['content']}|" for message in messages) + "a:"
-        return [ord(letter) for letter in text]
+    name_or_path = "words"
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
+        assert settings == {"add_generation_prompt": True, "tokenize": False}
+        return "".join(f"{message['role'][0]}:{message['content']}|" for message in messages) + "a:"
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens

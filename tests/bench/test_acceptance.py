@@ -9,6 +9,7 @@ from toolkit.bench.records import read_record, write_record
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.table import print_acceptance
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.errors import SamplingError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
 PROMPTS = [
@@ -80,9 +81,11 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
         ({"shapes": []}, BenchError, "no draft shape"),
         ({"shapes": [SHAPES[0], SHAPES[0]]}, BenchError, "came twice"),
         ({"batch": 0}, BenchError, "batch is 0"),
+        ({"warmup": -1}, BenchError, "warmup is -1"),
+        ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
         ({"prompts": []}, PromptsError, "no prompts"),
         ({"limit": -1}, PromptsError, "limit is -1"),
-        ({"temperature": -0.5}, ValueError, "temperature is -0.5"),
+        ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(tiny_target, tiny_draft, changes, error, message):

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+import toolkit
 from toolkit.bench import records
 from toolkit.bench.records import RECORD_KEYS, RecordError, make_record, read_record, write_record
 
@@ -12,7 +13,8 @@ def test_record_has_the_keys_every_record_has(tmp_path):
     assert list(record)[: len(RECORD_KEYS)] == list(RECORD_KEYS)
     assert record["command"] == "toolkit bench" and record["target"] == {"name": "tiny"}
     assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 0
-    assert record["versions"]["torch"] and record["versions"]["transformers"]
+    assert {"torch", "transformers", "accelerate", "deepspeed", "safetensors", "datasets"} <= record["versions"].keys()
+    assert record["versions"]["torch"] and record["versions"]["toolkit"] == toolkit.__version__
     write_record(tmp_path / "r.json", record)
     assert read_record(tmp_path / "r.json", "acceptance") == json.loads(json.dumps(record))
 

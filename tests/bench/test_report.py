@@ -111,6 +111,7 @@ def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
         "loss_last": 2.5,
         "forecast_accept_length_last": None,
         "forecast_accept_length_best": None,
+        "forecast_best_step": None,
     }
     assert any("cut short" in sentence for sentence in record["missing"])
     assert any("no forecast" in sentence for sentence in record["missing"])
@@ -145,3 +146,12 @@ def test_smoothing_has_no_start_up_bias():
 def test_axis_marks_are_powers_of_two():
     assert octaves([128, 300, 65536], 7) == [128, 512, 2048, 8192, 32768]
     assert octaves([100, 1000], 7) == [128, 256, 512]
+
+
+def test_the_forecast_on_the_page_is_that_of_the_head(run_folder):
+    """Training keeps the best checkpoint; the last forecast is of weights that nobody has."""
+    path = run_folder / "train" / "metrics.jsonl"
+    rows = [{"step": step, "forecast_accept_length": length} for step, length in ((10, 1.5), (20, 2.25), (30, 1.75))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_report(run_folder)[1].read_text()
+    assert "forecast 2.25 for this head (step 20)" in html

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from toolkit.bench import rows as rows_module
+from toolkit.bench.answers import Answer, Question, Round
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError
 from toolkit.bench.rows import best_row, tabulate
-from toolkit.bench.side_by_side import Answer, Question, Round
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams

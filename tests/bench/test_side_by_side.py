@@ -1,9 +1,13 @@
 import time
 
 import pytest
+from jinja2 import TemplateError
 
+from toolkit.bench.answers import Sampling
+from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.side_by_side import BenchError, Mode, Sampling, chat_ids, rotated, run_side_by_side
+from toolkit.bench.side_by_side import BenchError, Mode, rotated, run_side_by_side
+from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import PromptTooLongError
 
@@ -115,7 +119,50 @@ def test_a_prompt_that_is_too_long_is_named(words):
         run_side_by_side([Mode(Full(), None)], words, prompts(("p",)), SAMPLING, warmup=0)
 
 
-def test_a_tokenizer_without_template_is_refused(words):
-    words.chat_template = None
-    with pytest.raises(BenchError, match="no chat template"):
-        chat_ids(words, [{"role": "user", "content": "x"}])
+def test_a_template_that_refuses_the_messages_is_a_clear_error(scripted, words, monkeypatch):
+    """Some templates refuse roles or orders; that is the user's to know, not a traceback of Jinja's."""
+
+    def refuse(*_, **__):
+        raise TemplateError("only one turn")
+
+    monkeypatch.setattr(words, "apply_chat_template", refuse)
+    with pytest.raises(ChatTemplateError, match="only one turn"):
+        run_side_by_side(two_engines(scripted)[0], words, prompts(("x",)), SAMPLING)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_killed_measurement_goes_on(scripted, words, tmp_path, batch):
+    """Hours of decoding must not be lost; what is kept and what is decoded later are one result."""
+    asked = prompts(("p", "q"), ("r",), ("s",), ("t", "u"))
+
+    class Killed(scripted):
+        def add_request(self, prompt_ids, params, *, speculative=True):
+            if text(prompt_ids).startswith("u:s"):
+                raise KeyboardInterrupt
+            return super().add_request(prompt_ids, params, speculative=speculative)
+
+    def script(ids, shape):
+        return PLAIN_RUNS if shape is None else [[97], [98, 99]]
+
+    def measure(modes, **more):
+        seen = []
+        rounds = run_side_by_side(
+            modes, words, asked, SAMPLING, batch=batch, warmup=1, on_progress=lambda *at: seen.append(at), **more
+        )
+        return [(done.mode, done.answers) for done in rounds], seen
+
+    whole, _ = measure(two_engines(scripted)[0])
+    keep = KeptRounds(tmp_path / "rounds.jsonl", {"seed": 0})
+    with pytest.raises(KeyboardInterrupt):
+        measure([Mode(Killed(script), None), Mode(scripted(script), CHAIN), Mode(scripted(script), TREE)], keep=keep)
+    with keep.path.open("a") as handle:
+        handle.write('{"group": 2, "rou')  # the torn line of a SIGKILL
+    modes, log = two_engines(scripted)
+    found, seen = measure(modes, keep=keep)
+    assert found == whole
+    assert seen[0] == (9 + batch, 18) and seen[-1] == (18, 18)
+    assert len(log) == 3 + 9, "warm-up, then the last two prompts alone"
+    again, log = two_engines(scripted)
+    assert measure(again, keep=keep)[0] == whole and not log, "nothing is left to decode, not even to warm up"
+    other = KeptRounds(keep.path, {"seed": 1})
+    assert other.read(asked, SAMPLING) == {} and not keep.path.exists(), "rounds of other settings must not be mixed in"

@@ -17,7 +17,7 @@ def test_tables_hold_every_shape_and_every_task_of_the_best_one(record):
     text = " ".join(printed(record).split())
     assert "temperature 0, batch 1, verify steps 1623 / 1623" in text
     assert "chain 4 1.93 [1.84, 2.03] 62 56 50 44 39.4 27.3 1.44x yes (17 near-ties)" in text
-    assert "tree 4x4/16 2.21 [2.12, 2.31]" in text
+    assert "tree 4x4/16 (best) 2.21 [2.12, 2.31]" in text
     assert "By task, tree 4x4/16" in text and "rewriting (5) 2.61 [2.52, 2.71]" in text
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,15 @@ def home(tiny_target_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     return home
 
 
-def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(home: Path, *arguments: str, command: Sequence[str] = ("run", "tiny.yaml")) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "toolkit", "run", "tiny.yaml", *arguments]
     return subprocess.Popen(
-        command, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "toolkit", *command, *arguments],
+        cwd=home,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -128,6 +133,26 @@ def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home
     shutil.copytree(finished[0], home / "runs" / "changed")
     out = finish(start(home, "run_dir=runs/changed", "bench.max_tokens=6", "train.save_every=7"))
     assert out.count("skipped, up to date") == 4 and "bench.max_tokens changed from 10 to 6" in out
+
+
+def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Path, str], home: Path) -> None:
+    """Measuring takes longest but for training; what was measured before the kill must not be measured again."""
+    folder = Path(shutil.copytree(finished[0], home / "runs" / "measured"))
+    rounds, manifest = folder / "bench" / "rounds.jsonl", folder / "bench" / "manifest.json"
+    kept = rounds.read_text().splitlines(keepends=True)
+    assert len(kept) == 3, "a line for what it is made of, and one for each prompt"
+    rounds.write_text("".join(kept[:2]) + kept[2][:30])
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "status": "running"}))
+    for name in (folder / "bench" / "acceptance.json", folder / "ckpt" / "measured.json"):
+        name.unlink()
+    line = ["bench", "acceptance", "--recipe", "tiny.yaml", "run_dir=runs/measured"]
+    out = finish(start(home, *line, command=()))
+    assert "was cut off" in out and "tree 2x2/4" in out
+    assert rounds.read_text().startswith("".join(kept[:2])) and len(rounds.read_text().splitlines()) == 3
+    answers = [json.loads((run / "bench" / "acceptance.json").read_text())["answers"] for run in (folder, finished[0])]
+    assert answers[0] == answers[1]
+    assert json.loads((folder / "ckpt" / "measured.json").read_text())["rows"]
+    assert "skipped, up to date" in finish(start(home, *line, command=()))
 
 
 def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:

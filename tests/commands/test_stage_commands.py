@@ -105,6 +105,52 @@ def test_bench_acceptance_writes_record_and_page(
     assert "accept_length" in capsys.readouterr().out and Path("out/a.html").stat().st_size > 1000
 
 
+def test_every_draft_shape_asked_for_is_measured(
+    recipe: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given four times, only the last shape was measured, and nothing said so."""
+    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples"]}\n')
+    line = ["bench", "acceptance", "--draft", str(draft_dir), "--prompts", "p.jsonl", "--max-tokens", "4"]
+    shapes = ["--shape", "1,1,2", "--shape", "2,1,3", "2,2,4", "--out", "a.json"]
+    assert cli.main([*line, *shapes]) == 0
+    record = json.loads(Path("a.json").read_text())
+    assert [row["num_draft_tokens"] for row in record["rows"] if row["task"] == "all"] == [2, 3, 4]
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("chain 1", "chain 2", "tree 2x2/4")) and out.count("(best)") == 1
+    assert not (draft_dir / "measured.json").exists(), "another measurement must not change what serve starts with"
+    assert cli.main([*line, "--shape", "2,1,3", "--shape", "2,1,3"]) == 2
+    assert "each draft shape once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--max-tokens", "0"], "max_tokens = 0"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--temperature", "inf"], "temperature is inf"),
+        (["--warmup", "-1"], "warmup = -1"),
+        (["--batch", "0"], "batch is 0"),
+        (["--shape", "4,1,9"], "write 4,1,5"),
+        (["--shape", "4,999,9"], "exceeds the draft vocabulary"),
+        (["--recipe", "r.yaml"], "--recipe and --draft"),
+    ],
+)
+def test_wrong_arguments_of_bench_are_one_line(
+    recipe: Path, draft_dir: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback tells a user nothing about what to type instead."""
+    assert cli.main(["bench", "acceptance", "--draft", str(draft_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
+
+
+def test_options_of_another_head_are_not_ignored_with_a_recipe(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "acceptance", "--recipe", str(recipe), "--shape", "4,1,5"]) == 2
+    assert "--shape came without --draft; override bench.shapes=" in capsys.readouterr().err
+
+
 def test_train_passes_the_exit_status_on(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from toolkit.bench.answers import Sampling
 from toolkit.bench.bootstrap import RESAMPLES
+from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
-from toolkit.bench.records import make_record
+from toolkit.bench.records import git_commit, hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
-from toolkit.bench.side_by_side import BenchError, Mode, Progress, Sampling, run_side_by_side
+from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
+from toolkit.infer.sampling_params import SamplingParams
 from toolkit.target.load import Target
 
 DEFINITIONS = {
@@ -49,6 +54,7 @@ def measure_acceptance(
     check_tokens: bool = True,
     command: str | None = None,
     prompts_from: str = BUILTIN,
+    keep: Path | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure every shape against plain decoding.
@@ -56,13 +62,28 @@ def measure_acceptance(
     Returns a record of kind "acceptance": for every shape a row over all prompts (task "all") and one per task.
 
     Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
-    tasks. `on_progress(done, total)` counts answers. Raises `BenchError`, `PromptsError`, `DraftDirError`, ValueError.
+    tasks. `keep` names a file for finished prompts, from which a killed measurement goes on. `on_progress(done, total)`
+    counts answers. Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`.
     """
-    _check_settings(shapes, batch)
+    _check_settings(shapes, batch, warmup)
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
     if not chosen:
         raise PromptsError("no prompts came; at least one is needed")
     check_draft_matches(draft, target)
+    settings = {
+        "prompts": prompts_from,
+        "tasks": _tasks(chosen),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "limit": limit,
+        "batch": batch,
+        "warmup": warmup,
+        "check_tokens": check_tokens,
+        "shapes": [shape.as_text() for shape in shapes],
+    }
+    kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
     speculative = Engine(target, draft, shapes[0], max_batch=batch)
     # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
     plain = Engine(target, max_batch=batch)
@@ -70,7 +91,7 @@ def measure_acceptance(
     sampling = Sampling(max_tokens, temperature, seed)
     try:
         rounds = run_side_by_side(
-            modes, target.tokenizer, chosen, sampling, batch=batch, warmup=warmup, on_progress=on_progress
+            modes, target.tokenizer, chosen, sampling, batch=batch, warmup=warmup, keep=kept, on_progress=on_progress
         )
     finally:
         speculative.close()
@@ -78,18 +99,7 @@ def measure_acceptance(
     return make_record(
         "acceptance",
         command or " ".join(sys.argv),
-        {
-            "prompts": prompts_from,
-            "tasks": _tasks(chosen),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "limit": limit,
-            "batch": batch,
-            "warmup": warmup,
-            "check_tokens": check_tokens,
-            "shapes": [shape.as_text() for shape in shapes],
-        },
+        settings,
         **tabulate(
             rounds, shapes, target, temperature, method=draft.meta.get("head", "eagle3"), check_tokens=check_tokens
         ),
@@ -110,13 +120,31 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_settings(shapes: Sequence[DraftShape], batch: int) -> None:
+def _kept_rounds(
+    path: Path, target: Target, draft: DraftCheckpoint, prompts: Sequence[Prompt], settings: dict[str, Any]
+) -> KeptRounds:
+    """Other weights of target or head are the caller's to notice; here they count by name, config and place."""
+    made_of = {
+        "settings": settings,
+        "prompts": [asdict(prompt) for prompt in prompts],
+        "target": _describe_target(target),
+        "draft": _describe_draft(draft),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": git_commit(),
+    }
+    return KeptRounds(path, made_of)
+
+
+def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> None:
     if not shapes:
         raise BenchError("no draft shape came; at least one such as 4,1,5 is needed")
     if len({shape.name for shape in shapes}) != len(shapes):
         raise BenchError(f"a draft shape came twice in {', '.join(shape.name for shape in shapes)}; give each once")
     if batch < 1:
         raise BenchError(f"batch is {batch}; at least 1 prompt at a time is needed")
+    if warmup < 0:
+        raise BenchError(f"warmup is {warmup}; 0 or more prompts are needed")
 
 
 def _tasks(prompts: Sequence[Prompt]) -> list[str]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from toolkit import __version__
 from toolkit.weights import read_json, write_json
 
 RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "datasets")
 
 
 class RecordError(ValueError):
@@ -117,10 +119,14 @@ def _memory_bytes() -> int | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of python, toolkit, torch and transformers; None for one that is not installed as a package."""
+    """Versions of python, this package and those it computes and stores with; None for one that is not installed.
+
+    None of them is imported for it.
+    """
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("toolkit", "torch", "transformers")},
+        "toolkit": __version__,
+        **{name: _version(name) for name in PACKAGES},
     }
 
 

@@ -91,8 +91,10 @@ def _summary(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
             f"{best['plain_tokens_per_s']:.1f}, <b>{best['speedup']:.2f} times</b> as fast"
         )
     training = record["training"]
-    forecast = (training or {}).get("forecast_accept_length_last")
-    predicted = f" Training forecast {forecast:.2f} for a chain on held-out rollouts." if forecast else ""
+    predicted = ""
+    if training and training["forecast_accept_length_best"]:
+        forecast, step = training["forecast_accept_length_best"], training["forecast_best_step"]
+        predicted = f" Training forecast {forecast:.2f} for this head (step {step}), a chain on held-out rollouts."
     return (
         f"On {escape(prompts_phrase(dict(record)))} ({best['answers']} answers of at most "
         f"{settings['max_tokens']} tokens, temperature {settings['temperature']:g}, batch {settings['batch']}) "

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from toolkit.bench.answers import PLAIN, Answer, Round
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, compare, plain_logits
 from toolkit.bench.records import RecordError
-from toolkit.bench.side_by_side import PLAIN, Answer, Round
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.sampler import uniform

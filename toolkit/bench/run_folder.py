@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.bench.records import RecordError, read_record
 from toolkit.weights import read_json
 
-STAGES = ("prompts", "rollouts", "token_map", "train", "ckpt", "bench")
+STAGES = ("prompts", "rollouts", "token_map", "train", "bench")
 
 
 @dataclass
@@ -55,6 +55,8 @@ def read_run(run_dir: str | Path) -> RunData:
 def training_summary(data: RunData) -> dict[str, Any] | None:
     """Steps, supervised tokens, seconds in steps, first and last loss, last and best forecast; None without metrics.
 
+    The head in ckpt/ is that of the best forecast, at `forecast_best_step`.
+
     The last loss is the mean of the last tenth of the logged rows: a single batch is noise.
     """
     if not data.training and not data.forecasts:
@@ -63,6 +65,8 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
     tail = losses[-max(1, len(losses) // 10) :]
     seconds = [row["seconds_per_step"] for row in data.training if is_number(row.get("seconds_per_step"))]
     lengths = [row["forecast_accept_length"] for row in data.forecasts]
+    # Of equals the later one, as training chooses.
+    best = max(data.forecasts, key=lambda row: (row["forecast_accept_length"], row["step"]), default=None)
     return {
         "steps": max(row["step"] for row in [*data.training, *data.forecasts]),
         "supervised_tokens": data.training[-1].get("tokens") if data.training else None,
@@ -70,7 +74,8 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
         "loss_first": losses[0] if losses else None,
         "loss_last": sum(tail) / len(tail) if tail else None,
         "forecast_accept_length_last": lengths[-1] if lengths else None,
-        "forecast_accept_length_best": max(lengths, default=None),
+        "forecast_accept_length_best": None if best is None else best["forecast_accept_length"],
+        "forecast_best_step": None if best is None else best["step"],
     }
 
 

@@ -13,17 +13,18 @@ the same prompts even where 16-bit rounding made their answers part.
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from toolkit.bench.answers import PLAIN, Answer, Question, Round, Sampling
+from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
+from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.request import PromptTooLongError, Request
 from toolkit.infer.sampling_params import SamplingParams
 
-PLAIN = "plain"
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]
 
@@ -44,40 +45,6 @@ class Stepper(Protocol):
 
 
 @dataclass(frozen=True)
-class Question:
-    """One turn of one conversation, rendered."""
-
-    prompt: Prompt
-    turn: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one mode wrote to one question, with its log of verify steps."""
-
-    question: Question
-    output_ids: tuple[int, ...]
-    events: tuple[VerifyEvent, ...]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One mode's answers to one group of questions, decoded together.
-
-    prefill_s: seconds of reading the prompts, until their first tokens. decode_s: seconds of everything else, in which
-    the decode_tokens, all but the first of each answer, were written.
-    """
-
-    mode: str
-    answers: tuple[Answer, ...]
-    prefill_s: float
-    decode_s: float
-    decode_tokens: int
-
-
-@dataclass(frozen=True)
 class Mode:
     """Plain decoding (no shape) or speculative decoding with a shape, on the engine that does it."""
 
@@ -89,20 +56,6 @@ class Mode:
         return PLAIN if self.shape is None else self.shape.name
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of a measurement that are the same for every question."""
-
-    max_tokens: int
-    temperature: float
-    seed: int
-
-    def params(self, prompt: Prompt, turn: int) -> SamplingParams:
-        """Parameters of one question; every mode gets the same seed, and every question another one."""
-        seed = zlib.crc32(f"{self.seed}/{prompt.question_id}/{turn}".encode())
-        return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=self.max_tokens)
-
-
 def run_side_by_side(
     modes: Sequence[Mode],
     tokenizer: Any,
@@ -111,53 +64,69 @@ def run_side_by_side(
     *,
     batch: int = 1,
     warmup: int = 1,
+    keep: KeptRounds | None = None,
     on_progress: Progress | None = None,
 ) -> list[Round]:
     """Answer every turn of `prompts` in every mode, `batch` conversations at a time.
 
-    `warmup` prompts are decoded in every mode before the clock starts, and are not in the result. `on_progress(done,
-    total)` counts answers over all modes. Raises `BenchError` for a prompt that is too long for the target.
+    `warmup` prompts are decoded in every mode before the clock starts, and are not in the result. Groups that `keep`
+    has are not decoded again. `on_progress(done, total)` counts answers over all modes. Raises `BenchError` for a
+    prompt that is too long for the target, `ChatTemplateError` for one that the chat template refuses.
     """
-    for prompt in prompts[:warmup]:
-        question = Question(prompt, 0, chat_ids(tokenizer, [_user(prompt.turns[0])]), sampling.params(prompt, 0))
-        for mode in modes:
-            _answer(mode, [question], limit=WARMUP_TOKENS)
+    kept = {} if keep is None else keep.read(prompts, sampling)
+    groups = range(0, len(prompts), batch)
+    if len(kept) < len(groups):
+        _warm_up(modes, tokenizer, prompts[:warmup], sampling)
     total, done = sum(len(prompt.turns) for prompt in prompts) * len(modes), 0
     rounds: list[Round] = []
     place = 0
-    for start in range(0, len(prompts), batch):
+    for start in groups:
         group = prompts[start : start + batch]
-        histories: dict[str, list[dict[str, str]]] = {prompt.question_id: [] for prompt in group}
-        for turn in range(max(len(prompt.turns) for prompt in group)):
-            questions = []
-            for prompt in (prompt for prompt in group if turn < len(prompt.turns)):
-                history = histories[prompt.question_id]
-                history.append(_user(prompt.turns[turn]))
-                questions.append(Question(prompt, turn, chat_ids(tokenizer, history), sampling.params(prompt, turn)))
-            for mode in rotated(modes, place):
-                rounds.append(_answer(mode, questions))
-                done += len(questions)
+        found = kept.get(start)
+        if found is None:
+            found = []
+            for fresh in _answer_group(modes, tokenizer, group, sampling, place):
+                found.append(fresh)
                 if on_progress is not None:
-                    on_progress(done, total)
-                if mode.name == PLAIN:
-                    _remember(histories, rounds[-1], tokenizer)
-            place += 1
+                    on_progress(done + sum(len(one.answers) for one in found), total)
+            if keep is not None:
+                keep.append(start, found)
+        rounds += found
+        done += sum(len(one.answers) for one in found)
+        place += max(len(prompt.turns) for prompt in group)
     return rounds
+
+
+def _warm_up(modes: Sequence[Mode], tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    for prompt in prompts:
+        ids = tuple(prompt_ids(tokenizer, [_user(prompt.turns[0])]))
+        for mode in modes:
+            _answer(mode, [Question(prompt, 0, ids, sampling.params(prompt, 0))], limit=WARMUP_TOKENS)
+
+
+def _answer_group(
+    modes: Sequence[Mode], tokenizer: Any, group: Sequence[Prompt], sampling: Sampling, place: int
+) -> Iterator[Round]:
+    """All turns of a group in every mode; `place` counts the turns asked before it, for the order of the modes."""
+    histories: dict[str, list[dict[str, str]]] = {prompt.question_id: [] for prompt in group}
+    for turn in range(max(len(prompt.turns) for prompt in group)):
+        questions = []
+        for prompt in (prompt for prompt in group if turn < len(prompt.turns)):
+            history = histories[prompt.question_id]
+            history.append(_user(prompt.turns[turn]))
+            ids = tuple(prompt_ids(tokenizer, history))
+            questions.append(Question(prompt, turn, ids, sampling.params(prompt, turn)))
+        for mode in rotated(modes, place + turn):
+            done = _answer(mode, questions)
+            yield done
+            if mode.name == PLAIN:
+                _remember(histories, done, tokenizer)
 
 
 def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
     """The order of the modes for group number `place`."""
     first = place % len(modes)
     return [*modes[first:], *modes[:first]]
-
-
-def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-    """Prompt ids of a conversation, up to where the assistant's next answer begins."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise BenchError("the target's tokenizer has no chat template; prompts can only be asked with one")
-    return tuple(
-        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
 
 
 def _user(text: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from toolkit.bench.rows import ALL, best_row
 
 WIDTH_WITHOUT_TERMINAL = 118
 NONE = "-"
+BEST = " (best)"  # by speed; in words, because bold is lost where there is no terminal
 
 
 def print_acceptance(record: dict[str, Any], console: Console | None = None) -> None:
@@ -117,14 +118,15 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[st
     table.add_column("tokens equal", justify="left")
     for name, row in rows:
         speedup = NONE if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        is_best = row is best and len(rows) > 1
         table.add_row(
-            name,
+            f"{name}{BEST}" if is_best else name,
             length_text(row),
             rates_text(row["accept_rate"]),
             decimal(row["tokens_per_s"], 1),
             decimal(row["plain_tokens_per_s"], 1),
             speedup,
             equal_text(row),
-            style="bold" if row is best and len(rows) > 1 else None,
+            style="bold" if is_best else None,
         )
     return table

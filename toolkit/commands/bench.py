@@ -4,47 +4,68 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.launch import set_threads
-from toolkit.commands.pipeline import ACCEPTANCE, Run, best_device
-from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device
+from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
+from toolkit.recipe import BenchSettings
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
+    from toolkit.checkpoint.draft_dir import DraftCheckpoint
     from toolkit.infer.draft_tree import DraftShape
     from toolkit.target.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"
-DEFAULT_SHAPES = ("4,1,5", "4,4,16")
+# Options of --draft that have a counterpart among the recipe's bench settings.
+_SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    acceptance = kinds.add_parser("acceptance", help="tokens per verify step, speed, and equality of the tokens")
-    acceptance.add_argument("--draft", type=Path, required=True, metavar="DIR", help="draft directory (runs/NAME/ckpt)")
-    acceptance.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
-    acceptance.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="prompts in MT-bench's field style (default: the 40 built-in ones)"
+    acceptance = kinds.add_parser(
+        "acceptance",
+        help="tokens per verify step, speed, and equality of the tokens",
+        description="The stage `measure` of a recipe's run folder, which also writes ckpt/measured.json (the shape "
+        "that serve and chat start with) and goes on where it was cut off; or, with --draft, any head, into a record "
+        "of its own: then the draft directory is left as it is.",
     )
-    acceptance.add_argument("--limit", type=int, metavar="N", help="so many prompts, evenly over the tasks")
-    acceptance.add_argument(
-        "--shapes", nargs="+", default=list(DEFAULT_SHAPES), metavar="S,K,N", help="num_steps,top_k,num_draft_tokens"
+    defaults = BenchSettings()
+    add_recipe_arguments(acceptance)
+    acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
+    group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
+    group.add_argument("--draft", type=Path, metavar="DIR", help="draft directory (runs/NAME/ckpt)")
+    group.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
+    group.add_argument(
+        "--prompts", metavar="FILE", help="prompts in MT-bench's field style (default: the 40 built-in ones)"
     )
-    acceptance.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer at most (default: 96)")
-    acceptance.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    acceptance.add_argument("--seed", type=int, default=0)
-    acceptance.add_argument("--batch", type=int, default=1, help="prompts decoded at once (default: 1)")
-    acceptance.add_argument(
-        "--warmup", type=int, default=1, help="prompts decoded before the clock starts (default: 1)"
+    group.add_argument("--limit", type=int, metavar="N", help="so many prompts, evenly over the tasks")
+    group.add_argument(
+        "--shape",
+        "--shapes",
+        dest="shapes",
+        nargs="+",
+        action="extend",
+        metavar="S,K,N",
+        help="num_steps,top_k,num_draft_tokens; several, or the option several times, are measured side by side "
+        f"(default: {' '.join(defaults.shapes)})",
     )
-    acceptance.add_argument("--no-check", action="store_true", help="do not compare the tokens with plain decoding's")
-    acceptance.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="float32 makes the comparison exact"
+    group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")
+    group.add_argument("--temperature", type=float, help="default: 0, greedy")
+    group.add_argument("--seed", type=int, help="default: 0")
+    group.add_argument("--batch", type=int, help="prompts decoded at once (default: 1)")
+    group.add_argument(
+        "--warmup", type=int, help=f"prompts decoded before the clock starts (default: {defaults.warmup})"
     )
-    acceptance.add_argument(
+    group.add_argument(
+        "--no-check", action="store_true", default=None, help="do not compare the tokens with plain decoding's"
+    )
+    group.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto; float32 makes the comparison exact"
+    )
+    group.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
@@ -54,29 +75,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the record and a page beside it."""
+    if args.draft is not None:
+        if args.recipe or args.overrides or args.force:
+            given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
+            raise ArgumentsError(f"{given} and --draft came together; a recipe's run folder or any head is measured")
+        return _measure_any(args)
+    own = (*_SETTINGS, "target", "seed", "batch", "no_check", "dtype", "out")
+    stray = next((name for name in own if getattr(args, name) is not None), None)
+    if stray is not None:
+        how = f"override bench.{stray}=... instead" if stray in _SETTINGS else "name the head: --draft runs/NAME/ckpt"
+        raise ArgumentsError(
+            f"--{stray.removesuffix('s') if stray == 'shapes' else stray.replace('_', '-')} came without --draft; {how}"
+        )
+    job = run_of(args)
+    set_threads()
+    run_one_stage(job, "measure", args.force)
+    return 0
+
+
+def _measure_any(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    if args.shapes:
+        given["shapes"] = tuple(args.shapes)
+    wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
     from toolkit.checkpoint.draft_dir import load_draft
+    from toolkit.target.load import load_target
 
-    # The head first: it is small, so a broken directory is found before the target is loaded.
-    stated = load_draft(args.draft).meta.get("target") or {}
+    # What is small first: a mistake in it is found before the target is loaded.
+    prompts_and_shapes(wanted)
+    draft = load_draft(args.draft)
+    stated = draft.meta.get("target") or {}
     name, revision = (args.target, None) if args.target else (stated.get("name"), stated.get("revision"))
     if not name:
         raise ArgumentsError(f"{args.draft} does not say which target it was trained for; name it with --target")
-    from toolkit.target.load import load_target
-
-    target = load_target(name, revision=revision, dtype=args.dtype, device=best_device())
+    target = load_target(name, revision=revision, dtype=args.dtype or "auto", device=best_device())
+    draft.head.to(device=target.device, dtype=target.dtype)
     record = _measure(
         target,
-        args.draft,
-        prompts=args.prompts,
-        limit=args.limit,
-        shapes=args.shapes,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        batch=args.batch,
-        warmup=args.warmup,
+        draft,
+        wanted,
+        seed=args.seed or 0,
+        batch=1 if args.batch is None else args.batch,
         check_tokens=not args.no_check,
     )
     print_acceptance(record)
@@ -91,20 +132,12 @@ def measure_run(job: Run) -> str:
     from toolkit.bench.records import write_record
     from toolkit.bench.rows import best_row
     from toolkit.bench.table import length_text, print_acceptance, shape_name
+    from toolkit.checkpoint.draft_dir import load_draft
     from toolkit.weights import write_json
 
-    wanted, ckpt = job.recipe.bench, job.folder / "ckpt"
-    record = _measure(
-        job.target,
-        ckpt,
-        prompts=None if wanted.prompts is None else Path(wanted.prompts),
-        limit=wanted.limit,
-        shapes=wanted.shapes,
-        max_tokens=wanted.max_tokens,
-        temperature=wanted.temperature,
-        seed=job.recipe.seed,
-        warmup=wanted.warmup,
-    )
+    ckpt, target = job.folder / "ckpt", job.target
+    draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
+    record = _measure(target, draft, job.recipe.bench, seed=job.recipe.seed, keep=job.folder / ROUNDS)
     write_json(ckpt / "measured.json", measured_summary(record))
     write_record(job.folder / ACCEPTANCE, record)
     print_acceptance(record)
@@ -116,37 +149,34 @@ def measure_run(job: Run) -> str:
     )
 
 
-def _measure(
-    target: Target, draft_dir: Path, *, prompts: Path | None, shapes: Sequence[str], **settings: Any
-) -> dict[str, Any]:
+def _measure(target: Target, draft: DraftCheckpoint, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
     from toolkit.bench.acceptance import measure_acceptance
-    from toolkit.checkpoint.draft_dir import load_draft
     from toolkit.commands.progress_bar import progress_bar
 
-    asked, parsed = prompts_and_shapes(prompts, shapes)
-    draft = load_draft(draft_dir, dtype=target.dtype, device=str(target.device))
+    prompts, shapes = prompts_and_shapes(wanted)
     with progress_bar("measure", "answer") as show:
         return measure_acceptance(
             target,
             draft,
-            asked,
-            parsed,
-            prompts_from="built-in" if prompts is None else prompts.name,
+            prompts,
+            shapes,
+            prompts_from="built-in" if wanted.prompts is None else Path(wanted.prompts).name,
+            limit=wanted.limit,
+            max_tokens=wanted.max_tokens,
+            temperature=wanted.temperature,
+            warmup=wanted.warmup,
             on_progress=show,
             **settings,
         )
 
 
-def prompts_and_shapes(prompts: Path | None, shapes: Sequence[str]) -> tuple[list[Prompt], list[DraftShape]]:
-    """What a measurement is made on. Raises `PromptsError`, and `ArgumentsError` for a shape that is none."""
+def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
+    """What a measurement is made on. Raises `PromptsError`, and `DraftShapeError` for a shape that cannot be."""
     from toolkit.bench.prompts import builtin_prompts, read_prompts
     from toolkit.infer.draft_tree import DraftShape
 
-    try:
-        parsed = [DraftShape.parse(one) for one in shapes]
-    except ValueError as error:
-        raise ArgumentsError(str(error)) from error
-    return builtin_prompts() if prompts is None else read_prompts(prompts), parsed
+    shapes = [DraftShape.parse(one) for one in wanted.shapes]
+    return builtin_prompts() if wanted.prompts is None else read_prompts(wanted.prompts), shapes
 
 
 def _write(record: dict[str, Any], draft_dir: Path, out: Path | None) -> tuple[Path, Path]:

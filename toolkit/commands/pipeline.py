@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 PROMPTS, ROLLOUTS = "prompts/prompts.jsonl", "rollouts/rollouts.jsonl"
 TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
 METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
-ACCEPTANCE, REPORT, REPORT_PAGE = "bench/acceptance.json", "report.json", "report.html"
+ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
+REPORT, REPORT_PAGE = "report.json", "report.html"
 _TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
 
 
@@ -46,8 +47,7 @@ class Run:
         from toolkit.target.load import load_target
 
         # Found by the last stages, a mistake here would cost the minutes of all before.
-        bench = self.recipe.bench
-        prompts_and_shapes(None if bench.prompts is None else Path(bench.prompts), bench.shapes)
+        prompts_and_shapes(self.recipe.bench)
         chosen = self.recipe.target
         return load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
 

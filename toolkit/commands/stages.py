@@ -177,9 +177,9 @@ def _work(run_dir: Path, stage: Stage, look: _Look, label: str, say: Callable[[s
 
 
 def _versions() -> dict[str, Any]:
-    from toolkit.bench.records import versions  # after the work, when torch is loaded anyway
+    from toolkit.bench.records import git_commit, versions  # after the work, when torch is loaded anyway
 
-    return versions()
+    return {**versions(), "commit": git_commit()}
 
 
 def _set_aside(run_dir: Path, stages: Sequence[Stage], say: Callable[[str], None]) -> None:

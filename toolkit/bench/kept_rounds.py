@@ -1,0 +1,78 @@
+"""Finished groups of a measurement on disk, so that a killed measurement goes on where it was.
+
+The times of a kept group stay valid: all modes answered it side by side, so that whatever the machine did to one mode
+it did to the others. A file of one JSON object a line: first what the measurement is made of, then a line a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from toolkit.bench.answers import Answer, Question, Round, Sampling
+from toolkit.bench.prompts import Prompt
+from toolkit.infer.request import VerifyEvent
+from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
+from toolkit.log import get_logger
+from toolkit.weights import sha256_json
+
+logger = get_logger(__name__)
+
+
+class KeptRounds:
+    """The groups of one measurement. `made_of`: everything that decides its rows (settings, models, machine, code).
+
+    A file of another measurement is started over.
+    """
+
+    def __init__(self, path: Path, made_of: Mapping[str, Any]) -> None:
+        self.path = path
+        self._mark = sha256_json(made_of)
+
+    def read(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, list[Round]]:
+        """Finished groups by the place of their first prompt. Raises `DataError` for a damaged line but the last."""
+        if not self.path.is_file():
+            return {}
+        cut_torn_line(self.path)
+        rows = [row for _, row in read_rows(self.path)]
+        if not rows or rows[0].get("made_of") != self._mark:
+            logger.info("%s: of another measurement (settings, machine or versions); it is measured anew", self.path)
+            self.path.unlink()
+            return {}
+        by_id = {prompt.question_id: prompt for prompt in prompts}
+        return {row["group"]: [_round(one, by_id, sampling) for one in row["rounds"]] for row in rows[1:]}
+
+    def append(self, group: int, rounds: Sequence[Round]) -> None:
+        """Keep a finished group; `group` is the place of its first prompt."""
+        fresh = not self.path.is_file()
+        with RowAppender(self.path) as rows:
+            if fresh:
+                rows.append({"made_of": self._mark})
+            rows.append({"group": group, "rounds": [_row(done) for done in rounds]})
+
+
+def _row(done: Round) -> dict[str, Any]:
+    answers = [
+        {
+            "question_id": answer.question.prompt.question_id,
+            "turn": answer.question.turn,
+            "prompt_ids": list(answer.question.prompt_ids),
+            "output_ids": list(answer.output_ids),
+            "events": [astuple(event) for event in answer.events],
+        }
+        for answer in done.answers
+    ]
+    times = {"prefill_s": done.prefill_s, "decode_s": done.decode_s, "decode_tokens": done.decode_tokens}
+    return {"mode": done.mode, **times, "answers": answers}
+
+
+def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Sampling) -> Round:
+    answers = []
+    for kept in row["answers"]:
+        prompt, turn = prompts[kept["question_id"]], kept["turn"]
+        question = Question(prompt, turn, tuple(kept["prompt_ids"]), sampling.params(prompt, turn))
+        events = tuple(VerifyEvent(*event) for event in kept["events"])
+        answers.append(Answer(question, tuple(kept["output_ids"]), events))
+    return Round(row["mode"], tuple(answers), row["prefill_s"], row["decode_s"], row["decode_tokens"])
