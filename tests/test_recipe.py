@@ -11,6 +11,7 @@ from toolkit.recipe import (
     Recipe,
     RecipeError,
     TargetSettings,
+    TrainSettings,
     default_recipe_path,
     load_recipe,
     print_config,
@@ -78,6 +79,10 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.ttt_steps=0", "above 0"),
         ("rollouts.top_p=0", "above 0"),
         ("rollouts.held_out=1", "below 1"),
+        ("rollouts.held_out=0", "a share above 0"),
+        ("train.mask_shift=2", "0 (exact) or 1"),
+        ("train.max_length=2", "at least 3 ids"),
+        ("bench.shapes=['4,1,5','4,1,5']", "each draft shape once"),
         ("token_map.coverage=0.9", "exactly one of the two"),
         ("train.aux_layer_ids=[3, 1, 2]", "three ascending"),
         ("bench.shapes=['4,1']", "steps,top_k,nodes"),
@@ -116,3 +121,14 @@ def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
     assert not {"save_every", "keep_states", "wandb", "wandb_project", "micro_batch"} & train.keys()
     assert "batch_size" not in rollouts and {"temperature", "max_tokens", "held_out"} <= rollouts.keys()
     assert train["betas"] == [0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    ("processes", "batch", "micro", "told"),
+    [(3, 8, 8, "train.global_batch"), (9, 8, 8, "train.global_batch"), (1, 12, 8, "train.micro_batch")],
+)
+def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, micro: int, told: str) -> None:
+    """Training itself would find it after the minutes of prompts and rollouts."""
+    with pytest.raises(RecipeError, match=told):
+        TrainSettings(global_batch=batch, micro_batch=micro).check_processes(processes)
+    TrainSettings(global_batch=12, micro_batch=8).check_processes(2)

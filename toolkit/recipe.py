@@ -137,6 +137,16 @@ class TrainSettings:
         ids = self.aux_layer_ids
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
         _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
+        _need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
+        _need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
+
+    def check_processes(self, processes: int) -> None:
+        """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches."""
+        share, rest = divmod(self.global_batch, processes)
+        even = f"a multiple of {processes}, the number of training processes,"
+        _need(share > 0 and not rest, "train.global_batch", self.global_batch, even)
+        whole = share <= self.micro_batch or share % self.micro_batch == 0
+        _need(whole, "train.micro_batch", self.micro_batch, f"a divisor of {share}, the sequences of a process,")
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,7 @@ class BenchSettings:
         for shape in self.shapes:
             _need(re.fullmatch(r"\d+,\d+,\d+", shape) is not None, "bench.shapes", shape, '"steps,top_k,nodes"')
         _need(len(self.shapes) > 0, "bench.shapes", self.shapes, "at least one draft shape")
+        _need(len(set(self.shapes)) == len(self.shapes), "bench.shapes", self.shapes, "each draft shape once")
 
 
 @dataclass(frozen=True)
@@ -177,6 +188,8 @@ class Recipe:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
         _need(plain, "name", self.name, "a name of letters, digits, '.', '_' or '-' (it names the run folder)")
         _need(self.seed >= 0, "seed", self.seed, "0 or more")
+        held_out = self.rollouts.held_out
+        _need(held_out > 0, "rollouts.held_out", held_out, "a share above 0 (training is judged on what it holds out)")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
 

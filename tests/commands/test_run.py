@@ -16,8 +16,9 @@ import pytest
 
 from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, local_target_files
-from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.infer.errors import DraftShapeError
 from toolkit.recipe import RecipeError, load_recipe
+from toolkit.target.load import TargetError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -164,10 +165,16 @@ def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) ->
 
 def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
     """A shape or prompts file that the measurement refuses must not cost a training first."""
-    for override, told in (("bench.shapes=['4,1,9']", "4,1,9"), ("bench.prompts=absent.jsonl", "absent.jsonl")):
-        recipe = load_recipe(home / "tiny.yaml", [override])
-        with pytest.raises((ArgumentsError, PromptsError, FileNotFoundError), match=told):
-            _ = Run(recipe, home / "tiny.yaml").target
+    for override, error, told in (
+        ("bench.shapes=['4,1,9']", DraftShapeError, "4,1,9"),
+        ("bench.prompts=absent.jsonl", PromptsError, "absent.jsonl"),
+        ("train.global_batch=5", RecipeError, "a multiple of 2"),
+        ("train.micro_batch=1.5", RecipeError, "whole number"),
+        ("train.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),
+    ):
+        with pytest.raises(error, match=told):
+            recipe = load_recipe(home / "tiny.yaml", [override])
+            _ = Run(recipe, home / "tiny.yaml", processes=2, trains=True).target
 
 
 def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:

@@ -30,7 +30,7 @@ def recipe(tiny_target_directory: Path, tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "r.yaml"
     path.write_text(
         f"name: tiny\ntarget: {{model: {tiny_target_directory}}}\nprompts: {{sources: [prompts.jsonl]}}\n"
-        "rollouts: {max_tokens: 8, held_out: 0.0}\ntoken_map: {size: 128}\n"
+        "rollouts: {max_tokens: 8, held_out: 0.1}\ntoken_map: {size: 128}\n"
     )
     return path
 
@@ -169,4 +169,14 @@ def test_train_refuses_a_batch_that_cannot_be_shared(recipe: Path, capsys: pytes
     """Found by the training processes, it would end in a page of traceback from their launcher."""
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     assert cli.main(["train", "--recipe", str(recipe), "--num-processes", "3"]) == 2
-    assert "no multiple of 3 processes" in capsys.readouterr().err
+    assert "a multiple of 3, the number of training processes" in capsys.readouterr().err
+
+
+def test_report_of_a_recipe_and_of_a_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """README says that report takes a recipe as the other stages do; a folder alone must work without one."""
+    assert cli.main(["report", "--recipe", str(recipe), "name=tiny"]) == 2
+    assert "stage report needs runs/tiny/" in capsys.readouterr().err
+    Path("some").mkdir()
+    assert cli.main(["report", "some"]) == 0 and Path("some/report.html").is_file()
+    assert cli.main(["report", "some", "--recipe", str(recipe)]) == 2
+    assert "stands alone" in capsys.readouterr().err

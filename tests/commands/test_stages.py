@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.commands import manifest
 from toolkit.commands.manifest import Manifest, read_manifest
 from toolkit.commands.stages import PipelineError, Stage, run_stages
 from toolkit.weights import WeightsError
@@ -214,3 +215,14 @@ def test_damaged_manifest_is_named(tmp_path: Path) -> None:
         read_manifest(path)
     Manifest("a", "done", {}, {}).write(path)
     assert read_manifest(path) == Manifest("a", "done", {}, {})
+
+
+def test_a_file_of_several_stages_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large target on disk is an input of five stages; each hashing takes minutes. A changed file is read again."""
+    read: list[Path] = []
+    monkeypatch.setattr(manifest, "sha256_file", lambda path: read.append(path) or path.read_text())
+    path = tmp_path / "weights"
+    path.write_text("one")
+    assert manifest.mark_file(path) == manifest.mark_file(path) and len(read) == 1
+    path.write_text("other")
+    assert manifest.mark_file(path)["sha256"] == "other" and len(read) == 2

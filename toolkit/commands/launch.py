@@ -42,6 +42,13 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def training_processes(asked: int | None) -> int:
+    """How many processes train: as asked, else one a GPU, else one. Raises `LaunchError` below 1."""
+    if asked is not None and asked < 1:
+        raise LaunchError(f"{asked} training processes came; at least 1 is needed")
+    return max(1, gpus()) if asked is None else asked
+
+
 def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None) -> list[str]:
     """The command that trains. Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files."""
     if processes < 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +56,17 @@ def mark_file(path: Path, known: FileMark | None = None) -> FileMark:
     stat = path.stat()
     if known and (known["size"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
         return known
-    return {"sha256": sha256_file(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {
+        "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns),
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+    }
+
+
+@cache
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    """Of a file as it is now; in one run five stages ask for the same target's files."""
+    return sha256_file(path)
 
 
 def mark_files(paths: Mapping[str, Path], known: Mapping[str, FileMark]) -> dict[str, FileMark]:

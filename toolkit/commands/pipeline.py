@@ -12,13 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.commands.stages import Stage
+from toolkit.commands.launch import training_processes
+from toolkit.commands.stages import PipelineError, Stage
 from toolkit.recipe import Recipe, RecipeError, result_settings
+from toolkit.weights import read_json
 
 if TYPE_CHECKING:
     from toolkit.target.load import Target
 
-PROMPTS, ROLLOUTS = "prompts/prompts.jsonl", "rollouts/rollouts.jsonl"
+PROMPTS = "prompts/prompts.jsonl"
+ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"
 TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
 METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
 ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
@@ -35,6 +38,7 @@ class Run:
     overrides: Sequence[str] = ()
     processes: int | None = None  # of training; None: one a GPU, else one
     accelerate_config: Path | None = None
+    trains: bool = False  # training follows in this command, so the number of its processes is a matter from the start
 
     @property
     def folder(self) -> Path:
@@ -46,10 +50,14 @@ class Run:
         from toolkit.commands.bench import prompts_and_shapes
         from toolkit.target.load import load_target
 
-        # Found by the last stages, a mistake here would cost the minutes of all before.
+        # Found by the last stages, a mistake here or below would cost the minutes of all before.
         prompts_and_shapes(self.recipe.bench)
+        if self.trains:
+            self.recipe.train.check_processes(training_processes(self.processes))
         chosen = self.recipe.target
-        return load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
+        target = load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
+        check_head_fits(target, self.recipe.train.aux_layer_ids)
+        return target
 
     def release_target(self) -> None:
         """Give the target's memory back before training loads its own."""
@@ -135,9 +143,17 @@ class Run:
     def _write_rollouts(self) -> str:
         from toolkit.commands.rollouts import answer_prompts
 
-        return answer_prompts(
+        told = answer_prompts(
             self.target, self.recipe.rollouts, self.recipe.seed, self.folder / PROMPTS, self.folder / ROLLOUTS
         )
+        splits = read_json(self.folder / ROLLOUTS_STATS)["splits"]
+        absent = [name for name, count in splits.items() if not count]
+        if absent:
+            raise PipelineError(
+                f"no rollout is in the split {' or '.join(absent)} (held_out={self.recipe.rollouts.held_out}), "
+                "and training needs both; give more prompts, or another share"
+            )
+        return told
 
     def _build_token_map(self) -> str:
         from toolkit.commands.build_token_map import map_rollouts
@@ -162,6 +178,23 @@ class Run:
         from toolkit.commands.report import report_run
 
         return report_run(self.folder)
+
+
+def check_head_fits(target: Target, aux_layer_ids: tuple[int, ...] | None) -> None:
+    """Raises `TargetError` or `RecipeError` when no draft head can be built for this target and these layers."""
+    from toolkit.models.eagle3 import Eagle3Config
+    from toolkit.models.rope import Rope
+    from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
+
+    ids = aux_layer_ids or default_aux_layer_ids(target.n_layers)
+    check_aux_layer_ids(ids, target.n_layers)
+    config = Eagle3Config.from_target_config(
+        target.config, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size, aux_layer_ids=ids
+    )
+    try:
+        Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+    except ValueError as error:
+        raise RecipeError(f"target {target.name}: {error}; take another target") from error
 
 
 def best_device() -> str:

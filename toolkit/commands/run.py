@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print_config(recipe)
         return 0
-    pipeline = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes)
+    trains = args.until not in ("prompts", "rollouts", "token_map")
+    pipeline = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
     stages = pipeline.stages()
     threads = set_threads()
     say(f"{recipe.name}: {args.recipe} -> {pipeline.folder} ({threads} threads, OMP_NUM_THREADS)")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.commands.launch import LaunchError, gpus, run_training, set_threads, training_line
+from toolkit.commands.launch import run_training, set_threads, training_line, training_processes
 from toolkit.commands.pipeline import CKPT_CONFIG, PROMPTS, ROLLOUTS, TOKEN_MAP, Run
 from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
 from toolkit.commands.stages import PipelineError, run_stages
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; the exit status is that of the training processes."""
     job = run_of(args)
-    job.processes, job.accelerate_config = args.num_processes, args.config_file
+    job.processes, job.accelerate_config, job.trains = args.num_processes, args.config_file, True
     there = all((job.folder / name).is_file() for name in (PROMPTS, ROLLOUTS, TOKEN_MAP))
     selection = {"only": "train"} if there else {"until": "train"}
     if not there:
@@ -47,10 +47,8 @@ def train_head(job: Run) -> str:
 
     Raises `PipelineError` with their exit status when they fail.
     """
-    processes = max(1, gpus()) if job.processes is None else job.processes
-    batch = job.recipe.train.global_batch
-    if processes > 0 and batch % processes:
-        raise LaunchError(f"train.global_batch {batch} is no multiple of {processes} processes; change one of the two")
+    processes = training_processes(job.processes)
+    job.recipe.train.check_processes(processes)
     threads = set_threads(processes)
     line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config)
     say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
