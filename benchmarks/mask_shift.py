@@ -4,7 +4,7 @@
 
 Both heads start alike, see the same batches in the same order and draft chains on the same unseen prompts (the run's
 held-out rollouts). The lagging mask never trains the first draft of an answer, so the first verify step is shown apart.
-Writes benchmarks/results/mask-shift-cpu.json (or -gpu).
+Writes benchmarks/results/acceptance-mask-shift-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.bench.records import make_record, write_record
+from toolkit.bench.bootstrap import RESAMPLES, ratio_interval
+from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.rows import number
+from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.data.batches import Example, load_examples
 from toolkit.infer.acceptance import summarise
@@ -30,7 +33,7 @@ from toolkit.recipe import load_recipe
 from toolkit.target.load import load_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DRAWS = 2000
+NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")
 
 
 def train_variant(recipe: str, overrides: list[str], run: Path, folder: Path, shift: int) -> None:
@@ -52,19 +55,31 @@ def prompt_of(example: Example) -> list[int]:
     return example.input_ids[:start]
 
 
-def paired_gain(exact: list[Request], shifted: list[Request]) -> tuple[float, list[float]]:
-    """Relative gain in accept_length of the first over the second, and its 95 % interval over prompts."""
-    sums = torch.tensor([[sum(e.committed for e in r.events if not e.truncated) for r in side] for side in (exact, shifted)])
-    steps = torch.tensor([[sum(not e.truncated for e in r.events) for r in side] for side in (exact, shifted)])
-    picks = torch.randint(sums.shape[1], (DRAWS, sums.shape[1]), generator=torch.Generator().manual_seed(0))
+def counts(request: Request) -> tuple[int, int]:
+    """Committed tokens and verify steps of one prompt, as accept_length counts them."""
+    stats = summarise(request.events)
+    return stats.verify_steps + stats.accepted, stats.verify_steps
 
-    def gain(index: torch.Tensor) -> torch.Tensor:
-        means = sums[:, index].sum(-1).double() / steps[:, index].sum(-1).clamp(min=1)
-        return means[0] / means[1] - 1
 
-    spread = gain(picks).sort().values
-    every = float(gain(torch.arange(sums.shape[1])))
-    return every, [float(spread[int(0.025 * DRAWS)]), float(spread[int(0.975 * DRAWS)])]
+def paired_gain(exact: list[Request], shifted: list[Request]) -> tuple[float | None, list[float | None]]:
+    """Relative gain in accept_length of the first over the second, and its 95 % interval over prompts.
+
+    A ratio of two ratios, so `ratio_interval` does not fit: both heads' counts of a prompt are resampled together.
+    """
+    sides = np.array(
+        [[counts(request) for request in side] for side in (exact, shifted)], dtype=np.float64
+    )  # [2, P, 2]
+    if sides.shape[1] < 2 or not sides[..., 1].sum(axis=1).all():
+        return None, [None, None]
+    picks = np.random.default_rng(0).integers(sides.shape[1], size=(RESAMPLES, sides.shape[1]))
+
+    def gain(index: np.ndarray) -> np.ndarray:
+        totals = sides[:, index].sum(axis=-2)
+        means = totals[..., 0] / np.maximum(totals[..., 1], 1)
+        return means[0] / np.maximum(means[1], 1) - 1
+
+    low, high = np.quantile(gain(picks), [0.025, 0.975])
+    return float(gain(np.arange(sides.shape[1]))), [float(low), float(high)]
 
 
 def main() -> int:
@@ -90,30 +105,47 @@ def main() -> int:
     for name, requests in answers.items():
         stats = summarise([event for request in requests for event in request.events])
         first = summarise([request.events[0] for request in requests if request.events])
+        interval_of_one = ratio_interval(*zip(*(counts(request) for request in requests), strict=True))
         rows.append(
             {"method": f"eagle3, mask {name}", "shape": "chain", "num_steps": shape.num_steps, "top_k": 1,
              "num_draft_tokens": shape.num_draft_tokens, "temperature": 0.0, "task": "held-out rollouts",
-             "prompts": len(prompts), "verify_steps": stats.verify_steps, "accept_length": stats.accept_length,
-             "accept_rate": stats.accept_rate, "first_step_accept_length": first.accept_length}
+             "prompts": len(prompts), "verify_steps": stats.verify_steps, "accept_length": number(stats.accept_length),
+             "interval": [None, None] if interval_of_one is None else list(interval_of_one),
+             "accept_rate": [number(rate) for rate in stats.accept_rate], **dict.fromkeys(NOT_MEASURED),
+             "first_step_accept_length": number(first.accept_length)}
         )  # fmt: skip
-    record = make_record("acceptance", ["python", *sys.argv], {"recipe": args.recipe, "overrides": args.overrides}, rows,
-                         gain_of_the_exact_mask=gain, gain_interval=interval)
+    record = make_record(
+        "acceptance",
+        ["python", *sys.argv],
+        {"recipe": args.recipe, "overrides": args.overrides},
+        rows,
+        gain_of_the_exact_mask=gain,
+        gain_interval=interval,
+    )
     show(rows, gain, interval)
-    out = REPOSITORY / "benchmarks" / "results" / f"mask-shift-{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
+    out = REPOSITORY / "benchmarks" / "results" / f"acceptance-mask-shift-{machine_name(record['hardware'])}.json"
     write_record(out, record)
     print(f"written: {out.relative_to(REPOSITORY)}")
     return 0
 
 
-def show(rows: list[dict], gain: float, interval: list[float]) -> None:
+def show(rows: list[dict], gain: float | None, interval: list[float | None]) -> None:
     table = Table(title="chain, greedy, prompts that were not trained on")
     for column in ("mask", "accept_length", "of the first verify step", "verify steps"):
         table.add_column(column)
     for row in rows:
-        table.add_row(row["method"], f"{row['accept_length']:.3f}", f"{row['first_step_accept_length']:.3f}",
-                      str(row["verify_steps"]))
+        table.add_row(
+            row["method"],
+            decimal(row["accept_length"], 3),
+            decimal(row["first_step_accept_length"], 3),
+            str(row["verify_steps"]),
+        )
     Console().print(table)
-    print(f"the exact mask wins by {gain:+.1%} [{interval[0]:+.1%}, {interval[1]:+.1%}] (95 %, bootstrap over prompts)")
+    if gain is None:
+        print("fewer than two prompts were verified: nothing can be said of the gain")
+        return
+    low, high = interval
+    print(f"gain of the exact mask: {gain:+.1%} [{low:+.1%}, {high:+.1%}] (95 %, bootstrap over prompts)")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -99,6 +100,12 @@ def hardware() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "gpus": gpus,
     }
+
+
+def machine_name(hardware: Mapping[str, Any]) -> str:
+    """The GPU of a record's hardware, else the CPU, as a part of a file's name."""
+    name = (hardware["gpus"] or [hardware["cpu"]])[0]
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _cpu_model() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,16 +180,14 @@ def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftS
 
 def _write(record: dict[str, Any], draft_dir: Path, out: Path | None) -> tuple[Path, Path]:
     """The record and its page; by default benchmarks/results/acceptance-<hardware>."""
-    from toolkit.bench.records import write_record
+    from toolkit.bench.records import machine_name, write_record
     from toolkit.bench.report import report_record
     from toolkit.bench.report_figures import draw_all
     from toolkit.bench.report_page import page
     from toolkit.bench.run_folder import RunData
     from toolkit.weights import atomic_write
 
-    hardware = record["hardware"]
-    machine = re.sub(r"[^a-z0-9]+", "-", (hardware["gpus"] or [hardware["cpu"]])[0].lower()).strip("-")
-    out = out or Path("benchmarks") / "results" / f"acceptance-{machine}.json"
+    out = out or Path("benchmarks") / "results" / f"acceptance-{machine_name(record['hardware'])}.json"
     write_record(out, record)
     data = RunData(draft_dir.resolve().parent, acceptance=record)
     with atomic_write(out.with_suffix(".html")) as temporary:
