@@ -17,7 +17,7 @@ from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
-from toolkit.bench.records import git_commit, hardware, make_record, versions
+from toolkit.bench.records import hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
@@ -123,15 +123,14 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
 def _kept_rounds(
     path: Path, target: Target, draft: DraftCheckpoint, prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> KeptRounds:
-    """Other weights of target or head are the caller's to notice; here they count by name, config and place."""
+    """Other weights of target or head are the caller's to notice (its manifest has their hashes)."""
     made_of = {
         "settings": settings,
         "prompts": [asdict(prompt) for prompt in prompts],
         "target": _describe_target(target),
-        "draft": _describe_draft(draft),
+        "draft": {**_describe_draft(draft), "path": None},  # a run folder may be moved
         "hardware": hardware(),
         "versions": versions(),
-        "commit": git_commit(),
     }
     return KeptRounds(path, made_of)
 

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class KeptRounds:
-    """The groups of one measurement. `made_of`: everything that decides its rows (settings, models, machine, code).
+    """The groups of one measurement. `made_of`: everything that decides its rows (settings, models, machine, versions).
 
     A file of another measurement is started over.
     """
