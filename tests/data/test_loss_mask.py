@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data.chat_template import ChatTemplateError, prompt_ids
-from toolkit.data.loss_mask import LossMaskError, preview, response_mask, spans
+from toolkit.data.loss_mask import LossMaskError, response_mask, spans
 
 TokenizerOf = Callable[[str], PreTrainedTokenizerFast]
 ENDS = {"chatml": "<|im_end|>", "chatml-tagged": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
@@ -110,11 +110,3 @@ def test_template_errors_say_what_the_template_says(
     tokenizer.chat_template = None
     with pytest.raises(ChatTemplateError, match="no chat template"):
         response_mask(tokenizer, CONVERSATION)
-
-
-def test_preview_colours_exactly_the_response(tokenizer_of: TokenizerOf) -> None:
-    """What a user checks by eye must be what is trained on."""
-    tokenizer = tokenizer_of("chatml")
-    shown = preview(tokenizer, *response_mask(tokenizer, CONVERSATION[:2]))
-    assert shown.count("\x1b[32m") == 1
-    assert shown.split("\x1b[32m")[1] == f"{CONVERSATION[1]['content']}<|im_end|>\x1b[0m\n"

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat_template import (
     ChatTemplateError,
     Message,
-    decode,
     encode_with_answers,
     render_text,
     special_ids,
@@ -54,18 +53,6 @@ def spans(mask: Sequence[bool]) -> list[list[int]]:
     padded = [False, *mask, False]
     edges = [index for index in range(len(mask) + 1) if padded[index] != padded[index + 1]]
     return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def preview(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]) -> str:
-    """The text with its response ids in green, for a terminal."""
-    parts: list[str] = []
-    cursor = 0
-    for start, end in [*spans(mask), [len(ids), len(ids)]]:
-        parts.append(decode(tokenizer, ids[cursor:start]))
-        if start < end:
-            parts.append(f"\x1b[32m{decode(tokenizer, ids[start:end])}\x1b[0m")
-        cursor = end
-    return "".join(parts)
 
 
 # ChatML, one answer:   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n

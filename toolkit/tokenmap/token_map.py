@@ -60,11 +60,6 @@ class TokenMap:
         """D, the number of ids kept."""
         return self.ids.numel()
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether every target id is kept."""
-        return self.size == self.vocab_size
-
     @cached_property
     def d2t(self) -> torch.Tensor:
         """Offsets [D] int64: target = draft + d2t[draft]."""
