@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -11,14 +12,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from toolkit.bench.prompts import PromptsError
-from toolkit.commands.pipeline import Run, local_target_files
+from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
 from toolkit.infer.errors import DraftShapeError
 from toolkit.recipe import RecipeError, load_recipe
-from toolkit.target.load import TargetError
+from toolkit.target.load import Target, TargetError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -175,6 +177,16 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
         with pytest.raises(error, match=told):
             recipe = load_recipe(home / "tiny.yaml", [override])
             _ = Run(recipe, home / "tiny.yaml", processes=2, trains=True).target
+
+
+def test_a_target_whose_rope_no_head_can_have_is_refused(tiny_target: Target) -> None:
+    """Training builds the head after minutes of rollouts; its rope is known when the target is loaded."""
+    config = copy.deepcopy(tiny_target.config)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = SimpleNamespace(config=config, n_layers=7, vocab_size=400, name="stretched")
+    with pytest.raises(RecipeError, match="target stretched: rope_type 'dynamic' is not supported"):
+        check_head_fits(model, None)  # type: ignore[arg-type]
+    check_head_fits(tiny_target, None)
 
 
 def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:
