@@ -15,8 +15,8 @@ def _head(target, draft) -> Eagle3Head:
     return Eagle3Head(Eagle3Config.from_dict(draft.head.config.to_dict()))
 
 
-def _batches(target, count=6, length=40):
-    generator = torch.Generator().manual_seed(0)
+def _batches(target, count=6, length=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randint(3, target.vocab_size, (length,), generator=generator).tolist()  # noqa: E731
     return [collate([Example(f"{i}{j}", draw(), [True] * length) for j in range(4)], 0) for i in range(count)]
 
@@ -35,25 +35,38 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
     torch.testing.assert_close(head.norm.weight, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
 
 
-def test_fc_is_the_regression_to_the_next_input_of_the_last_layer(tiny_target, tiny_draft):
-    """Against torch's own least squares on the same pairs."""
-    head, batches = _head(tiny_target, tiny_draft), _batches(tiny_target)
-    r2 = initialise_from_target(head, tiny_target, tiny_draft.token_map, batches, seed=0)
-    capture = AuxCapture(tiny_target, (*head.config.aux_layer_ids, tiny_target.n_layers - 1))
+def _pairs(target, head, batches):
+    """Features at i and the last layer's input at i+1, position 0 left out: [P, 192] and [P, 64] in float64."""
+    capture = AuxCapture(target, (*head.config.aux_layer_ids, target.n_layers - 1))
     xs, ys = [], []
     try:
         for batch in batches:
-            tiny_target.body(input_ids=batch.input_ids, use_cache=False)
+            target.body(input_ids=batch.input_ids, use_cache=False)
             *features, last = capture.take_each()
             xs.append(torch.cat(features, -1)[:, 1:-1].flatten(0, 1))
             ys.append(last[:, 2:].flatten(0, 1))
     finally:
         capture.remove()
-    x, y = torch.cat(xs).double(), torch.cat(ys).double()
-    best = torch.linalg.lstsq(x, y).solution
-    mine = ((x @ head.fc.weight.T.double() - y) ** 2).sum()
-    assert mine < 1.02 * ((x @ best - y) ** 2).sum()
-    assert abs(r2 - float(1 - mine / ((y - y.mean(0)) ** 2).sum())) < 0.02
+    return torch.cat(xs).double(), torch.cat(ys).double()
+
+
+@torch.no_grad()
+def test_fc_explains_the_next_input_of_the_last_layer(tiny_target, tiny_draft):
+    """On fresh positions: better than plain least squares on the same data, and as well as the R2 that was returned.
+
+    A fit that only remembers its own positions (a ridge too small, an R2 measured on them) fails both.
+    """
+    head, batches = _head(tiny_target, tiny_draft), _batches(tiny_target, count=10)
+    r2 = initialise_from_target(head, tiny_target, tiny_draft.token_map, batches, seed=0)
+    x, y = _pairs(tiny_target, head, batches)
+    fresh_x, fresh_y = _pairs(tiny_target, head, _batches(tiny_target, count=10, seed=9))
+
+    def explained(weight):
+        return float(1 - ((fresh_x @ weight - fresh_y) ** 2).sum() / ((fresh_y - fresh_y.mean(0)) ** 2).sum())
+
+    mine = explained(head.fc.weight.T.double())
+    assert mine > explained(torch.linalg.lstsq(x, y).solution)
+    assert abs(mine - r2) < 0.05
 
 
 @pytest.mark.parametrize("family", [torch.nn.RMSNorm, torch.nn.LayerNorm])
