@@ -1,4 +1,4 @@
-"""Ridge regression from its moments, with the penalty chosen on positions that took no part in the fit.
+"""Ridge regression from its moments, judged on positions that took no part in the fit.
 
 Shapes: P positions, C columns of x, H columns of y.
 """
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Relative to the variance of a column, once all columns have variance 1.
-RIDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 3))
+# Relative to the variance of a column, once all columns have variance 1. On the demo target larger penalties explain
+# unseen positions better (R2 0.30 at 0.3, 0.25 here) and guess fewer of their tokens (24 % and 27 %).
+RIDGE = 1e-3
 
 
 @dataclass
@@ -41,27 +42,25 @@ class Moments:
         return Moments(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def r2(self, weight: torch.Tensor) -> float:
-        """Share of y's variance over these positions that x @ weight [C, H] explains."""
-        residual = self.square.sum() - 2 * (weight * self.cross).sum() + (weight * (self.gram @ weight)).sum()
-        spread = self.square.sum() - (self.total**2).sum() / max(self.positions, 1)
-        return float(1.0 - residual / spread.clamp(min=1e-12))
+        """Share of the variance over these positions that x @ weight [C, H] explains, the mean over y's columns.
+
+        The mean of shares, not the share of the sum: a few loud channels of a hidden state hold most of its variance
+        and little of what the output matrix reads.
+        """
+        residual = self.square - 2 * (weight * self.cross).sum(0) + (weight * (self.gram @ weight)).sum(0)
+        spread = self.square - self.total**2 / max(self.positions, 1)
+        return float((1.0 - residual / spread.clamp(min=1e-12)).mean())
 
 
 def ridge_regression(fit: Moments, check: Moments) -> tuple[torch.Tensor, float]:
-    """Weight [C, H] fitted on all positions, with the penalty under which `fit` explains `check` best, and that R2.
-
-    A few thousand columns fitted to a few ten thousand positions explain those far better than any others, and a head
-    that starts from such a fit looks good on its training data only.
-    """
-    weights = ((ridge, _solve(fit, ridge)) for ridge in RIDGES)
-    r2, ridge = max((check.r2(weight), ridge) for ridge, weight in weights)
-    return _solve(fit + check, ridge), r2
+    """Weight [C, H] fitted on all positions, and the R2 on `check` of one fitted on `fit` alone."""
+    return _solve(fit + check), check.r2(_solve(fit))
 
 
-def _solve(moments: Moments, ridge: float) -> torch.Tensor:
+def _solve(moments: Moments) -> torch.Tensor:
     """Columns are brought to variance 1 first: hidden states have channels a hundred times louder than others."""
     count = max(moments.positions, 1)
     scale = (moments.gram.diagonal() / count).sqrt().clamp(min=1e-6)
     gram = moments.gram / count / scale[:, None] / scale[None, :]
-    gram.diagonal().add_(ridge)
+    gram.diagonal().add_(RIDGE)
     return torch.linalg.solve(gram, moments.cross / count / scale[:, None]) / scale[:, None]
