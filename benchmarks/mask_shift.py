@@ -10,6 +10,7 @@ Writes benchmarks/results/acceptance-mask-shift-<hardware>.json.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,10 @@ def train_variant(recipe: str, overrides: list[str], run: Path, folder: Path, sh
         if not (folder / name).exists():
             (folder / name).symlink_to((run / name).resolve(), target_is_directory=True)
     script = REPOSITORY / "toolkit" / "train" / "eagle3.py"
+    # The stages before training were done in the run folder; this one only borrows their files.
+    environment = {**os.environ, "TOOLKIT_STAGES_DONE": "1"}
     line = [sys.executable, "-m", "accelerate.commands.launch", str(script), "--recipe", recipe, *overrides]
-    subprocess.run([*line, f"run_dir={folder}", f"train.mask_shift={shift}"], check=True)
+    subprocess.run([*line, f"run_dir={folder}", f"train.mask_shift={shift}"], check=True, env=environment)
 
 
 def prompt_of(example: Example) -> list[int]:
