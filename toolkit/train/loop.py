@@ -21,7 +21,6 @@ from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.errors import TrainError
 from toolkit.train.forecast import Forecast
 from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train.loss import TrainedHead
@@ -265,21 +264,9 @@ class Trainer:
 
 
 def accumulation_steps(settings: TrainSettings, processes: int) -> int:
-    """Micro-batches a process runs per optimiser step. Raises `TrainError` if the global batch cannot be shared."""
-    share, rest = divmod(settings.global_batch, processes)
-    if rest or share == 0:
-        raise TrainError(
-            f"train.global_batch {settings.global_batch} cannot be shared by {processes} processes evenly; "
-            f"make it a multiple of {processes}"
-        )
-    if share <= settings.micro_batch:
-        return 1
-    if share % settings.micro_batch:
-        raise TrainError(
-            f"{share} sequences a process are no multiple of train.micro_batch {settings.micro_batch}; "
-            f"make it a divisor of {share}"
-        )
-    return share // settings.micro_batch
+    """Micro-batches a process runs per optimiser step. Raises `RecipeError` if the global batch cannot be shared."""
+    settings.check_processes(processes)
+    return max(1, settings.global_batch // processes // settings.micro_batch)
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:
