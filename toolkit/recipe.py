@@ -57,6 +57,7 @@ class PromptSettings:
     sources: tuple[str, ...] = ()
     limit: int | None = None  # at most so many conversations from the sources
     synthesize: int = 0  # accepted prompts wanted from self-synthesis
+    systems: tuple[str, ...] = ()  # system prompts that steer self-synthesis, in turn; "" is the template's default
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 96
@@ -106,7 +107,9 @@ class TrainSettings:
 
     ttt_steps: int = 4  # steps of the training-time test, K
     step_decay: float = 0.8  # step k weighs step_decay^k
-    learning_rate: float = 2e-3
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: matrices by Muon, lm_head and norms by AdamW
+    learning_rate: float = 1.5e-3  # AdamW's
+    muon_learning_rate: float = 0.02
     warmup_ratio: float = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
@@ -114,7 +117,7 @@ class TrainSettings:
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
-    clip: float = 0.5
+    clip: float | None = None  # gradient norm under AdamW (null: 0.5); Muon's updates have a size of their own
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     init: Literal["target", "random"] = "target"
@@ -134,6 +137,8 @@ class TrainSettings:
         _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
         _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
         _need(all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers from 0 to below 1")
+        bounded = self.clip is None or self.optimizer == "adamw"
+        _need(bounded, "train.clip", self.clip, "null under train.optimizer muon, or optimizer: adamw,")
         ids = self.aux_layer_ids
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
         _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")

@@ -169,3 +169,21 @@ def test_attempts_of_other_settings_are_refused(
     synthesise(fake_target(tokenizer, turn))
     with pytest.raises(DataError, match="other settings"):
         synthesise(fake_target(tokenizer, turn), **change)
+
+
+def test_system_prompts_steer_the_attempts_in_turn(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
+) -> None:
+    """Attempt i starts from system prompt i mod n and says so; the prompt has no system turn; others are refused."""
+    systems = ("", "You write code.", "You tell stories.")
+    prefixes = [user_turn_prefix_ids(tokenizer, system) for system in systems]
+    assert len({tuple(prefix) for prefix in prefixes}) == 3
+    settings = PromptSettings(synthesize=30, max_tokens=60, systems=systems)
+    target = fake_target(tokenizer, turn)
+    synthesise(target, settings)
+    assert all(request.prompt_ids == prefixes[NUMBER_OF[request.seed] % 3] for request in target.calls)
+    for _, row in read_rows(tmp_path / "prompts.jsonl"):
+        assert row["provenance"]["system"] == systems[row["provenance"]["attempt"] % 3]
+        assert [message["role"] for message in row["messages"]] == ["user"]
+    with pytest.raises(DataError, match="other settings"):
+        synthesise(target, PromptSettings(synthesize=30, max_tokens=60, systems=systems[:2]))

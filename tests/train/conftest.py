@@ -64,6 +64,7 @@ def tiny_run(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
             "micro_batch": 4,
             "precision": "fp32",
             "learning_rate": 1.0e-2,
+            "muon_learning_rate": 0.1,
             "save_every": 10,
             "eval_every": 20,
             "epochs": 99,

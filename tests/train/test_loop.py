@@ -73,9 +73,12 @@ def uninterrupted(tiny_run, tmp_path_factory) -> Path:
 
 def test_training_lowers_the_loss_and_leaves_a_head(uninterrupted):
     """Launched by path from another folder, without an accelerate configuration: as the README types it."""
-    losses = [row["loss"] for row in _losses(uninterrupted)]
-    assert len(losses) == 40
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    rows = _losses(uninterrupted)
+    assert len(rows) == 40
+    by_epoch = [[row["loss"] for row in rows if row["epoch"] == epoch] for epoch in range(rows[-1]["epoch"])]
+    assert len(by_epoch[0]) == len(by_epoch[-1])
+    # Whole epochs hold the same rollouts, so nothing but the head differs.
+    assert sum(by_epoch[-1]) < 0.93 * sum(by_epoch[0])
     draft = load_draft(uninterrupted / "ckpt")
     assert all(torch.isfinite(parameter).all() for parameter in draft.head.parameters())
     assert draft.meta["target"]["name"] and draft.meta["training"]["steps"] == 40

@@ -6,14 +6,14 @@ import pytest
 
 from toolkit.recipe import TrainSettings
 from toolkit.train.loop import accumulation_steps
-from toolkit.train.schedule import learning_rate_at, total_steps
+from toolkit.train.schedule import rate_factor, total_steps
 
 
-@pytest.mark.parametrize(("schedule", "end"), [("cosine", 1e-4), ("linear", 1e-4), ("constant", 1e-3)])
+@pytest.mark.parametrize(("schedule", "end"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
 def test_warms_up_then_decays_to_a_tenth(schedule, end):
-    settings = TrainSettings(learning_rate=1e-3, warmup_ratio=0.1, schedule=schedule)
-    rates = [learning_rate_at(step, 100, settings) for step in range(101)]
-    assert rates[0] == pytest.approx(1e-4) and rates[9] == pytest.approx(1e-3)
+    settings = TrainSettings(warmup_ratio=0.1, schedule=schedule)
+    rates = [rate_factor(step, 100, settings) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
     assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert rates[100] == pytest.approx(end)

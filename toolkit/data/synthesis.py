@@ -1,16 +1,17 @@
 """Prompts that the target writes itself (the idea of Magpie, arXiv 2406.08464).
 
-The target gets its chat template up to where the user's words would begin, and goes on: it writes a user turn. Attempt
-i is sampled with a seed of its own, so the outcome is a function of the settings alone. Raw attempts are kept in
-attempts.jsonl as they end; accepted are the first good ones in the order of their numbers, whatever order they ended in
-and however often the run was killed.
+The target gets its chat template up to where the user's words would begin, and goes on: it writes a user turn. System
+prompts (`prompts.systems`) steer what kind of user writes; attempts take them in turn, and the answers never see them.
+Attempt i is sampled with a seed of its own, so the outcome is a function of the settings alone. Raw attempts are kept
+in attempts.jsonl as they end; accepted are the first good ones in the order of their numbers, whatever order they ended
+in and however often the run was killed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,13 @@ OnProgress = Callable[[int, int, int], None]
 """(prompts accepted, prompts wanted, attempts ended)"""
 
 
-def user_turn_prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the template up to the user's first word. Raises `ChatTemplateError` if it has no slot for the user."""
-    text = render_text(tokenizer, [{"role": "user", "content": SENTINEL}])
+def user_turn_prefix_ids(tokenizer: PreTrainedTokenizerBase, system: str = "") -> list[int]:
+    """Ids of the template up to the user's first word; with an empty `system` the template's own default stands.
+
+    Raises `ChatTemplateError` if the template has no slot for the user, or refuses a system prompt.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    text = render_text(tokenizer, [*messages, {"role": "user", "content": SENTINEL}])
     before, found, _ = text.partition(SENTINEL)
     ids = encode(tokenizer, before) if found else []
     if not ids:
@@ -71,7 +76,8 @@ def synthesise_prompts(
     wanted = settings.synthesize
     if wanted < 1:
         raise DataError(f"prompts.synthesize = {wanted}; at least 1 prompt is needed")
-    prefix = user_turn_prefix_ids(tokenizer)
+    systems = settings.systems or ("",)
+    prefixes = [user_turn_prefix_ids(tokenizer, system) for system in systems]
     recipe = {
         "target": target,
         "seed": seed,
@@ -79,14 +85,17 @@ def synthesise_prompts(
         "top_p": settings.top_p,
         "max_tokens": settings.max_tokens,
     }
-    mark = sha256_json(recipe | {"prefix": prefix})[:16]
+    mark = sha256_json(recipe | {"prefixes": prefixes})[:16]
     attempts_path = out.with_name("attempts.jsonl")
     judge = _Judge(tokenizer, settings.min_words, special_ids(tokenizer), wanted)
     judge.ended = _read_attempts(attempts_path, mark)
     judge.advance()
     with RowAppender(attempts_path) as attempts:
         while numbers := _next_round(judge, wanted):
-            requests = [_request(prefix, settings, derived_seed(seed, "prompt", number)) for number in numbers]
+            requests = [
+                _request(prefixes[number % len(prefixes)], settings, derived_seed(seed, "prompt", number))
+                for number in numbers
+            ]
             for index, result in run_all(generate, requests):
                 number = numbers[index]
                 attempts.append({"attempt": number, "settings": mark, **_as_row(result)})
@@ -94,7 +103,7 @@ def synthesise_prompts(
                 judge.advance()
                 if on_progress is not None:
                     on_progress(len(judge.accepted), wanted, len(judge.ended))
-    return _finish(out, judge, recipe, wanted)
+    return _finish(out, judge, recipe, systems)
 
 
 def _request(prefix: list[int], settings: PromptSettings, seed: int) -> GenerationRequest:
@@ -171,9 +180,9 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
     return ended
 
 
-def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], wanted: int) -> dict[str, Any]:
+def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], systems: Sequence[str]) -> dict[str, Any]:
     """Write prompts and statistics; say clearly when there are too few."""
-    count = len(judge.accepted)
+    count, wanted = len(judge.accepted), judge.wanted
     stats = {
         "wanted": wanted,
         "accepted": count,
@@ -194,6 +203,11 @@ def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], wanted: int) -> di
     conversations, provenance = [], {}
     for number, text in judge.accepted.items():
         conversations.append(Conversation(f"synth-{number:06d}", ({"role": "user", "content": text},)))
-        provenance[conversations[-1].id] = {**recipe, "method": "self-synthesis", "attempt": number}
+        provenance[conversations[-1].id] = {
+            **recipe,
+            "method": "self-synthesis",
+            "attempt": number,
+            "system": systems[number % len(systems)],
+        }
     write_conversations(out, conversations, provenance)
     return stats

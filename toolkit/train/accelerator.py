@@ -51,6 +51,8 @@ def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip:
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
     config["gradient_clipping"] = plugin.gradient_clipping = clip
+    # ZeRO-3 refuses Muon otherwise; ZeRO-2 does not use it by default either way.
+    config.setdefault("zero_optimization", {})["reduce_scatter"] = False
     # DeepSpeed's own step log would repeat ours.
     config["steps_per_print"] = 1 << 30
     handlers: list[Any] = []

@@ -25,10 +25,11 @@ from toolkit.train.forecast import Forecast
 from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train.loss import TrainedHead
 from toolkit.train.metrics import Metrics
-from toolkit.train.schedule import learning_rate_at, total_steps
+from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
+from toolkit.train.schedule import rate_factor, total_steps
 from toolkit.train.split_data import read_data
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
-from toolkit.train.step import TargetSide, forecast_accept_length, head_parameters, micro_step, supervised_counts
+from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
 from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
@@ -58,7 +59,7 @@ class Trainer:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
         self.accelerator = build_accelerator(
-            self.settings.precision, self.micro_batch(world), self.accumulation, self.settings.clip
+            self.settings.precision, self.micro_batch(world), self.accumulation, gradient_clip(self.settings)
         )
         ids = self.settings.aux_layer_ids or default_aux_layer_ids(self.target.n_layers)
         check_aux_layer_ids(ids, self.target.n_layers)
@@ -94,13 +95,7 @@ class Trainer:
         else:
             initialise_random(head, self.recipe.seed)
         model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay)
-        optimizer = torch.optim.AdamW(
-            head_parameters(model),
-            lr=self.settings.learning_rate,
-            betas=self.settings.betas,
-            weight_decay=self.settings.weight_decay,
-        )
-        return self.accelerator.prepare(model, optimizer)
+        return self.accelerator.prepare(model, build_optimizer(head, self.settings))
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
@@ -169,9 +164,8 @@ class Trainer:
         settings, accelerator = self.settings, self.accelerator
         k, shift = settings.ttt_steps, settings.mask_shift
         counts = supervised_counts(self._collate(indices), k, shift)
-        rate = learning_rate_at(step, self.steps, settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        factor = rate_factor(step, self.steps, settings)
+        set_learning_rates(self.optimizer, factor, settings)
         # DeepSpeed averages gradients over processes and micro-batches; the loss is a sum over both.
         scale = accelerator.num_processes * self.accumulation
         mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
@@ -192,7 +186,7 @@ class Trainer:
             "loss": float((weights * totals[:k]).sum()),
             "loss_by_step": totals[:k].tolist(),
             "accuracy_by_step": (totals[k:] / counts.clamp(min=1)).tolist(),
-            "learning_rate": rate,
+            "learning_rate": factor * settings.learning_rate,
             "grad_norm": None if norm is None else float(norm),
             "supervised_tokens": int(counts[0]),
         }

@@ -7,18 +7,17 @@ import math
 from toolkit.recipe import TrainSettings
 
 
-def learning_rate_at(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """Rate of 0-based optimiser step `step`: linear warm-up, then down to a tenth of the peak (or constant)."""
+def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
+    """Share of the peak rate at 0-based optimiser step `step`: linear warm-up, then down to a tenth (or constant)."""
     warmup = max(1, round(settings.warmup_ratio * total_steps))
     if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
+        return (step + 1) / warmup
     done = (step - warmup) / max(1, total_steps - warmup)
-    factor = {
+    return {
         "constant": 1.0,
         "linear": 1.0 - 0.9 * done,
         "cosine": 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)),
     }[settings.schedule]
-    return settings.learning_rate * factor
 
 
 def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:

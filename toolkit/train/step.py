@@ -15,7 +15,7 @@ from toolkit.target.features import AuxCapture, target_features
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
-from toolkit.train.loss import Supervision, TrainedHead, plan_supervision
+from toolkit.train.loss import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher
 
 
@@ -98,8 +98,3 @@ def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[B
 def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
     """Supervised tokens by step [K] of a batch, without running anything."""
     return plan_supervision(batch.response, batch.lengths, steps, shift).counts
-
-
-def head_parameters(model: TrainedHead) -> list[torch.nn.Parameter]:
-    """What the optimiser may change: the head's weights, nothing of the target's."""
-    return [parameter for parameter in model.head.parameters() if parameter.requires_grad]

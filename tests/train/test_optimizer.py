@@ -1,0 +1,56 @@
+"""Which weights Muon moves, which AdamW, and at what rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.recipe import RecipeError, TrainSettings
+from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
+
+
+@pytest.fixture
+def tiny_head(tiny_draft) -> Eagle3Head:
+    """A head of this test's own: training marks its parameters."""
+    return Eagle3Head(Eagle3Config.from_dict(tiny_draft.head.config.to_dict()))
+
+
+def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
+    """A weight in no group would never be trained, without a word."""
+    settings = TrainSettings(learning_rate=1e-3, muon_learning_rate=0.02)
+    optimizer = build_optimizer(tiny_head, settings)
+    set_learning_rates(optimizer, 0.5, settings)
+    names = {parameter: name for name, parameter in tiny_head.named_parameters()}
+    groups = [({names[parameter] for parameter in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+    (matrices, muon), (others, adamw) = groups
+    assert matrices | others == set(names.values()) and not matrices & others
+    assert others == {"lm_head.weight", *(name for name in names.values() if "norm" in name)}
+    assert (muon, adamw) == (0.01, 5e-4)
+
+
+def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):
+    """Without ZeRO too: the update of a matrix has singular values near 1 whatever the gradient's scale."""
+    settings = TrainSettings(muon_learning_rate=0.02, precision="fp32")
+    optimizer = build_optimizer(tiny_head, settings)
+    weight = tiny_head.midlayer.mlp.gate_proj.weight
+    before = weight.detach().clone()
+    generator = torch.Generator().manual_seed(0)
+    weight.grad = 1e-6 * torch.randn(weight.shape, generator=generator)
+    optimizer.step()
+    scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+    values = torch.linalg.svdvals((weight.detach() - before) / (0.02 * scale))
+    assert 0.5 < values.min() and values.max() < 1.5
+
+
+def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head):
+    """A clip that is asked for and not applied would be a setting ignored in silence."""
+    adamw = TrainSettings(optimizer="adamw")
+    assert type(build_optimizer(tiny_head, adamw)) is torch.optim.AdamW
+    assert [gradient_clip(one) for one in (adamw, TrainSettings(optimizer="adamw", clip=1.0), TrainSettings())] == [
+        0.5,
+        1.0,
+        0.0,
+    ]
+    with pytest.raises(RecipeError, match=r"train\.clip"):
+        TrainSettings(clip=1.0)

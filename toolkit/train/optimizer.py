@@ -1,0 +1,54 @@
+"""The optimiser of a draft head: Muon for its matrices and AdamW for the rest, or AdamW alone.
+
+Muon (Keller Jordan, 2024) moves a matrix by the orthogonalised momentum of its gradient. The implementation is
+DeepSpeed's, which knows how to orthogonalise whole matrices under ZeRO's flat partitions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.models.eagle3 import Eagle3Head
+from toolkit.recipe import TrainSettings
+
+MOMENTUM = 0.95
+CLIP = 0.5
+# AdamW's part under Muon: an output matrix has one row a token, of which most get no gradient in a step.
+ADAMW_MATRICES = ("lm_head.weight",)
+
+
+def build_optimizer(head: Eagle3Head, settings: TrainSettings) -> torch.optim.Optimizer:
+    """An optimiser over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
+    named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
+    adamw = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW([parameter for _, parameter in named], **adamw)
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if not torch.cuda.is_available():
+        # DeepSpeed compiles Newton-Schulz; on a CPU that would ask for a C++ compiler and a minute, for nothing.
+        torch.compiler.set_stance("force_eager")
+    for name, parameter in named:
+        parameter.use_muon = parameter.dim() == 2 and name not in ADAMW_MATRICES
+    matrices = {
+        "params": [parameter for _, parameter in named if parameter.use_muon],
+        "use_muon": True,
+        "lr": settings.muon_learning_rate,
+        "momentum": MOMENTUM,
+        "weight_decay": settings.weight_decay,
+        # In bf16, or, where the curve must not depend on the number of processes, in the wider of the two.
+        "ns_method": "standard" if settings.precision == "bf16" else "gram",
+    }
+    others = {"params": [parameter for _, parameter in named if not parameter.use_muon], "use_muon": False, **adamw}
+    return MuonWithAuxAdam([matrices, others])
+
+
+def gradient_clip(settings: TrainSettings) -> float:
+    """What DeepSpeed is to clip the global norm to; 0: nothing. It would clip Muon's updates, not its gradients."""
+    return 0.0 if settings.optimizer == "muon" else settings.clip or CLIP
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float, settings: TrainSettings) -> None:
+    """Every group at `factor` of its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * (settings.muon_learning_rate if group.get("use_muon") else settings.learning_rate)
