@@ -117,7 +117,7 @@ def _check_mask(module: Any, mask: Tensor | None, window: int | None, max_contex
     q, k = at[:, None], at[None, :]
     ours = (k <= q) & (q - k < (window or max_context))
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    theirs = k <= q if mask is None else mask.rule(zero, zero, q[None, None], k[None, None])  # type: ignore[attr-defined]
+    theirs = k <= q if mask is None else mask.rule(zero, zero, q[None, None], k[None, None])
     if not torch.equal(ours, torch.as_tensor(theirs).expand(1, 1, *ours.shape)[0, 0]):
         kind = "causal attention" if window is None else f"a window of {window}"
         raise UnsupportedTargetError(
