@@ -1,7 +1,7 @@
 """What one forward needs to know about the cache: where its keys go, and who sees whom. Built once for all layers.
 
 Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
-heads, D head dim.
+heads, D head dim of queries and keys, Dv of values.
 
 A row of the cache during a tree forward (prefix committed, nodes not yet):
 
@@ -26,9 +26,20 @@ class AttentionPlan(Protocol):
     """Stores a layer's new keys and values and attends over what its queries may see."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]; keys `window` or more places back are not seen."""
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv].
+
+        Keys `window` or more places back are not seen; softcap and sinks [Hq] as in `kernels.reference.attend`.
+        """
         ...
 
 
@@ -46,18 +57,26 @@ class PromptPlan:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self._cache.keys[layer][self._rows, : self._tokens] = k.transpose(1, 2)
         self._cache.values[layer][self._rows, : self._tokens] = v.transpose(1, 2)
-        if softcap is None and (window is None or window >= self._tokens):
+        if softcap is None and sinks is None and (window is None or window >= self._tokens):
             return attend_causal(q, k, v, scaling=scaling)
         if window not in self._masks:
             at = torch.arange(self._tokens, device=q.device)
             distance = at[:, None] - at
             allowed = (distance >= 0) & (distance < (window or self._tokens))
             self._masks[window] = additive_mask(allowed[None], q.shape[1] // k.shape[1], q.dtype)
-        return attend(q, k, v, self._masks[window], scaling=scaling, softcap=softcap)
+        return attend(q, k, v, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 class TreePlan:
@@ -86,7 +105,15 @@ class TreePlan:
             ).view(-1)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self._store(self._cache.keys[layer], self._cache.flat_keys[layer], k)
         self._store(self._cache.values[layer], self._cache.flat_values[layer], v)
@@ -96,10 +123,10 @@ class TreePlan:
             window = None
         if window not in self._masks:
             self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
-        return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap)
+        return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
 
     def _store(self, rows: Tensor, flat: Tensor, new: Tensor) -> None:
-        """Write `new` [B, Hkv, N, D] into one layer's keys or values."""
+        """Write `new` [B, Hkv, N, D or Dv] into one layer's keys or values."""
         if self._uniform is not None:
             rows[: self._rows, self._start : self._start + self._new] = new.transpose(1, 2)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from toolkit.target.errors import TargetError
+
 
 class SamplingError(ValueError):
     """A sampling setting outside its range."""
@@ -13,3 +15,7 @@ class DraftShapeError(ValueError):
 
 class EngineError(ValueError):
     """An engine, or a request to it, that cannot work as it was asked for."""
+
+
+class UnsupportedTargetError(TargetError):
+    """The target's attention does something that the engine's does not, so its answers would not be the target's."""

@@ -3,7 +3,8 @@
 The engine registers one attention function with transformers; a forward's plan (cache, places, masks) reaches it as a
 plain keyword of the body's forward. No mask function is registered under that name, so transformers builds no mask.
 
-Shapes: B rows, N tokens a row, H hidden size, V vocabulary, Hq/Hkv heads, D head dim.
+Shapes: B rows, N tokens a row, H hidden size, V vocabulary, Hq/Hkv heads, D head dim of queries
+and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -17,22 +18,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from toolkit.infer.attention_plan import AttentionPlan, PromptPlan, TreePlan
-from toolkit.infer.kernels.reference import attend_causal
+from toolkit.infer.attention_probe import PROBE, AttentionProbe
+from toolkit.infer.errors import UnsupportedTargetError
 from toolkit.infer.kv_cache import KVCache, KVShape
 from toolkit.target.load import Target, TargetError
 
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8
-# Keywords that say nothing about who attends to whom; any other one that is set is refused.
-HARMLESS = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
-    | {"output_router_logits", "position_embeddings", "num_items_in_batch", "is_causal"}
-)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-class UnsupportedTargetError(TargetError):
-    """The target's attention does something that the engine's does not, so its answers would not be the target's."""
+# What a body that is handed something it does not know raises.
+FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def _planned_attention(
@@ -42,43 +37,23 @@ def _planned_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    *,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    plan: AttentionPlan | None = None,
-    **others: Any,
+    s_aux: Tensor | None = None,
+    plan: AttentionPlan,
+    **probed: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer; query [B, Hq, N, D], key and value [B, Hkv, N, D]."""
-    unknown = [name for name, setting in others.items() if setting is not None and name not in HARMLESS]
-    if unknown or plan is None or attention_mask is not None or dropout:
-        raise UnsupportedTargetError(
-            f"{type(module).__name__} calls its attention with {', '.join(unknown) or 'a mask, dropout or no plan'}, "
-            "which the engine does not implement; use a target without it, or Hugging Face's generate"
-        )
+    """What transformers calls in every layer: query [B, Hq, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv].
+
+    That `probed` says nothing about who attends to whom was checked once, by the probe.
+    """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    return plan.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap), None
+    return plan.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _planned_attention)
-
-
-class _ShapeProbe:
-    """A plan that caches nothing and writes down what each layer brings."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, tuple[int, int], torch.dtype]] = []
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if q.shape[-1] != v.shape[-1] or k.shape != v.shape or q.shape[1] % k.shape[1]:
-            raise UnsupportedTargetError(
-                f"layer {layer} has queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} "
-                "[rows, heads, tokens, width]; the engine needs equal widths, and query heads a multiple of key heads"
-            )
-        self.seen.append((layer, (k.shape[1], k.shape[3]), k.dtype))
-        return attend_causal(q, k, v, scaling=scaling)
 
 
 class TargetForward:
@@ -91,42 +66,46 @@ class TargetForward:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._configs = _attention_configs(target.body)
-        self.kv_shape = self._probe_shapes()
         self.max_context = _context_limit(target)
-        self._compare_logits()
+        try:
+            self.kv_shape = self._probe_layers()
+            self._compare_logits()
+        except TargetError:
+            raise
+        except FOREIGN as error:
+            raise UnsupportedTargetError(
+                f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
+                f"{error}); use a target of another family, or Hugging Face's generate"
+            ) from error
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        with self._own_attention():
+        return self._run(ATTENTION, input_ids, positions, plan)
+
+    def _run(
+        self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionPlan | AttentionProbe
+    ) -> Tensor:
+        with self._own_attention(attention):
             out = self.target.body(input_ids=input_ids, position_ids=positions, use_cache=False, plan=plan)
         return out.last_hidden_state
 
     @contextmanager
-    def _own_attention(self) -> Iterator[None]:
+    def _own_attention(self, attention: str) -> Iterator[None]:
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
-            config._attn_implementation_internal = ATTENTION
+            config._attn_implementation_internal = attention
         try:
             yield
         finally:
             for config, setting in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = setting
 
-    def _probe_shapes(self) -> KVShape:
-        probe = _ShapeProbe()
+    def _probe_layers(self) -> KVShape:
+        probe = AttentionProbe(self.max_context)
         device = self.target.device
-        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-        self(ids, torch.arange(2, device=device)[None], probe)
-        layers = [layer for layer, _, _ in probe.seen]
-        kinds = {kind for _, kind, _ in probe.seen}
-        if layers != list(range(self.target.n_layers)) or len(kinds) != 1:
-            raise UnsupportedTargetError(
-                f"{type(self.target.model).__name__}: the engine's attention was called for layers {layers} with "
-                f"(key heads, width) {sorted(kinds)}; it needs one call in each of {self.target.n_layers} layers, all "
-                "of one shape"
-            )
-        (kv_heads, head_dim), dtype = probe.seen[0][1], probe.seen[0][2]
-        return KVShape(self.target.n_layers, kv_heads, head_dim, dtype, device)
+        at = torch.arange(2, device=device)[None]
+        self._run(PROBE, torch.zeros_like(at), at, probe)
+        return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
 
     def _compare_logits(self) -> None:
         """Half the tokens as a prompt, half as nodes behind it, against the model's own forward."""

@@ -144,7 +144,6 @@ def _load_model(source: str, revision: str | None, config: PretrainedConfig, dty
                 revision=revision,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa",
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:

@@ -1,10 +1,11 @@
 """The engine's ops in plain torch, the definition that faster kernels have to equal: attention, greedy choice.
 
-Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim.
+Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of
+queries and keys, Dv of values (the same but for DeepSeek's latent attention).
 
 Grouped heads are folded into the query rows, so that no key or value is ever repeated:
 
-    q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, D]       (row g*N + n: query n, head g)
+    q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, ..]      (row g*N + n: query n, head g)
 """
 
 from __future__ import annotations
@@ -28,28 +29,48 @@ def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Hq, N, D], k and v [B, Hkv, S, D], mask [B, 1, G*N, S] additive or None (all keys) -> [B, N, Hq, D].
+    """q [B, Hq, N, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], mask [B, 1, G*N, S] additive or None (all keys)
+    -> [B, N, Hq, Dv].
 
     softcap c replaces a score s by c * tanh(s / c) before the mask (Gemma 2, arXiv 2408.00118).
+    sinks [Hq] are scores of a key with no value: they only take their share of the softmax (GPT-OSS, arXiv 2508.10925).
     """
     rows, q_heads, queries, width = q.shape
     kv_heads = k.shape[1]
     folded = q.reshape(rows, kv_heads, q_heads // kv_heads * queries, width)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(folded, k.transpose(-1, -2)).float() * scaling
-        scores = torch.tanh(scores / softcap) * softcap
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
             scores = scores + mask
-        out = torch.matmul(torch.softmax(scores, dim=-1).to(v.dtype), v)
-    return out.reshape(rows, q_heads, queries, width).transpose(1, 2)
+        out = torch.matmul(_shares(scores, sinks).to(v.dtype), v)
+    return out.reshape(rows, q_heads, queries, v.shape[-1]).transpose(1, 2)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [B, Hkv, G*N, S] over the keys, and over the query head's sink where there are sinks [Hq]."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    rows, kv_heads, folded, _ = scores.shape
+    groups = len(sinks) // kv_heads
+    column = sinks.float().view(1, kv_heads, groups, 1).expand(rows, kv_heads, groups, folded // groups)
+    return torch.softmax(torch.cat((scores, column.reshape(rows, kv_heads, folded, 1)), dim=-1), dim=-1)[..., :-1]
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
-    """Each query sees the keys up to its own place; q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]."""
+    """Each query sees the keys up to its own place; q [B, Hq, N, D], k and v [B, Hkv, N, D or Dv] -> [B, N, Hq, Dv]."""
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2)
