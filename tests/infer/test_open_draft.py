@@ -71,8 +71,9 @@ def test_exactness_does_not_depend_on_the_map(small_target, shared_draft, tmp_pa
     assert set(sum((request.output_ids for request in requests), [])) - allowed, "the map held all tokens written"
 
 
-def test_missing_special_ids_are_added_and_said(tiny_target, mtp_directory, tmp_path, caplog):
+def test_missing_special_ids_are_added_and_said(tiny_target, mtp_directory, tmp_path, caplog, monkeypatch):
     """FR-Spec's maps lack them; a head that cannot draft the end of a turn loses a step an answer."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     forced = forced_ids_for(tiny_target.tokenizer, tiny_target.stop_ids, tiny_target.vocab_size)
     with caplog.at_level(logging.INFO, logger="toolkit"):
         draft = fit_draft(load_draft(mtp_directory), tiny_target, write_ids(tmp_path, [50, 60, forced[0]]))

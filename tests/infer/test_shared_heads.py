@@ -38,14 +38,14 @@ class Dense:
     def log_probs(self, path: list[int]) -> torch.Tensor:
         """Log-probabilities over the draft vocabulary after the committed tokens and the drafted `path`."""
         sequence, length = self.tokens + path, len(self.tokens) - 1
-        hidden = self.features[:length]
+        hidden = state = self.features[:length]
         layer = 0
         for step in range(len(path) + 1):
             layer = min(step, (self.layers or 1) - 1)
             if step and layer < step:  # recursion: the last output joins the inputs
-                hidden = torch.cat((hidden, state[-1:]))  # noqa: F821
+                hidden = torch.cat((hidden, state[-1:]))
             elif step:  # the next layer reads what the one below left at the same positions
-                hidden = state  # noqa: F821
+                hidden = state
             follow = torch.tensor(sequence[1 + layer :][: len(hidden)])
             extra = () if self.layers is None else (layer,)
             positions = torch.arange(len(hidden))

@@ -28,10 +28,14 @@ class DraftingHead(Protocol):
     feeds itself. layers: attention layers of a stage. width: W.
     """
 
-    config: HeadConfig
-    stages: int
-    layers: int
-    width: int
+    @property
+    def config(self) -> HeadConfig: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
 
     def features(self) -> Tensor:
         """[B, N, W] of the target's last forward; taken once."""
