@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from toolkit.infer.errors import EngineError
 from toolkit.infer.ngram_drafter import History, NgramDrafter, NgramLookup
 from toolkit.infer.request import Request
 from toolkit.infer.sampling_params import SamplingParams
+from toolkit.target.load import Target
 
 
 def rescan(text: list[int], lookup: NgramLookup) -> list[int]:
@@ -78,16 +80,23 @@ def test_several_matches_make_a_tree():
 
 
 def test_repetition_is_drafted(small_target):
-    """A greedy run of a small random model ends in a loop; lookup must follow it, many tokens a step."""
+    """A target whose attention says nothing chooses by the last token alone, so its answer is a loop; from the second
+    round of the loop on, lookup must follow it, 7 tokens a step."""
+    model = copy.deepcopy(small_target.model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    target = Target(model=model, tokenizer=small_target.tokenizer, name="loop")
     params = SamplingParams(max_tokens=150, ignore_eos=True)
-    engine = Engine(small_target, NgramLookup(), DraftShape.chain(6), max_batch=2)
-    prompt = [3, 9, 4, 17, 8, 3, 9, 4, 17, 8, 3, 9]
-    plain = engine.generate([prompt, [5, 6]], params, speculative=False)
-    got = engine.generate([prompt, [5, 6]], params)
-    engine.close()
-    assert [request.output_ids for request in got] == [request.output_ids for request in plain]
-    for request in got:
-        assert summarise(request.events).accept_length > 3
+    prompts = [[3, 9, 4, 17, 8, 3, 9, 4, 17, 8, 3, 9], [5, 6]]
+    for shape in ("6,1,7", "6,2,13"):
+        engine = Engine(target, NgramLookup(), DraftShape.parse(shape), max_batch=2)
+        plain = engine.generate(prompts, params, speculative=False)
+        got = engine.generate(prompts, params)
+        engine.close()
+        assert [request.output_ids for request in got] == [request.output_ids for request in plain]
+        for request in got:
+            assert summarise(request.events).accept_length > 4
 
 
 def test_a_row_that_takes_anothers_place_keeps_its_text(small_target):
