@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
-from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, load_tensors, save_tensors
 
 
@@ -148,3 +150,63 @@ def test_a_bad_head_is_not_saved(tiny_draft, tmp_path):
     with pytest.raises(WeightsError, match="missing: norm.weight"):
         save_draft(tmp_path / "ckpt", state, tiny_draft.head.config, tiny_draft.token_map, {})
     assert not (tmp_path / "ckpt").exists()
+
+
+SHARED = [
+    (Eagle2Config, Eagle2Head, {}),
+    (Eagle2Config, Eagle2Head, {"num_hidden_layers": 2, "fc_bias": False, "attention_bias": True}),
+    (MtpConfig, MtpHead, {}),
+    (MtpConfig, MtpHead, {"num_mtp_layers": 3, "embedding_first": False, "target_hidden": "pre_norm"}),
+]
+
+
+def _saved_shared(tiny_target, directory, config_class, head_class, own):
+    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
+    head = head_class(config)
+    return head, save_draft(directory, head.state_dict(), config, None, {"target": {"name": "tiny"}})
+
+
+@pytest.mark.parametrize(("config_class", "head_class", "own"), SHARED)
+def test_heads_that_share_the_output_matrix_round_trip(tiny_target, tmp_path, config_class, head_class, own):
+    """The directory alone must say which head it holds and every choice of its arithmetic, bitwise."""
+    head, directory = _saved_shared(tiny_target, tmp_path / "ckpt", config_class, head_class, own)
+    loaded = load_draft(directory)
+    assert type(loaded.head) is head_class and loaded.head.config == head.config
+    assert loaded.kind == loaded.meta["head"] and loaded.meta["features"].startswith("the target's last hidden state")
+    assert loaded.token_map == TokenMap.identity(tiny_target.vocab_size)
+    assert loaded.head.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(loaded.head.state_dict()[name], value), name
+    check_draft_matches(loaded, tiny_target)
+    object.__setattr__(loaded.head.config, "hidden_size", 7)
+    with pytest.raises(DraftDirError, match="hidden_size 7"):
+        check_draft_matches(loaded, tiny_target)
+
+
+@pytest.mark.parametrize(("config_class", "head_class", "own"), SHARED[1:3])
+def test_damage_to_them_is_named(tiny_target, tmp_path, config_class, head_class, own):
+    """Strict as for EAGLE-3: a tensor, a choice or the kind itself that is missing or strange."""
+    _, directory = _saved_shared(tiny_target, tmp_path / "ckpt", config_class, head_class, own)
+    _rewrite(directory, lambda tensors: tensors.update(d2t=torch.zeros(2)))
+    with pytest.raises(WeightsError, match="unexpected: d2t"):
+        load_draft(directory)
+    _rewrite(directory, lambda tensors: (tensors.pop("d2t"), tensors.pop("layers.0.mlp.up_proj.weight")))
+    with pytest.raises(WeightsError, match="missing: layers.0.mlp.up_proj.weight"):
+        load_draft(directory)
+    config = json.loads((directory / "config.json").read_text())
+    for change, says in (
+        ({"attention_bias": None}, "lacks attention_bias"),
+        ({"toolkit": {**config["toolkit"], "head": "medusa"}}, "head 'medusa'.*eagle3 or eagle2 or mtp"),
+    ):
+        (directory / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(DraftDirError, match=says):
+            load_draft(directory)
+
+
+def test_a_choice_that_does_not_exist_is_refused(tiny_target, tmp_path):
+    """An MTP head whose state is neither before nor after its norm."""
+    _, directory = _saved_shared(tiny_target, tmp_path / "ckpt", MtpConfig, MtpHead, {})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "state": "both"}))
+    with pytest.raises(DraftDirError, match="config.json: mtp config: state is 'both'"):
+        load_draft(directory)

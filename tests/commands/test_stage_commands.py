@@ -122,9 +122,21 @@ def test_every_draft_shape_asked_for_is_measured(
     assert "each draft shape once" in capsys.readouterr().err
 
 
+def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_directory: Path) -> None:
+    """The floor that every head must beat has to come out of the same measurement; it needs --target alone."""
+    Path("p.jsonl").write_text('{"question_id": 1, "category": "math", "turns": ["count apples and count apples"]}\n')
+    line = ["bench", "acceptance", "--draft", "ngram", "--prompts", "p.jsonl", "--max-tokens", "8", "--warmup", "0"]
+    assert cli.main([*line, "--shape", "3,1,4", "--target", str(tiny_target_directory), "--out", "a.json"]) == 0
+    record = json.loads(Path("a.json").read_text())
+    assert {row["method"] for row in record["rows"]} == {"ngram"} and record["draft"]["head"] == "ngram"
+    assert record["rows"][0]["tokens_equal"] is True
+    assert cli.main(line) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--token-map", "x.pt"], "--token-map x.pt: an eagle3 head has an output matrix of its own"),
         (["--max-tokens", "0"], "max_tokens = 0"),
         (["--temperature", "-1"], "temperature = -1.0"),
         (["--temperature", "inf"], "temperature is inf"),

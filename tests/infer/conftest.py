@@ -18,7 +18,9 @@ from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.infer.verify import Walk
+from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -241,3 +243,33 @@ def small_draft(small_target: Target) -> DraftCheckpoint:
     )
     head = Eagle3Head(config).eval().requires_grad_(False)
     return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, *range(5, 24)], 24))
+
+
+SHARED_HEADS = {
+    "eagle2": {},
+    "eagle2-two-layers": {"num_hidden_layers": 2, "fc_bias": False, "attention_bias": True},
+    "mtp": {},
+    "mtp-three-layers": {"num_mtp_layers": 3},
+    "mtp-hidden-first": {
+        "embedding_first": False,
+        "target_hidden": "pre_norm",
+        "state": "pre_norm",
+        "zero_first_embedding": True,
+        "num_mtp_layers": 2,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def shared_draft(small_target: Target) -> Callable[..., DraftCheckpoint]:
+    """Builds an untrained head that shares small_target's embedding and output matrix, by a name of SHARED_HEADS."""
+
+    def build(name: str, kept: Sequence[int] = range(24)) -> DraftCheckpoint:
+        torch.manual_seed(6)
+        eagle2 = name.startswith("eagle2")
+        config_class, head_class = (Eagle2Config, Eagle2Head) if eagle2 else (MtpConfig, MtpHead)
+        head = head_class(config_class.from_target_config(small_target.config, vocab_size=24, **SHARED_HEADS[name]))
+        head = head.eval().requires_grad_(False)
+        return DraftCheckpoint(head=head, token_map=TokenMap.from_ids(list(kept), 24))
+
+    return build

@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 
+from toolkit.infer.autoregressive_drafter import AutoregressiveDrafter
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.eagle3_drafter import Eagle3Drafter
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.sampling_params import SamplingParams
@@ -92,13 +92,13 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
     shape = f"{levels},{k},{1 + k + (levels - 1) * k * k}"  # every candidate is kept
     engine = engine_after_steps(small_target, small_draft, shape, steps)
     seen = {}
-    inner = Eagle3Drafter._draft_beams
+    inner = AutoregressiveDrafter._draft_beams
 
     def spy(self, *args):
         seen["candidates"] = inner(self, *args)
         return seen["candidates"]
 
-    monkeypatch.setattr(Eagle3Drafter, "_draft_beams", spy)
+    monkeypatch.setattr(AutoregressiveDrafter, "_draft_beams", spy)
     with torch.inference_mode():
         engine.drafter.propose(engine._running)
     tokens, parents, numbers, scores = seen["candidates"]
@@ -141,7 +141,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft):
         count = len(tokens) - 1
         with torch.no_grad():
             dense.head(dense.embed(torch.tensor(tokens[1:])), dense.features[:-1], torch.arange(count), keep, count)
-        assert torch.allclose(drafter.cache.keys[0][row, :count], kept["keys"], atol=1e-4)
+        assert torch.allclose(drafter.reader.caches[0].keys[0][row, :count], kept["keys"], atol=1e-4)
     engine.close()
 
 

@@ -21,6 +21,7 @@ from toolkit.bench.records import hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.infer.choose_drafter import Draft
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ DEFINITIONS = {
 
 def measure_acceptance(
     target: Target,
-    draft: DraftCheckpoint,
+    draft: Draft,
     prompts: Sequence[Prompt],
     shapes: Sequence[DraftShape],
     *,
@@ -70,7 +71,8 @@ def measure_acceptance(
     chosen = limited(list(prompts), limit)
     if not chosen:
         raise PromptsError("no prompts came; at least one is needed")
-    check_draft_matches(draft, target)
+    if isinstance(draft, DraftCheckpoint):
+        check_draft_matches(draft, target)
     settings = {
         "prompts": prompts_from,
         "tasks": _tasks(chosen),
@@ -100,9 +102,7 @@ def measure_acceptance(
         "acceptance",
         command or " ".join(sys.argv),
         settings,
-        **tabulate(
-            rounds, shapes, target, temperature, method=draft.meta.get("head", "eagle3"), check_tokens=check_tokens
-        ),
+        **tabulate(rounds, shapes, target, temperature, method=draft.kind, check_tokens=check_tokens),
         target=_describe_target(target),
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
@@ -121,7 +121,7 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept_rounds(
-    path: Path, target: Target, draft: DraftCheckpoint, prompts: Sequence[Prompt], settings: dict[str, Any]
+    path: Path, target: Target, draft: Draft, prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> KeptRounds:
     """Other weights of target or head are the caller's to notice (its manifest has their hashes)."""
     made_of = {
@@ -160,11 +160,14 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _describe_draft(draft: DraftCheckpoint) -> dict[str, Any]:
+def _describe_draft(draft: Draft) -> dict[str, Any]:
+    if not isinstance(draft, DraftCheckpoint):
+        return {"path": None, "head": draft.kind, "max_n": draft.max_n, "min_n": draft.min_n}
+    aux_layer_ids = getattr(draft.head.config, "aux_layer_ids", None)
     return {
         "path": None if draft.path is None else str(draft.path),
-        "head": draft.meta.get("head", "eagle3"),
+        "head": draft.kind,
         "draft_vocab_size": draft.token_map.size,
-        "aux_layer_ids": list(draft.head.config.aux_layer_ids),
+        "aux_layer_ids": None if aux_layer_ids is None else list(aux_layer_ids),
         "dtype": str(next(draft.head.parameters()).dtype).removeprefix("torch."),
     }

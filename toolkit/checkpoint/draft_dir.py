@@ -1,7 +1,8 @@
 """The draft directory: a self-describing checkpoint of a draft head. `toolkit serve --draft DIR` needs nothing else.
 
-config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block with the rest
-model.safetensors  EAGLE's tensor names, d2t (offsets) and t2d (bool) among them
+config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block that says which kind
+                   of head it is (eagle3, eagle2, mtp), what it reads of the target, and where it came from
+model.safetensors  the tensors in their field names; eagle3's with d2t (offsets) and t2d (bool), its token map
 measured.json      what `toolkit bench` measured with it (optional)
 """
 
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of
 from toolkit.log import get_logger
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.models.eagle3 import Eagle3Config
+from toolkit.models.head_config import HeadConfig
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
@@ -23,8 +26,6 @@ from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, 
 log = get_logger(__name__)
 
 FORMAT = 1
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
 
 
 class DraftDirError(ValueError):
@@ -33,34 +34,46 @@ class DraftDirError(ValueError):
 
 @dataclass
 class DraftCheckpoint:
-    """A loaded head with its token map. `meta` says where it came from (target, training, measured)."""
+    """A loaded head with the token map it drafts with. `meta` says where it came from (target, training, measured).
 
-    head: Eagle3Head
+    A head that shares the target's output matrix (eagle2, mtp) has the whole vocabulary, unless a map was given when
+    it was loaded.
+    """
+
+    head: DraftHead
     token_map: TokenMap
     meta: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+
+    @property
+    def kind(self) -> str:
+        """eagle3, eagle2 or mtp."""
+        return kind_of(self.head.config).name
 
 
 def save_draft(
     directory: str | Path,
     head_state: Mapping[str, torch.Tensor],
-    config: Eagle3Config,
-    token_map: TokenMap,
+    config: HeadConfig,
+    token_map: TokenMap | None,
     meta: Mapping[str, Any],
 ) -> Path:
     """Write a draft directory, over an old one too. config.json goes first and comes last, so that a directory with a
-    config is complete; what was measured with other weights is removed."""
+    config is complete; what was measured with other weights is removed. A token map belongs to eagle3 heads alone."""
     directory = Path(directory)
-    tensors = {**head_state, "d2t": token_map.d2t, "t2d": token_map.t2d}
+    kind = kind_of(config)
+    assert (token_map is not None) == kind.own_vocabulary, f"a token map is part of an eagle3 head, not of {kind.name}"
+    tensors = dict(head_state)
     # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
-    load_strict(_empty_head(config), dict(head_state), "the head that is being saved")
+    load_strict(kind.empty_head(config), tensors, "the head that is being saved")
+    if token_map is not None:
+        tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
     if not _same_tensors(directory / "model.safetensors", tensors):
         (directory / "measured.json").unlink(missing_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
-    write_json(
-        directory / "config.json", {**_serving_keys(config, head_state), "toolkit": _toolkit_block(config, meta)}
-    )
+    block = {"format": FORMAT, "head": kind.name, **kind.features(config), **meta}
+    write_json(directory / "config.json", {**_serving_keys(kind, config, head_state), "toolkit": block})
     return directory
 
 
@@ -75,33 +88,22 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
-def _toolkit_block(config: Eagle3Config, meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "head": "eagle3",
-        "aux_layer_ids": list(config.aux_layer_ids),
-        "aux_layer_ids_convention": AUX_CONVENTION,
-        **meta,
-    }
-
-
-def _serving_keys(config: Eagle3Config, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The keys that vLLM's and SGLang's EAGLE-3 loaders read."""
+def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
     values = {name: value for name, value in config.to_dict().items() if name != "aux_layer_ids"}
-    rope = config.rope_parameters
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
         **values,
-        "rope_theta": rope.get("rope_theta", 10000.0),
-        "num_hidden_layers": 1,
+        **kind.serving_keys(config),
+        "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
         "hidden_act": "silu",
-        "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "norm_before_residual": False,
-        "dtype": str(head_state["fc.weight"].dtype).removeprefix("torch."),
+        "dtype": str(_dtype_of(head_state)).removeprefix("torch."),
     }
+
+
+def _dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    return next(value.dtype for name, value in sorted(tensors.items()) if name.endswith("_proj.weight"))
 
 
 def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> DraftCheckpoint:
@@ -117,37 +119,46 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
             "`toolkit run` wrote (runs/NAME/ckpt) is needed"
         )
     stored = read_json(directory / "config.json")
-    config = _config_from(stored, directory)
+    kind, config = _config_from(stored, directory)
     tensors = load_tensors(directory / "model.safetensors")
-    token_map = _token_map_from(tensors, config, directory)
-    head = _empty_head(config)
-    weights = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-    load_strict(head, weights, str(directory / "model.safetensors"))
-    head = head.to(device=device, dtype=dtype or weights["fc.weight"].dtype).eval().requires_grad_(False)
+    if kind.own_vocabulary:
+        assert isinstance(config, Eagle3Config), "only eagle3 has a vocabulary of its own"
+        token_map = _token_map_from(tensors, config, directory)
+        tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    else:
+        token_map = TokenMap.identity(config.vocab_size)
+    head = kind.empty_head(config)
+    load_strict(head, tensors, str(directory / "model.safetensors"))
+    head = head.to(device=device, dtype=dtype or _dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
     if (directory / "measured.json").is_file():
         meta["measured"] = read_json(directory / "measured.json")
     return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
 
 
-def _config_from(stored: Any, directory: Path) -> Eagle3Config:
+def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
     if not isinstance(stored, dict) or "toolkit" not in stored:
         raise DraftDirError(
-            f"{directory}/config.json has no `toolkit` block, so it was not written by this project and its aux-layer "
-            "convention is unknown; train the head here"
+            f"{directory}/config.json has no `toolkit` block, so it was not written by this project and what its head "
+            "reads of the target is unknown; train the head here"
         )
     block = stored["toolkit"]
-    if block.get("format") != FORMAT or block.get("head") != "eagle3":
+    kind = KINDS.get(block.get("head"))
+    if block.get("format") != FORMAT or kind is None:
         raise DraftDirError(
             f"{directory}/config.json holds format {block.get('format')!r}, head {block.get('head')!r}; "
-            f"this version reads format {FORMAT}, head 'eagle3'"
+            f"this version reads format {FORMAT}, head {' or '.join(KINDS)}"
         )
-    values = {**stored, "aux_layer_ids": block.get("aux_layer_ids")}
-    wanted = list(Eagle3Config.__dataclass_fields__)
-    missing = [name for name in wanted if values.get(name) is None]
-    if missing:
-        raise DraftDirError(f"{directory}/config.json lacks {', '.join(missing)}; copy the file again from its source")
-    return Eagle3Config.from_dict({name: values[name] for name in wanted})
+    values = {**stored}
+    if "aux_layer_ids" in block:
+        values["aux_layer_ids"] = block["aux_layer_ids"]
+    lacking = kind.lacking(values)
+    if lacking:
+        raise DraftDirError(f"{directory}/config.json lacks {', '.join(lacking)}; copy the file again from its source")
+    try:
+        return kind, kind.config_from(values)
+    except ValueError as error:
+        raise DraftDirError(f"{directory}/config.json: {error}") from error
 
 
 def _token_map_from(tensors: dict[str, torch.Tensor], config: Eagle3Config, directory: Path) -> TokenMap:
@@ -165,27 +176,20 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: Eagle3Config, dire
     return token_map
 
 
-def _empty_head(config: Eagle3Config) -> Eagle3Head:
-    """A head whose weights are all to be loaded: NaN, so that a forgotten one is loud."""
-    head = Eagle3Head(config)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.fill_(float("nan"))
-    return head
-
-
 def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`; warn when it was trained on another one."""
     config = draft.head.config
+    # A head that shares the target's embedding and output matrix is as wide as the target.
+    width = "target_hidden_size" if isinstance(config, Eagle3Config) else "hidden_size"
     wrong = [
         f"{what} {have} (the target's is {need})"
         for what, have, need in (
-            ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+            (width, getattr(config, width), target.hidden_size),
             ("vocab_size", config.vocab_size, target.vocab_size),
         )
         if have != need
     ]
-    if config.aux_layer_ids[-1] > target.n_layers:
+    if isinstance(config, Eagle3Config) and config.aux_layer_ids[-1] > target.n_layers:
         wrong.append(f"aux_layer_ids {list(config.aux_layer_ids)} (the target has {target.n_layers} layers)")
     if wrong:
         raise DraftDirError(

@@ -13,7 +13,7 @@ from toolkit.recipe import BenchSettings
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
-    from toolkit.checkpoint.draft_dir import DraftCheckpoint
+    from toolkit.infer.choose_drafter import Draft
     from toolkit.infer.draft_tree import DraftShape
     from toolkit.target.target import Target
 
@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
-    group.add_argument("--draft", type=Path, metavar="DIR", help="draft directory (runs/NAME/ckpt)")
+    group.add_argument(
+        "--draft", type=Path, metavar="DIR", help="draft directory (runs/NAME/ckpt), or ngram (give --target)"
+    )
+    group.add_argument(
+        "--token-map", metavar="FILE", help="freq_N.pt: the ids that an eagle2 or mtp head drafts (default: all)"
+    )
     group.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
     group.add_argument(
         "--prompts", metavar="FILE", help="prompts in MT-bench's field style (default: the 40 built-in ones)"
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
             raise ArgumentsError(f"{given} and --draft came together; a recipe's run folder or any head is measured")
         return _measure_any(args)
-    own = (*_SETTINGS, "target", "seed", "batch", "no_check", "dtype", "out")
+    own = (*_SETTINGS, "target", "token_map", "seed", "batch", "no_check", "dtype", "out")
     stray = next((name for name in own if getattr(args, name) is not None), None)
     if stray is not None:
         how = f"override bench.{stray}=... instead" if stray in _SETTINGS else "name the head: --draft runs/NAME/ckpt"
@@ -99,18 +104,18 @@ def _measure_any(args: argparse.Namespace) -> int:
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
-    from toolkit.checkpoint.draft_dir import load_draft
+    from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft
+    from toolkit.infer.open_engine import target_of
     from toolkit.target.load import load_target
 
     # What is small first: a mistake in it is found before the target is loaded.
     prompts_and_shapes(wanted)
-    draft = load_draft(args.draft)
-    stated = draft.meta.get("target") or {}
-    name, revision = (args.target, None) if args.target else (stated.get("name"), stated.get("revision"))
-    if not name:
-        raise ArgumentsError(f"{args.draft} does not say which target it was trained for; name it with --target")
+    draft = open_draft(args.draft)
+    if args.token_map is not None:
+        check_token_map_goes_with(draft, args.token_map)
+    name, revision = (args.target, None) if args.target else target_of(draft)
     target = load_target(name, revision=revision, dtype=args.dtype or "auto", device=best_device())
-    draft.head.to(device=target.device, dtype=target.dtype)
+    draft = fit_draft(draft, target, args.token_map)
     record = _measure(
         target,
         draft,
@@ -148,7 +153,7 @@ def measure_run(job: Run) -> str:
     )
 
 
-def _measure(target: Target, draft: DraftCheckpoint, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
+def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
     from toolkit.bench.acceptance import measure_acceptance
     from toolkit.commands.progress_bar import progress_bar
 

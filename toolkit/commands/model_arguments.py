@@ -11,10 +11,13 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--draft, --target, --shape, --no-draft, --dtype, --device."""
+    """--draft, --target, --shape, --token-map, --no-draft, --dtype, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--draft", metavar="DIR", help="draft directory (runs/NAME/ckpt); it names its target, so it is enough alone"
+        "--draft",
+        metavar="DIR",
+        help="draft directory (runs/NAME/ckpt); it names its target, so it is enough alone. Or ngram, without a head: "
+        "what followed the same words earlier in the request is drafted (give --target)",
     )
     group.add_argument(
         "--target",
@@ -26,6 +29,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S,K,N",
         help="what is drafted per step: levels, branches, nodes verified with the root; "
         "4,1,5 is a chain of 4, 5,4,16 a tree (default: the best one measured with the head, else 4,1,5)",
+    )
+    group.add_argument(
+        "--token-map",
+        metavar="FILE",
+        help="freq_N.pt: draft only these ids, with their rows of the target's output matrix (eagle2 and mtp heads, "
+        "which share it); missing special and end-of-turn ids are added",
     )
     group.add_argument("--no-draft", action="store_true", help="decode plainly with the target that --draft names")
     group.add_argument(
@@ -42,6 +51,7 @@ def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
         draft=args.draft,
         target=args.target,
         shape=args.shape,
+        token_map=args.token_map,
         use_draft=not args.no_draft,
         dtype=args.dtype,
         device=args.device,
@@ -58,8 +68,9 @@ def short_name(target_name: str) -> str:
 
 
 def describe(opened: Opened) -> str:
-    """What decodes, in a line: the draft head with its shape, or that there is none."""
+    """What drafts, in a line: the draft head or n-gram lookup with its shape, or that there is none."""
     if opened.shape is None or opened.draft is None:
         return "none, plain decoding"
-    where = f"{opened.draft.path}, " if opened.draft.path else ""
-    return f"{where}{opened.shape.name} ({opened.shape.as_text()})"
+    path = getattr(opened.draft, "path", None)
+    what = opened.draft.kind if path is None else f"{path} ({opened.draft.kind})"
+    return f"{what}, {opened.shape.name} ({opened.shape.as_text()})"

@@ -9,7 +9,8 @@ KV is not computed yet. Nodes stand in level order, so a parent's number is smal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class DraftShape:
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.top_k < 1:
             raise DraftShapeError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
-        most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+        most = 1 + candidates(self.num_steps, self.top_k)
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise DraftShapeError(
                 f"draft shape {self.as_text()}: a chain (top_k 1) verifies num_steps + 1 nodes, so write "
@@ -63,6 +64,22 @@ class DraftShape:
         """The form `parse` reads."""
         return f"{self.num_steps},{self.top_k},{self.num_draft_tokens}"
 
+    def fits_in(self, limit: DraftShape) -> bool:
+        """No deeper, wider or larger than `limit`."""
+        return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
+
+    def within(self, limit: DraftShape) -> DraftShape:
+        """This shape, made no deeper, wider or larger than `limit`."""
+        steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)
+        if k == 1:
+            return DraftShape.chain(steps)
+        return DraftShape(steps, k, min(self.num_draft_tokens, limit.num_draft_tokens, candidates(steps, k) + 1))
+
+    @classmethod
+    def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:
+        """The smallest shape that every one of `shapes` fits in."""
+        return cls(*(max(sizes) for sizes in zip(*map(astuple, shapes), strict=True)))
+
     @property
     def is_chain(self) -> bool:
         return self.top_k == 1
@@ -72,6 +89,11 @@ class DraftShape:
         if self.is_chain:
             return f"chain {self.num_steps}"
         return f"tree {self.num_steps}x{self.top_k}/{self.num_draft_tokens}"
+
+
+def candidates(num_steps: int, top_k: int) -> int:
+    """Nodes that EAGLE-2's expansion looks at, the root not counted."""
+    return top_k + (num_steps - 1) * top_k**2
 
 
 @dataclass
@@ -107,46 +129,60 @@ def root_only(roots: Tensor) -> DraftTree:
     return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], [0] * rows, [0] * rows, True)
 
 
-def chain_tree(roots: Tensor, drafts: Tensor, drafted: list[bool]) -> DraftTree:
-    """roots [B], drafts [B, n]: each draft follows the one before it. Rows not `drafted` keep their root only."""
+def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int]) -> DraftTree:
+    """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
     at = torch.arange(nodes, device=tokens.device).expand(rows, nodes)
     mask = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, nodes, nodes)
-    valid = torch.ones_like(tokens, dtype=torch.bool)
-    count = nodes - 1
-    tree = DraftTree(tokens, at - 1, at, mask, valid, [count] * rows, [count] * rows, True)
-    return _without_drafts(tree, drafted)
+    if min(counts) == nodes - 1:
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+    else:
+        valid = at <= torch.tensor(counts, device=tokens.device)[:, None]
+        mask = without_padding(mask, valid)
+    return DraftTree(tokens, at - 1, at, mask, valid, list(counts), list(counts), True)
 
 
 def rerank(
-    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: int, drafted: list[bool]
+    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int]
 ) -> DraftTree:
-    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates keep the nodes - 1 of the highest score.
+    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates row b keeps the nodes[b] - 1 of the highest score.
 
     roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
     levels [C] from 1. A score is a cumulative log-probability, so no child exceeds its parent, and the sort is stable:
     on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its parent.
+    Where rows differ in their number of nodes, candidates of score -inf are not kept either.
     """
-    rows, candidates = tokens.shape
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(dim=1).values
+    rows, found = tokens.shape
+    most = max(nodes)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : most - 1]
+    uniform = min(nodes) == most
+    if not uniform:
+        rank = torch.arange(order.shape[1], device=tokens.device)
+        good = rank < torch.tensor(nodes, device=tokens.device)[:, None] - 1
+        good &= scores.gather(1, order) > -torch.inf
+    kept, places = order.sort(dim=1)
     count = kept.shape[1]
-    node_of = torch.zeros(rows, candidates + 1, dtype=torch.long, device=tokens.device)
+    node_of = torch.zeros(rows, found + 1, dtype=torch.long, device=tokens.device)
     node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
     parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1, the root, is node 0
     minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
     depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
-    tree = DraftTree(
+    valid = torch.ones_like(depths, dtype=torch.bool)
+    mask = ancestor_mask(parent_nodes, int(levels[-1]))
+    if not uniform:
+        valid[:, 1:] = good.gather(1, places)
+        mask = without_padding(mask, valid)
+    return DraftTree(
         tokens=torch.cat((roots[:, None], tokens.gather(1, kept)), dim=1),
         parents=torch.cat((minus_one, parent_nodes), dim=1),
         depths=depths,
-        mask=ancestor_mask(parent_nodes, int(levels[-1])),
-        valid=torch.ones_like(depths, dtype=torch.bool),
-        offered=[count] * rows,
-        depth_offered=depths.max(dim=1).values.tolist(),
+        mask=mask,
+        valid=valid,
+        offered=[count] * rows if uniform else (valid.sum(dim=1) - 1).tolist(),
+        depth_offered=depths.masked_fill(~valid, 0).max(dim=1).values.tolist(),
         is_chain=False,
     )
-    return _without_drafts(tree, drafted)
 
 
 def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
@@ -161,13 +197,7 @@ def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
     return mask
 
 
-def _without_drafts(tree: DraftTree, drafted: list[bool]) -> DraftTree:
-    """Take the drafts of rows with `drafted` False out of the tree; their nodes become padding."""
-    plain = [row for row, keep in enumerate(drafted) if not keep]
-    if plain:
-        tree.valid[plain, 1:] = False
-        tree.mask = tree.mask.clone()
-        tree.mask[plain] = torch.eye(tree.nodes, dtype=torch.bool, device=tree.mask.device)
-        for row in plain:
-            tree.offered[row] = tree.depth_offered[row] = 0
-    return tree
+def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
+    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
+    own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    return torch.where(valid[:, :, None], mask, own)

@@ -22,7 +22,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
-        """A tree for every running row; a request that is not speculative gets its root only."""
+        """A tree for every running row: of the request's own shape where it has one, as far as the drafter's allows.
+
+        A request that is not speculative gets its root only, and so does one for which there is nothing to propose.
+        """
         ...
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
@@ -34,7 +37,7 @@ class Drafter(Protocol):
         ...
 
     def set_shape(self, shape: DraftShape) -> None:
-        """Propose trees of this shape from now on."""
+        """Propose trees of this shape, at most, from now on."""
         ...
 
     def close(self) -> None:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.choose_drafter import Draft, choose_drafter
 from toolkit.infer.draft_tree import DraftShape, DraftTree
-from toolkit.infer.drafter import Drafter, NoDrafter
-from toolkit.infer.eagle3_drafter import Eagle3Drafter
-from toolkit.infer.errors import EngineError
+from toolkit.infer.drafter import NoDrafter
+from toolkit.infer.errors import DraftShapeError, EngineError
 from toolkit.infer.kv_cache import KVCache
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampler import Sampler
@@ -38,15 +37,16 @@ LOGIT_ROWS = 512  # rows of logits held at once
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it.
 
-    draft None decodes plainly. shape defaults to a chain of 4. max_batch: requests running at once; more wait.
-    max_context: tokens of prompt and answer together, at most (and by default) what the target was made for.
+    draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
+    at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
+    made for.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
     def __init__(
         self,
         target: Target,
-        draft: DraftCheckpoint | None = None,
+        draft: Draft | None = None,
         shape: DraftShape | None = None,
         *,
         max_batch: int = 16,
@@ -61,9 +61,8 @@ class Engine:
         with torch.inference_mode():
             self._forward = TargetForward(target)
             self._cache = KVCache(self._forward.kv_shape)
-            self.drafter: Drafter = NoDrafter(target.device)
-            if draft is not None:
-                self.drafter = Eagle3Drafter(target, draft, shape or DEFAULT_SHAPE)
+            self.shape = None if draft is None else shape or DEFAULT_SHAPE
+            self.drafter = choose_drafter(target, draft, self.shape)
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
         self._sampler: Sampler | None = None  # None: the rows changed
@@ -77,9 +76,13 @@ class Engine:
         params: SamplingParams,
         *,
         speculative: bool = True,
+        shape: DraftShape | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """Queue a prompt. Raises PromptTooLongError, EngineError if it is empty or has ids outside the vocabulary."""
+        """Queue a prompt. `shape`: what is drafted for it alone, at most what the engine drafts; None: the same.
+
+        Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary.
+        """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise EngineError("the prompt has no tokens; at least one is needed")
@@ -93,11 +96,18 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}, the answer included: "
                 f"shorten the prompt to at most {self.max_context - 1} tokens"
             )
+        if shape is not None and (self.shape is None or not shape.fits_in(self.shape)):
+            most = "nothing: it has no drafter" if self.shape is None else f"{self.shape.name} ({self.shape.as_text()})"
+            raise DraftShapeError(
+                f"a request came with draft shape {shape.as_text()}; the engine drafts {most}: ask for no more levels, "
+                "branches or nodes than that"
+            )
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,
             params=params,
             speculative=speculative and not isinstance(self.drafter, NoDrafter),
+            shape=shape,
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
             token_limit=min(params.max_tokens, self.max_context - len(prompt)),
         )
@@ -128,6 +138,7 @@ class Engine:
     def set_shape(self, shape: DraftShape) -> None:
         """Draft with another shape from the next step on. Raises `EngineError` when there is no draft head."""
         self.drafter.set_shape(shape)
+        self.shape = shape
 
     def close(self) -> None:
         """Take the engine's hooks off the target. The engine must not be stepped afterwards."""

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches, load_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
+from toolkit.infer.choose_drafter import Draft
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft
 from toolkit.log import get_logger
 from toolkit.target.load import Target, load_target
 
 logger = get_logger(__name__)
 
 
-class OpenError(ValueError):
-    """What was typed does not name an engine; the message says what to type."""
+__all__ = ["OpenError", "Opened", "open_engine"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Opened:
 
     engine: Engine
     target: Target
-    draft: DraftCheckpoint | None
+    draft: Draft | None
     shape: DraftShape | None
 
 
@@ -37,6 +38,7 @@ def open_engine(
     draft: str | Path | None = None,
     target: str | None = None,
     shape: str | None = None,
+    token_map: str | Path | None = None,
     use_draft: bool = True,
     dtype: str = "auto",
     device: str = "auto",
@@ -45,11 +47,12 @@ def open_engine(
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
-    draft: a draft directory, which names its own target. target: needed without a draft directory, else overrides
-    its choice. shape: "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain of 4.
-    use_draft False keeps only the draft directory's choice of target. device "auto" is a GPU if there is one.
-    max_context in tokens, None: the target's.
-    Raises ValueError (OpenError, DraftDirError, WeightsError, TargetError).
+    draft: a draft directory, which names its own target, or "ngram". target: needed without a draft directory, else
+    overrides its choice. shape: "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain of
+    4. token_map: a freq_N.pt; heads that share the target's output matrix use only its rows. use_draft False keeps only
+    the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens, None: the
+    target's.
+    Raises ValueError (OpenError, DraftDirError, WeightsError, TokenMapError, TargetError).
     """
     if draft is None and target is None:
         raise OpenError(
@@ -60,18 +63,18 @@ def open_engine(
     wanted = parse_shape(shape, "--shape") if shape is not None else None
     where = parse_device(device)
     # The head first: it is small, so a broken directory is found before the target is loaded.
-    head = load_draft(draft) if draft is not None else None
-    name, revision = (target, None) if target is not None else _target_of(head)
-    if wanted is not None and (head is None or not use_draft):
+    head = open_draft(draft) if draft is not None else None
+    name, revision = (target, None) if target is not None else target_of(head)
+    head = head if use_draft else None
+    if wanted is not None and head is None:
         raise OpenError(f"--shape {shape} came without a draft head to use it; give --draft, or leave --shape out")
+    if token_map is not None:
+        check_token_map_goes_with(head, token_map)
     logger.info("loading the target %s", name)
     loaded = load_target(name, dtype=dtype, device=where, revision=revision)
-    if head is not None and use_draft:
-        check_draft_matches(head, loaded)
-        head.head.to(device=loaded.device, dtype=loaded.dtype)
+    if head is not None:
+        head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    else:
-        head = None
     engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context)
     return Opened(engine, loaded, head, wanted)
 
@@ -92,8 +95,10 @@ def parse_device(text: str) -> torch.device:
     return device
 
 
-def best_shape(draft: DraftCheckpoint) -> DraftShape:
+def best_shape(draft: Draft) -> DraftShape:
     """The best shape that was measured with this head (meta["measured"]["best_shape"]), else a chain of 4."""
+    if not isinstance(draft, DraftCheckpoint):
+        return DEFAULT_SHAPE
     measured: Any = draft.meta.get("measured") or {}
     text = measured.get("best_shape") if isinstance(measured, dict) else None
     return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
@@ -107,8 +112,10 @@ def parse_shape(text: str, where: str) -> DraftShape:
         raise OpenError(f"{where}: {error}") from error
 
 
-def _target_of(draft: DraftCheckpoint | None) -> tuple[str, str | None]:
-    assert draft is not None
+def target_of(draft: Draft | None) -> tuple[str, str | None]:
+    """Name and revision of the target that a draft directory states. Raises `DraftDirError`, `OpenError`."""
+    if not isinstance(draft, DraftCheckpoint):
+        raise OpenError("--draft ngram belongs to no target; name one with --target")
     stated = draft.meta.get("target")
     if not isinstance(stated, dict) or not stated.get("name"):
         raise DraftDirError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.sampling_params import SamplingParams
 
@@ -47,6 +48,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     speculative: bool = True
+    shape: DraftShape | None = None  # what is drafted for it, as far as the engine's own shape allows; None: that one
     submitted_at: float = field(default_factory=time.perf_counter)
     # written by Engine only
     output_ids: list[int] = field(default_factory=list)

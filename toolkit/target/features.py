@@ -79,6 +79,26 @@ class AuxCapture:
         self._handles = []
 
 
+class LastCapture:
+    """Keeps the body's last hidden state, which the output matrix reads (after the final norm). As `AuxCapture`."""
+
+    def __init__(self, target: Target) -> None:
+        self._state: torch.Tensor | None = None
+        self._handle = target.body.register_forward_hook(self._keep)
+
+    def _keep(self, _module, _args, output) -> None:
+        self._state = output.last_hidden_state
+
+    def take(self) -> torch.Tensor:
+        """The state [B, N, H] of the last forward; a second call without a forward is an error."""
+        assert self._state is not None, "no forward of the target ran since the last take"
+        state, self._state = self._state, None
+        return state
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
 @dataclass(frozen=True)
 class TargetFeatures:
     """What training needs of one target forward: `aux` [B, N, A*H] and `last` [B, N, H] after the final norm."""

@@ -1,0 +1,111 @@
+"""The kinds of head a draft directory can hold, and the config keys that other engines read of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.models.head_config import HeadConfig
+from toolkit.models.mtp import MtpConfig, MtpHead
+
+DraftHead = Eagle3Head | Eagle2Head | MtpHead
+
+AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
+LAST_CONVENTION = "the target's last hidden state after its final norm, as its output matrix reads it"
+BEFORE_NORM_CONVENTION = "the target's last hidden state before its final norm"
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """name: the word in config.json. own_vocabulary: the head has a token map and an output matrix of its own.
+
+    serving_keys(config): the keys of other engines beside the config's own fields. features(config): which of the
+    target's hidden states it reads, in words and numbers.
+    """
+
+    name: str
+    config_class: type[HeadConfig]
+    head_class: Callable[[Any], DraftHead]
+    own_vocabulary: bool
+    serving_keys: Callable[[Any], dict[str, Any]]
+    features: Callable[[Any], dict[str, Any]]
+
+    def empty_head(self, config: HeadConfig) -> DraftHead:
+        """A head whose weights are all to be loaded: NaN, so that a forgotten one is loud."""
+        head = self.head_class(config)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.fill_(float("nan"))
+        return head
+
+    def lacking(self, values: dict[str, Any]) -> list[str]:
+        """Names of the config's fields that `values` has not."""
+        return [one.name for one in fields(self.config_class) if values.get(one.name) is None]
+
+    def config_from(self, values: dict[str, Any]) -> HeadConfig:
+        names = {one.name for one in fields(self.config_class)}
+        return self.config_class.from_dict({name: value for name, value in values.items() if name in names})
+
+
+def _eagle3_keys(_config: Eagle3Config) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "norm_before_residual": False,
+    }
+
+
+def _eagle2_keys(config: Eagle2Config) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "bias": config.fc_bias,
+        "qkv_bias": config.attention_bias,
+    }
+
+
+def _mtp_keys(config: MtpConfig) -> dict[str, Any]:
+    # No other engine serves MTP layers apart from their target, so there is no architecture's name to borrow.
+    return {
+        "architectures": ["MtpDraftHead"],
+        "model_type": "mtp_draft_head",
+        "num_nextn_predict_layers": config.num_mtp_layers,
+    }
+
+
+def _mtp_features(config: MtpConfig) -> dict[str, Any]:
+    return {"features": LAST_CONVENTION if config.target_hidden == "post_norm" else BEFORE_NORM_CONVENTION}
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        HeadKind(
+            "eagle3",
+            Eagle3Config,
+            Eagle3Head,
+            True,
+            _eagle3_keys,
+            lambda config: {
+                "aux_layer_ids": list(config.aux_layer_ids),
+                "aux_layer_ids_convention": AUX_CONVENTION,
+            },
+        ),
+        HeadKind(
+            "eagle2", Eagle2Config, Eagle2Head, False, _eagle2_keys, lambda _config: {"features": LAST_CONVENTION}
+        ),
+        HeadKind("mtp", MtpConfig, MtpHead, False, _mtp_keys, _mtp_features),
+    )
+}
+
+
+def kind_of(config: HeadConfig) -> HeadKind:
+    """The kind whose config this is."""
+    return next(kind for kind in KINDS.values() if type(config) is kind.config_class)

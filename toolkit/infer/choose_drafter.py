@@ -1,0 +1,22 @@
+"""Which drafter serves what was given to draft with."""
+
+from __future__ import annotations
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.autoregressive_drafter import AutoregressiveDrafter
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafter import Drafter, NoDrafter
+from toolkit.infer.ngram_drafter import NgramDrafter, NgramLookup
+from toolkit.target.load import Target
+
+Draft = DraftCheckpoint | NgramLookup
+
+
+def choose_drafter(target: Target, draft: Draft | None, shape: DraftShape | None) -> Drafter:
+    """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None."""
+    if draft is None:
+        return NoDrafter(target.device)
+    assert shape is not None, "a drafter needs a shape"
+    if isinstance(draft, NgramLookup):
+        return NgramDrafter(draft, shape, target.device)
+    return AutoregressiveDrafter(target, draft, shape)

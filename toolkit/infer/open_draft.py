@@ -1,0 +1,70 @@
+"""From what a user types after --draft and --token-map to something to draft with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, load_draft
+from toolkit.infer.choose_drafter import Draft
+from toolkit.infer.ngram_drafter import NgramLookup
+from toolkit.log import get_logger
+from toolkit.target.load import Target
+from toolkit.tokenmap.build import forced_ids_for
+from toolkit.tokenmap.files import load_freq_list
+from toolkit.tokenmap.token_map import TokenMap
+
+logger = get_logger(__name__)
+
+NGRAM = "ngram"
+
+
+class OpenError(ValueError):
+    """What was typed does not name an engine; the message says what to type."""
+
+
+def open_draft(name: str | Path) -> Draft:
+    """ "ngram" (a folder of that name is ./ngram), else a draft directory. Raises DraftDirError, WeightsError."""
+    return NgramLookup() if str(name) == NGRAM else load_draft(name)
+
+
+def check_token_map_goes_with(draft: Draft | None, path: str | Path) -> None:
+    """Raise `OpenError` unless the head scores tokens by the target's own output matrix."""
+    if isinstance(draft, DraftCheckpoint) and draft.kind != "eagle3":
+        return
+    if draft is None:
+        why = "there is no draft head to use it"
+    elif isinstance(draft, DraftCheckpoint):
+        why = f"an eagle3 head has an output matrix of its own, over the {draft.token_map.size} ids it was trained with"
+    else:
+        why = "n-gram lookup scores no tokens"
+    raise OpenError(
+        f"--token-map {path}: {why}; leave it out (it chooses rows of the target's output matrix, for heads that share "
+        "it: eagle2, mtp)"
+    )
+
+
+def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None) -> Draft:
+    """`draft` on the target's device and in its dtype; with a `token_map` file it drafts only the ids in it.
+
+    The file is a plain list of ids (freq_N.pt, as SGLang's --speculative-token-map reads it). Ids of special tokens and
+    ends of turns that it lacks are added: FR-Spec's published maps lack them, and a head that cannot draft the end of a
+    turn loses a step an answer. The answers do not depend on the map: what it lacks is never drafted, and the target
+    still writes it. Raises TokenMapError for duplicates and ids out of range, OpenError, DraftDirError.
+    """
+    if token_map is not None:
+        check_token_map_goes_with(draft, token_map)
+    if not isinstance(draft, DraftCheckpoint):
+        return draft
+    check_draft_matches(draft, target)
+    draft.head.to(device=target.device, dtype=target.dtype)
+    if token_map is None:
+        return draft
+    given = load_freq_list(token_map, target.vocab_size)
+    forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
+    missing = sorted(set(forced) - set(given.ids.tolist()))
+    if missing:
+        logger.info("%s lacks %d ids of special tokens and ends of turns; they are added", token_map, len(missing))
+        given = TokenMap.from_ids(given.ids.tolist() + missing, target.vocab_size)
+    logger.info("drafting with %d of the target's %d ids", given.size, target.vocab_size)
+    return replace(draft, token_map=given)

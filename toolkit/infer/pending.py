@@ -1,0 +1,41 @@
+"""Committed positions that a head has not read yet: their target features and the tokens that follow them.
+
+Shapes: R rows, P positions held a row, W feature width, S stages of the head, H head hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Pending:
+    """Grows as it is needed. Row r holds counts[r] positions; what lies behind them is left over.
+
+    features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: what each stage but the last left at its last committed
+    position, which the next stage reads at the first pending one.
+    """
+
+    def __init__(self, width: int, stages: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.features = torch.zeros(0, 1, width, dtype=dtype, device=device)
+        self.tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
+        self.carry = torch.zeros(0, stages - 1, hidden_size, dtype=dtype, device=device)
+        self.counts: list[int] = []
+
+    def hold(self, rows: int, positions: int) -> None:
+        """Make room for `positions` pending positions in `rows` rows."""
+        old_rows, old_positions = self.tokens.shape
+        if rows <= old_rows and positions <= old_positions:
+            return
+        features, tokens, carry = self.features, self.tokens, self.carry
+        size = (max(rows, old_rows), max(positions, old_positions))
+        self.features = features.new_zeros(*size, features.shape[2])
+        self.tokens = tokens.new_zeros(size)
+        self.carry = carry.new_zeros(size[0], *carry.shape[1:])
+        self.features[:old_rows, :old_positions] = features
+        self.tokens[:old_rows, :old_positions] = tokens
+        self.carry[:old_rows] = carry
+
+    def move_row(self, destination: int, source: int) -> None:
+        for held in (self.features, self.tokens, self.carry):
+            held[destination] = held[source]
+        self.counts[destination] = self.counts[source]
