@@ -51,7 +51,7 @@ def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree
     answer = reference(tiny_target, prompt, 40)
     decode = tiny_target.tokenizer.decode
     tried = 0
-    for end in range(1, 14):
+    for end in range(1, 26):
         text, before = decode(answer[:end]), decode(answer[: end - 1])
         stop = text[len(before) - 1 :]  # begins in the token before
         if "\ufffd" in text or len(text) <= len(before) or not before or text.find(stop) != len(before) - 1:
