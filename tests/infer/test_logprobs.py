@@ -47,24 +47,24 @@ def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape,
 @pytest.mark.parametrize("tree", [False, True])
 def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree):
     """Wherever in a run the string is complete, the answer, its log, its logprobs and its end are plain decoding's."""
-    prompt = [30, 31, 32, 33, 34]
-    answer = reference(tiny_target, prompt, 40)
     decode = tiny_target.tokenizer.decode
     tried = 0
-    for end in range(1, 26):
-        text, before = decode(answer[:end]), decode(answer[: end - 1])
-        stop = text[len(before) - 1 :]  # begins in the token before
-        if "\ufffd" in text or len(text) <= len(before) or not before or text.find(stop) != len(before) - 1:
-            continue
-        tried += 1
-        engine = Engine(tiny_target, max_batch=1)
-        engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
-        params = SamplingParams(max_tokens=40, stop=(stop, "never written"), logprobs=1)
-        request = engine.generate([prompt], params)[0]
-        assert request.output_ids == answer[:end]
-        assert (request.finish_reason, request.stop_reason) == ("stop", stop)
-        assert len(request.logprobs) == len(request.token_from_draft) == end
-        assert 1 + sum(event.committed for event in request.events) == end
+    for prompt in ([30, 31, 32, 33, 34], [50, 60, 70], [100, 7, 9], [200, 201]):
+        answer = reference(tiny_target, prompt, 40)
+        for end in range(2, 20):
+            text, before = decode(answer[:end]), decode(answer[: end - 1])
+            stop = text[len(before) - 1 :]  # begins in the token before
+            if "\ufffd" in text or len(text) <= len(before) or not before or text.find(stop) != len(before) - 1:
+                continue
+            tried += 1
+            engine = Engine(tiny_target, max_batch=1)
+            engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
+            params = SamplingParams(max_tokens=40, stop=(stop, "never written"), logprobs=1)
+            request = engine.generate([prompt], params)[0]
+            assert request.output_ids == answer[:end]
+            assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+            assert len(request.logprobs) == len(request.token_from_draft) == end
+            assert 1 + sum(event.committed for event in request.events) == end
     assert tried > 3
 
 
