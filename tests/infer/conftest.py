@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import uvicorn
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.server import build_app, listen
 from toolkit.infer.verify import Walk
 from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
@@ -96,6 +99,31 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def scripted() -> type[ScriptedEngine]:
     return ScriptedEngine
+
+
+@contextlib.contextmanager
+def running(served):
+    """A server in a thread; yields its base URL and ends it, also when a test fails."""
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(scope="session", name="running")
+def running_fixture():
+    return running
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.draft_tree import DraftShape, chain_tree
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import SamplingError
+from toolkit.infer.request import Request
 from toolkit.infer.sampler import Sampler, draw, greedy, uniform
 from toolkit.infer.sampling_params import SamplingParams
 
@@ -24,8 +25,8 @@ def splitmix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def filtered(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """The law after top-k and top-p by plain sorting, in float64."""
+def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The law after top-k, top-p and min-p by plain sorting, in float64."""
     law = torch.softmax(logits.double(), dim=-1)
     if top_k:
         law[law < law.sort(descending=True).values[min(top_k, len(law)) - 1]] = 0
@@ -34,7 +35,15 @@ def filtered(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         ordered = law.sort(descending=True).values
         law[law < ordered[int((ordered.cumsum(0) < top_p).sum())]] = 0
         law /= law.sum()
-    return law
+    law[law < min_p * law.max()] = 0
+    return law / law.sum()
+
+
+def drawn_with(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, u: torch.Tensor) -> torch.Tensor:
+    """`draw` with one setting for all rows."""
+    rows = len(logits)
+    floor = torch.full((rows,), min_p)
+    return draw(logits, torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64), floor, u)
 
 
 def test_uniform_is_splitmix64():
@@ -54,27 +63,30 @@ def test_uniform_is_uniform():
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.6), (0, 0.9999), (300, 0.99), (2000, 1.0)]
-)
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (9, 0.6, 0.0), (0, 0.9999, 0.0), (300, 0.99, 0.0),
+        (2000, 1.0, 0.0), (0, 1.0, 0.2), (0, 1.0, 0.001), (5, 1.0, 0.5), (0, 0.7, 0.3), (0, 0.999, 0.05),
+        (300, 0.99, 0.01), (900, 1.0, 0.4), (0, 1.0, 1.0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_draw_equals_brute_force(top_k, top_p, spread):
+def test_draw_equals_brute_force(top_k, top_p, min_p, spread):
     """Flat laws need the wide passes, peaked ones the narrow: all must equal sorting the whole vocabulary."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(24, 1500, generator=generator) * spread
     u = torch.rand(24, generator=generator, dtype=torch.float64)
-    drawn = draw(logits, torch.full((24,), top_k), torch.full((24,), top_p, dtype=torch.float64), u)
+    drawn = drawn_with(logits, top_k, top_p, min_p, u)
     for row in range(24):
-        sums = filtered(logits[row], top_k, top_p).cumsum(0)
+        sums = filtered(logits[row], top_k, top_p, min_p).cumsum(0)
         assert drawn[row].item() == int((sums <= u[row] * sums[-1]).sum())
 
 
 def test_tokens_equal_to_the_last_kept_are_kept():
     """With ties the kept set does not depend on how a sort breaks them."""
-    logits = torch.zeros(64, 300)
     u = torch.linspace(0, 1 - 1e-9, 64, dtype=torch.float64)
-    for k, p in ((3, 1.0), (0, 0.5)):
-        drawn = draw(logits, torch.full((64,), k), torch.full((64,), p, dtype=torch.float64), u)
-        assert drawn.tolist() == (u * 300).long().tolist()
+    for k, p, floor in ((3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)):
+        assert drawn_with(torch.zeros(64, 300), k, p, floor, u).tolist() == (u * 300).long().tolist()
 
 
 def test_impossible_tokens_are_never_drawn():
@@ -82,8 +94,16 @@ def test_impossible_tokens_are_never_drawn():
     logits = torch.full((2, 700), -torch.inf)
     logits[:, 300:310] = 0.0
     u = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    for k, p in ((0, 1.0), (50, 1.0), (0, 0.99)):
-        assert draw(logits, torch.full((2,), k), torch.full((2,), p, dtype=torch.float64), u).tolist() == [300, 309]
+    for k, p, floor in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.99, 0.0), (0, 1.0, 0.1)):
+        assert drawn_with(logits, k, p, floor, u).tolist() == [300, 309]
+
+
+def choose(params: list[SamplingParams], logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The sampler over nodes that stand alone, for requests without an answer yet."""
+    requests = [Request("r", [1], one) for one in params]
+    nodes = torch.zeros_like(positions)
+    tree = chain_tree(nodes[:, 0], nodes[:, 1:], [True] * len(params))
+    return Sampler(requests, logits.shape[-1], torch.device("cpu"))(logits, positions, tree).tokens
 
 
 def test_greedy_rows_beside_drawn_ones():
@@ -91,8 +111,8 @@ def test_greedy_rows_beside_drawn_ones():
     logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0)).round()
     params = [SamplingParams(), SamplingParams(temperature=1.0, seed=3), SamplingParams()]
     positions = torch.tensor([[4, 5], [4, 5], [6, 7]])
-    mixed = Sampler(params, torch.device("cpu"))(logits, positions)
-    alone = Sampler(params[1:2], torch.device("cpu"))(logits[1:2], positions[1:2])
+    mixed = choose(params, logits, positions)
+    alone = choose(params[1:2], logits[1:2], positions[1:2])
     assert torch.equal(mixed[[0, 2]], greedy(logits[[0, 2]])) and torch.equal(mixed[1:2], alone)
     assert greedy(torch.zeros(1, 1, 9)).item() == 0
 
@@ -106,9 +126,24 @@ def test_settings_outside_their_range_are_refused():
         {"top_p": 1.5},
         {"top_k": -1},
         {"max_tokens": 0},
+        {"min_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -3},
+        {"logit_bias": {3: math.inf}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": [(3, 1.0), (3, 2.0)]},
+        {"min_tokens": -1},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"stop": ["a", ""]},
+        {"logprobs": 21},
+        {"logprobs": -1},
     ):
-        with pytest.raises(SamplingError, match=next(iter(wrong))):
+        with pytest.raises(SamplingError, match=next(iter(wrong))) as caught:
             SamplingParams(**wrong)
+        assert caught.value.field == next(iter(wrong))
     with pytest.raises(SamplingError, match="seed"):
         SamplingParams(seed=2**64)
 

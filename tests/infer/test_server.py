@@ -5,40 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from toolkit.infer.completions import Served
 from toolkit.infer.default_sampling import DefaultSampling
-from toolkit.infer.server import AddressError, build_app, listen
+from toolkit.infer.server import AddressError, listen
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]
-
-
-@contextlib.contextmanager
-def running(served):
-    """A server in a thread; yields its base URL and ends it, also when a test fails."""
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive(), "the server did not end"
 
 
 class Scripted:
@@ -68,7 +46,7 @@ class Scripted:
 
 
 @pytest.fixture(scope="module")
-def server(scripted, tiny_target):
+def server(scripted, tiny_target, running):
     scene = Scripted(scripted, tiny_target.tokenizer)
     with running(scene.served()) as url:
         scene.url = url
@@ -215,10 +193,20 @@ def test_prompt_too_long(scene):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
         ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name", "not supported"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "unicode"),
-        ({"n": 2}, "n", "2"),
+        ({"n": 0}, "n", "0"),
         ({"n": True}, "n", "True"),
-        ({"logprobs": True}, "logprobs", "not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "0.5"),
+        ({"best_of": 2}, "best_of", "not supported"),
+        ({"logprobs": 3}, "logprobs", "3"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "2.5"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "-2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+        ({"min_p": 1.5}, "min_p", "1.5"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7", "101"),
+        ({"logit_bias": {"the": 1}}, "logit_bias.the", "token id"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "[0, 5]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "'a'"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"temprature": 0.5}, "temprature", "unknown field"),
@@ -250,6 +238,7 @@ def test_neutral_fields_are_accepted(scene):
     answer = scene.post(
         {
             "model": NAME, "messages": [{**USER[0], "name": None}], "n": 1, "logprobs": False, "presence_penalty": 0.0,
+            "top_logprobs": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": [],
             "frequency_penalty": 0, "tools": [], "tool_choice": "auto", "user": "me",
             "logit_bias": None, "seed": -5, "top_k": -1, "ignore_eos": False, "stop": None, "metadata": {"a": "b"},
             "response_format": {"type": "text"},
@@ -312,7 +301,7 @@ def test_engine_failure_is_a_500_and_the_next_request_works(scene):
     assert httpx.get(f"{scene.url}/health").status_code == 200
 
 
-def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target):
+def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target, running):
     """A load balancer must stop sending requests to a server whose engine is gone."""
     scene = Scripted(scripted, tiny_target.tokenizer)
     scene.engine.has_work = lambda: True  # cannot be emptied
@@ -328,7 +317,7 @@ def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target):
             scene.ask()
 
 
-def test_metrics(scripted, tiny_target):
+def test_metrics(scripted, tiny_target, running):
     """Prometheus counts agree with the usage of the answers."""
     scene = Scripted(scripted, tiny_target.tokenizer)
     with running(scene.served()) as scene.url:

@@ -67,15 +67,13 @@ def announcement(opened: Opened, model_name: str, host: str, port: int, defaults
     messages = [{"role": "user", "content": "Name three rivers."}]
     body = {"model": model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
     curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-    top_k = f", top_k {defaults.top_k}" if defaults.top_k else ""
-    sampling = f"temperature {defaults.temperature:g}, top_p {defaults.top_p:g}{top_k}"
     target = opened.target
     dtype = str(target.dtype).removeprefix("torch.")
     return (
         f"ready at {address}\n"
         f"  model     {model_name} ({dtype} on {target.device}, context {opened.engine.max_context} tokens)\n"
         f"  draft     {describe(opened)}\n"
-        f"  sampling  {sampling} unless a request says otherwise\n"
+        f"  sampling  {defaults.text} unless a request says otherwise\n"
         f"try it:\n  {curl}\n"
         "Ctrl-C ends the server."
     )

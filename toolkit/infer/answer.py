@@ -1,7 +1,8 @@
 """One request's answer: tokens in, text and usage out, counted exactly up to where the answer ends.
 
-With speculation an accepted run may reach past a stop string. The tokens after the one that completes the
-stop string are not part of the answer: neither of its text nor of its counts.
+The engine ends the answer with the token that completes a stop string, also inside an accepted run; here its text is
+cut before the string. A raw completion's text also has the space between prompt and answer, so that a stop string may
+be complete here one token sooner: the tokens after it are then not part of the answer, neither text nor counts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.detokenize import TextStream
 from toolkit.infer.engine_thread import Update
-from toolkit.infer.request import VerifyEvent
+from toolkit.infer.request import TokenLogprob, VerifyEvent
 
 
 class Answer:
@@ -24,11 +25,17 @@ class Answer:
         self._text = text
         self.n_tokens = 0
         self.n_from_draft = 0
+        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens, as far as they are not taken
         self.finish_reason: str | None = None
 
     def feed(self, update: Update) -> str:
         """The new text that may be shown."""
         return "".join(text for text, _ in self.feed_pieces(update))
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Those of the tokens fed since the last call; none unless the request asked for them."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
     def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
         """The new text as (text, from_draft), a piece per token that completed some."""
@@ -37,7 +44,8 @@ class Answer:
         for i, (token_id, drafted) in enumerate(zip(update.token_ids, update.from_draft, strict=True)):
             self.n_tokens += 1
             self.n_from_draft += drafted
-            if i == last and update.finish_reason == "stop":
+            self._logprobs += update.logprobs[i : i + 1]
+            if i == last and isinstance(update.stop_reason, int):
                 break  # the stop id itself, which is no text even where the tokenizer does not call it special
             pieces.append((self._text.push(token_id), drafted))
             if self._text.stopped:
@@ -64,22 +72,27 @@ def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[Verif
     return kept
 
 
-def usage(prompt_tokens: int, answer: Answer, events: Sequence[VerifyEvent], shape: str | None) -> dict[str, Any]:
-    """OpenAI's usage of one answer. `shape` names the draft shape, None where nothing was drafted.
+def usage(
+    prompt_tokens: int, answers: Sequence[tuple[Answer, Sequence[VerifyEvent]]], shape: str | None
+) -> dict[str, Any]:
+    """OpenAI's usage of one request: its answers, each with the engine's events, and the prompt counted once.
 
+    shape: names the draft shape, None where nothing was drafted.
     accepted_prediction_tokens: drafted tokens that are in the answer; rejected: drafted nodes that are not.
     `speculative` is ours; accept_length excludes the prefill's token and truncated steps, accept_rate[i] is
     the share of the steps that reached depth i and accepted it.
     """
-    events = events_of_answer(events, answer.n_tokens)
+    events = [event for answer, every in answers for event in events_of_answer(every, answer.n_tokens)]
     offered = sum(event.offered for event in events)
+    tokens = sum(answer.n_tokens for answer, _ in answers)
+    from_draft = sum(answer.n_from_draft for answer, _ in answers)
     result: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": answer.n_tokens,
-        "total_tokens": prompt_tokens + answer.n_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
         "completion_tokens_details": {
-            "accepted_prediction_tokens": answer.n_from_draft,
-            "rejected_prediction_tokens": max(0, offered - answer.n_from_draft),
+            "accepted_prediction_tokens": from_draft,
+            "rejected_prediction_tokens": max(0, offered - from_draft),
         },
     }
     if shape is not None:

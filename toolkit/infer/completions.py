@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from jinja2.exceptions import TemplateError
-from starlette.types import Receive, Scope, Send
 
 from toolkit.infer.answer import Answer, usage
 from toolkit.infer.api_errors import ApiError, context_length_exceeded
 from toolkit.infer.default_sampling import DefaultSampling
-from toolkit.infer.detokenize import Detokenizer, TextStream
+from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.engine_thread import EngineFailure, EngineThread, Ticket
+from toolkit.infer.errors import SamplingError
+from toolkit.infer.http_client import EventStream, unless_disconnected
+from toolkit.infer.openai_logprobs import LogprobForm
 from toolkit.infer.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
 from toolkit.infer.openai_replies import ReplyForm, sse
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.request import TokenLogprob
+from toolkit.infer.request_params import for_answer, request_params, wrong_setting
 from toolkit.infer.server_metrics import ServerMetrics
 from toolkit.log import get_logger
 
@@ -43,6 +45,15 @@ class Served:
     defaults: DefaultSampling
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """One of a request's n answers while it is written."""
+
+    index: int
+    ticket: Ticket
+    answer: Answer
+
+
 class Completions:
     """What the two endpoints do; one instance an app."""
 
@@ -52,17 +63,18 @@ class Completions:
         self.metrics = ServerMetrics()
         self.created = int(time.time())
         self._detokenizer = Detokenizer(served.tokenizer)
+        self._logprob_form = LogprobForm(served.tokenizer)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self.check_model(body.model)
-        return await self._answer(body, self._chat_ids(body), "messages", http, self._detokenizer.stream(body.stops))
+        return await self._reply(body, self._chat_ids(body), "messages", http)
 
     async def completion(self, body: CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
         self.check_model(body.model)
         ids = body.prompt if isinstance(body.prompt, list) else self.served.tokenizer(body.prompt)["input_ids"]
-        return await self._answer(body, ids, "prompt", http, self._detokenizer.stream(body.stops, ids))
+        return await self._reply(body, ids, "prompt", http)
 
     def check_model(self, model: str) -> None:
         if model != self.served.model_name:
@@ -84,120 +96,132 @@ class Completions:
             ) from error
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _params(self, body: GenerationFields, prompt_tokens: int, param: str) -> SamplingParams:
-        room = self.served.max_context - prompt_tokens
-        limit = body.token_limit
-        if room < (limit or 1):
-            raise context_length_exceeded(prompt_tokens, limit, self.served.max_context, param)
-        defaults = self.served.defaults
-        top_k = defaults.top_k if body.top_k is None else max(body.top_k, 0)
-        return SamplingParams(
-            temperature=defaults.temperature if body.temperature is None else body.temperature,
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            top_k=top_k,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
-            max_tokens=room if limit is None else limit,
-            ignore_eos=body.ignore_eos,
+    async def _reply(self, body: GenerationFields, ids: Sequence[int], param: str, http: Request) -> Response:
+        """`param`: the field that holds the prompt `ids`."""
+        form = ReplyForm(
+            self.served.model_name, self.served.fingerprint, isinstance(body, ChatRequest), body.wants_stream_usage
         )
-
-    async def _answer(
-        self, body: GenerationFields, ids: Sequence[int], param: str, http: Request, text: TextStream
-    ) -> Response:
-        params = self._params(body, len(ids), param)
-        form = ReplyForm(self.served.model_name, self.served.fingerprint, chat=isinstance(body, ChatRequest))
-        try:
-            ticket = await self.engine.submit(ids, params, speculative=body.speculative)
-        except ValueError as error:  # the engine's own checks, e.g. ids outside the vocabulary
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
-        answer = Answer(text)
+        writing = await self._submit(body, ids, param)
         if body.stream:
-            return _EventStream(self._events(ticket, answer, form, body), lambda: self._end(ticket, answer))
+            return EventStream(self._events(writing, form), lambda: self._end(writing))
         try:
-            finished, whole = await _unless_disconnected(http, self._whole_text(ticket, answer))
+            finished, texts = await unless_disconnected(http, self._whole_texts(writing))
         finally:
-            self._end(ticket, answer)
+            self._end(writing)
         if not finished:
             return Response(status_code=CLIENT_CLOSED)
-        return JSONResponse(form.whole(whole, str(answer.finish_reason), self._usage(ticket, answer)))
+        choices = [
+            form.choice(one.index, text, str(one.answer.finish_reason), self._logprobs(one.answer.take_logprobs()))
+            for one, text in zip(writing, texts, strict=True)
+        ]
+        return JSONResponse(form.whole(choices, self._usage(writing)))
 
-    async def _whole_text(self, ticket: Ticket, answer: Answer) -> str:
-        return "".join([text async for text in self._texts(ticket, answer)])
+    async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
+        """Hand the request's n answers to the engine. Raises ApiError, EngineFailure; then none is left there."""
+        room, limit = self.served.max_context - len(ids), body.token_limit
+        if room < (limit or 1):
+            raise context_length_exceeded(len(ids), limit, self.served.max_context, param)
+        params = request_params(body, self.served.defaults, room)
+        context = () if isinstance(body, ChatRequest) else ids
+        writing: list[_Writing] = []
+        try:
+            for index in range(body.n):
+                settings = for_answer(params, index)
+                ticket = await self.engine.submit(ids, settings, speculative=body.speculative)
+                text = self._detokenizer.stream(body.stops, context, unsearched=body.min_tokens)
+                writing.append(_Writing(index, ticket, Answer(text)))
+        except BaseException as error:
+            self._end(writing)
+            if isinstance(error, SamplingError):
+                raise wrong_setting(error) from error
+            if isinstance(error, ValueError):  # the engine's other checks, e.g. ids outside the vocabulary
+                raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            raise
+        return writing
 
-    async def _texts(self, ticket: Ticket, answer: Answer) -> AsyncIterator[str]:
-        """New text after each engine step, to the answer's end (which a stop string may set before the engine does)."""
-        async for update in ticket.updates():
-            text = answer.feed(update)
+    async def _whole_texts(self, writing: Sequence[_Writing]) -> list[str]:
+        return await asyncio.gather(*(self._whole_text(one) for one in writing))
+
+    async def _whole_text(self, one: _Writing) -> str:
+        return "".join([text async for text in self._texts(one)])
+
+    async def _texts(self, one: _Writing) -> AsyncIterator[str]:
+        """New text after each engine step, to the answer's end."""
+        async for update in one.ticket.updates():
+            text = one.answer.feed(update)
             if text:
                 yield text
-            if answer.finish_reason is not None:
+            if one.answer.finish_reason is not None:
                 return
 
-    def _end(self, ticket: Ticket, answer: Answer) -> None:
-        """However an answer ended: the engine forgets it, and it is counted and logged once."""
-        self.engine.abort(ticket)
-        self.metrics.record(ticket.request, answer, time.perf_counter())
-        self._log(ticket, answer)
+    def _end(self, writing: Sequence[_Writing]) -> None:
+        """However answers ended: the engine forgets them, and each is counted and logged once."""
+        for one in writing:
+            self.engine.abort(one.ticket)
+            self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
+            self._log(one)
 
-    async def _events(
-        self, ticket: Ticket, answer: Answer, form: ReplyForm, body: GenerationFields
-    ) -> AsyncIterator[str]:
-        for event in form.first(body.wants_stream_usage):
-            yield event
+    async def _events(self, writing: Sequence[_Writing], form: ReplyForm) -> AsyncIterator[str]:
+        for one in writing:
+            for event in form.first(one.index):
+                yield event
         try:
-            async for text in self._texts(ticket, answer):
-                yield form.piece(text, body.wants_stream_usage)
+            async for one, text, entries in self._merged(writing):
+                logprobs = self._logprobs(entries)
+                if text is not None:
+                    yield form.piece(one.index, text, logprobs)
+                else:
+                    yield form.ended(one.index, str(one.answer.finish_reason), logprobs)
         except EngineFailure as error:  # the 200 is sent already: OpenAI's clients raise on an event with an error
             yield sse(ApiError(500, str(error), code="engine_failure").body)
             return
-        used = self._usage(ticket, answer) if body.wants_stream_usage else None
-        for event in form.last(str(answer.finish_reason), used):
+        for event in form.last(self._usage(writing)):
             yield event
 
-    def _usage(self, ticket: Ticket, answer: Answer) -> dict[str, Any]:
-        shape = self.served.shape_name if ticket.request.speculative else None
-        return usage(len(ticket.prompt_ids), answer, list(ticket.request.events), shape)
+    async def _merged(
+        self, writing: Sequence[_Writing]
+    ) -> AsyncIterator[tuple[_Writing, str | None, list[TokenLogprob]]]:
+        """New text of any of the answers as it comes, with its log-probabilities; None when an answer has ended."""
+        ready: asyncio.Queue[tuple[_Writing, str | None, list[TokenLogprob]] | EngineFailure] = asyncio.Queue()
 
-    def _log(self, ticket: Ticket, answer: Answer) -> None:
-        used = self._usage(ticket, answer)
+        async def follow(one: _Writing) -> None:
+            try:
+                async for text in self._texts(one):
+                    ready.put_nowait((one, text, one.answer.take_logprobs()))
+                ready.put_nowait((one, None, one.answer.take_logprobs()))
+            except EngineFailure as error:
+                ready.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(one)) for one in writing]
+        try:
+            left = len(tasks)
+            while left:
+                item = await ready.get()
+                if isinstance(item, EngineFailure):
+                    raise item
+                left -= item[1] is None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._logprob_form.content(entries) if entries else None
+
+    def _usage(self, writing: Sequence[_Writing]) -> dict[str, Any]:
+        request = writing[0].ticket.request
+        shape = self.served.shape_name if request.speculative else None
+        return usage(len(request.prompt_ids), [(one.answer, list(one.ticket.request.events)) for one in writing], shape)
+
+    def _log(self, one: _Writing) -> None:
+        used = self._usage([one])
         speculative = used.get("speculative") or {}
         length = speculative.get("accept_length")
         logger.info(
             "%d prompt + %d answer tokens, %s, %.2f s%s",
             used["prompt_tokens"],
             used["completion_tokens"],
-            answer.finish_reason or "aborted",
-            time.perf_counter() - ticket.request.submitted_at,
+            one.answer.finish_reason or "aborted",
+            time.perf_counter() - one.ticket.request.submitted_at,
             f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
         )
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events; `on_end` runs also when the client goes away before the first event."""
-
-    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-async def _unless_disconnected(http: Request, work: Coroutine[Any, Any, str]) -> tuple[bool, str]:
-    """(True, the result), or (False, "") with the work cancelled when the client went away first."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return (True, task.result()) if task.done() else (False, "")
-    finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(watch, task, return_exceptions=True)
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

@@ -80,9 +80,9 @@ class Conversation:
                     self._engine.abort(request)
                 else:
                     self._engine.step()
-                ids, drafted = request.output_ids[sent:], request.token_from_draft[sent:]
-                sent += len(ids)
-                for piece, from_draft in answer.feed_pieces(Update(tuple(ids), tuple(drafted), request.finish_reason)):
+                update = Update.since(request, sent)
+                sent += len(update.token_ids)
+                for piece, from_draft in answer.feed_pieces(update):
                     written.append(piece)
                     show(piece, from_draft)
         finally:

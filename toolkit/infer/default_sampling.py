@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from toolkit.log import get_logger
@@ -10,7 +10,7 @@ from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
-NOT_HONOURED = {"repetition_penalty": 1.0, "min_p": 0.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
+NOT_HONOURED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class DefaultSampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
@@ -31,5 +33,14 @@ class DefaultSampling:
                 logger.warning(
                     "the target's generation config asks for %s=%s, which is not applied", name, stated[name]
                 )
-        values = {name: stated[name] for name in ("temperature", "top_p", "top_k") if stated.get(name) is not None}
-        return cls(**values)
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: stated[name] for name in names if stated.get(name) is not None})
+
+    @property
+    def text(self) -> str:
+        """What is not off, in one line."""
+        parts = [f"temperature {self.temperature:g}", f"top_p {self.top_p:g}"]
+        parts += [f"top_k {self.top_k}"] if self.top_k else []
+        parts += [f"min_p {self.min_p:g}"] if self.min_p else []
+        parts += [f"repetition_penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1 else []
+        return ", ".join(parts)

@@ -98,20 +98,33 @@ class StopStrings:
 
 
 class TextStream:
-    """`IncrementalText` with stop strings: push token ids, get the text that is safe to show."""
+    """`IncrementalText` with stop strings: push token ids, get the text that is safe to show.
 
-    def __init__(self, text: IncrementalText, stops: StopStrings) -> None:
+    unsearched: tokens at the start whose text is let through; a stop string can only begin behind it.
+    """
+
+    def __init__(self, text: IncrementalText, stops: StopStrings, unsearched: int = 0) -> None:
         self._text = text
         self._stops = stops
+        self._unsearched = unsearched
+
+    @property
+    def hit(self) -> str | None:
+        """The stop string that is complete: the tokens after this one do not belong to the answer."""
+        return self._stops.hit
 
     @property
     def stopped(self) -> bool:
-        """True when a stop string is complete: the tokens after this one do not belong to the answer."""
-        return self._stops.hit is not None
+        """True when a stop string is complete."""
+        return self.hit is not None
 
     def push(self, token_id: int) -> str:
         """Text to show after this token; never half a character, never part of a stop string."""
-        return self._stops.push(self._text.push(token_id))
+        text = self._text.push(token_id)
+        if self._unsearched > 0:
+            self._unsearched -= 1
+            return text
+        return self._stops.push(text)
 
     def finish(self) -> str:
         """Everything still held; call once, when the sequence has ended."""
@@ -130,7 +143,8 @@ class Detokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._special_ids |= frozenset(tokenizer.all_special_ids)
 
-    def stream(self, stops: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, stops: Sequence[str] = (), prompt_ids: Sequence[int] = (), unsearched: int = 0) -> TextStream:
         """A new stream. `prompt_ids` only for raw completions, whose text goes on where the prompt ended."""
         context = tuple(prompt_ids)[-CONTEXT_TOKENS:]
-        return TextStream(IncrementalText(self._tokenizer, self._special_ids, context), StopStrings(stops))
+        text = IncrementalText(self._tokenizer, self._special_ids, context)
+        return TextStream(text, StopStrings(stops), unsearched)

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from toolkit.infer.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.choose_drafter import Draft, choose_drafter
-from toolkit.infer.draft_tree import DraftShape, DraftTree
+from toolkit.infer.detokenize import Detokenizer
+from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafter import NoDrafter
 from toolkit.infer.errors import DraftShapeError, EngineError
 from toolkit.infer.kv_cache import KVCache
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.sampler import Sampler
+from toolkit.infer.sampler import Choices, Sampler
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.infer.scheduler import Scheduler
 from toolkit.infer.target_forward import TargetForward
@@ -66,6 +67,7 @@ class Engine:
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
         self._sampler: Sampler | None = None  # None: the rows changed
+        self._detokenizer = Detokenizer(target.tokenizer)
         self._names = itertools.count()
 
     # -- for callers ---------------------------------------------------------------------------------------------------
@@ -81,7 +83,8 @@ class Engine:
     ) -> Request:
         """Queue a prompt. `shape`: what is drafted for it alone, at most what the engine drafts; None: the same.
 
-        Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary.
+        Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary,
+        SamplingError if a stop id or a biased id is outside.
         """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -102,6 +105,7 @@ class Engine:
                 f"a request came with draft shape {shape.as_text()}; the engine drafts {most}: ask for no more levels, "
                 "branches or nodes than that"
             )
+        params.check_ids(self.target.vocab_size)
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,
@@ -110,6 +114,7 @@ class Engine:
             shape=shape,
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
             token_limit=min(params.max_tokens, self.max_context - len(prompt)),
+            text=self._detokenizer.stream(params.stop, unsearched=params.min_tokens) if params.stop else None,
         )
         self.scheduler.waiting.append(request)
         return request
@@ -153,8 +158,8 @@ class Engine:
             started = time.perf_counter()
             tree = self._propose()
             proposed = time.perf_counter()
-            found = self._verify(tree)
-            self._commit(tree, found, started, proposed, time.perf_counter())
+            found, choices = self._verify(tree)
+            self._commit(tree, found, choices, started, proposed, time.perf_counter())
             self._finish()
         return touched
 
@@ -205,25 +210,30 @@ class Engine:
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
 
-    def _verify(self, tree: DraftTree) -> Walk:
+    def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
         """One target forward over every node; the target's own choices decide how far each tree was right."""
         lengths = self._lengths()
         plan = TreePlan(self._cache, lengths, tree.mask, tree.depths)
         positions = torch.tensor(lengths, device=self.target.device)[:, None] + tree.depths
         # Nodes past the context are never committed; clamping only keeps learned position tables in range.
         hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)
-        found = walk(tree, self._choose(hidden, positions + 1))
+        choices = self._choose(hidden, positions + 1, tree)
+        found = walk(tree, choices.tokens)
         self.drafter.observe(self._running, found)
         if not tree.is_chain:
             self._compact(found, lengths)
-        return found
+        return found, choices
 
-    def _commit(self, tree: DraftTree, found: Walk, started: float, proposed: float, verified: float) -> None:
-        """Append what was accepted and the target's own token behind it, cut exactly at stop ids and limits."""
+    def _commit(
+        self, tree: DraftTree, found: Walk, choices: Choices, started: float, proposed: float, verified: float
+    ) -> None:
+        """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
         batch = len(self._running)
         appended = []
         for request, tokens, accepted in zip(self._running, found.tokens.tolist(), found.accepted, strict=True):
             appended.append(request.append_run(tokens[: accepted + 1], accepted))
+        if choices.logprobs is not None:
+            choices.logprobs.record(self._running, found)
         times = (proposed - started, verified - proposed, time.perf_counter() - verified)
         for row, (request, count) in enumerate(zip(self._running, appended, strict=True)):
             accepted = found.accepted[row]
@@ -254,25 +264,29 @@ class Engine:
         hidden = self._forward(input_ids, positions, PromptPlan(self._cache, first_row, rows, longest))
         self.drafter.admit(first_row, group, input_ids)
         last = hidden[torch.arange(rows, device=device), lengths - 1]
-        sampler = Sampler([request.params for request in group], device)
-        first = sampler(self.target.logits(last)[:, None], lengths[:, None])
-        for request, token in zip(group, first[:, 0].tolist(), strict=True):
+        roots = root_only(input_ids[torch.arange(rows, device=device), lengths - 1])
+        first = Sampler(group, self.target.vocab_size, device)(
+            self.target.logits(last)[:, None], lengths[:, None], roots
+        )
+        for request, token in zip(group, first.tokens[:, 0].tolist(), strict=True):
             request.append_run([token], 0)
+        if first.logprobs is not None:
+            first.logprobs.record(group, walk(roots, first.tokens))
         self._sampler = None
 
     def _lengths(self) -> list[int]:
         """Per row: positions whose target keys are cached."""
         return [request.length - 1 for request in self._running]
 
-    def _choose(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens -> [B, N]."""
-        if self._sampler is None:
-            self._sampler = Sampler([request.params for request in self._running], self.target.device)
-        sampler, nodes = self._sampler, max(1, LOGIT_ROWS // len(hidden))
-        if hidden.shape[1] <= nodes:
-            return sampler(self.target.logits(hidden), positions)
+    def _choose(self, hidden: Tensor, positions: Tensor, tree: DraftTree) -> Choices:
+        """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens."""
+        if self._sampler is None or self._sampler.outdated:
+            self._sampler = Sampler(self._running, self.target.vocab_size, self.target.device)
+        nodes = max(1, LOGIT_ROWS // len(hidden))
         parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
-        return torch.cat([sampler(self.target.logits(part), at) for part, at in parts], dim=1)
+        return Choices.joined(
+            [self._sampler(self.target.logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)]
+        )
 
     def _compact(self, found: Walk, lengths: list[int]) -> None:
         """Move the keys of accepted nodes to the places they would have in plain decoding."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.infer.request import Request
+from toolkit.infer.request import Request, TokenLogprob
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.log import get_logger
 
@@ -30,11 +30,27 @@ class EngineFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """Tokens of one request since the last update; `finish_reason` is set on the last one."""
+    """Tokens of one request since the last update; `finish_reason` is set on the last one.
+
+    stop_reason: the stop id or stop string that ended it. logprobs: one for each token where the request asked.
+    """
 
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def since(cls, request: Request, sent: int) -> Update:
+        """What came behind the first `sent` tokens of the answer."""
+        return cls(
+            tuple(request.output_ids[sent:]),
+            tuple(request.token_from_draft[sent:]),
+            request.finish_reason,
+            request.stop_reason,
+            tuple(request.logprobs[sent:]),
+        )
 
 
 class Ticket:
@@ -77,9 +93,9 @@ class Ticket:
         self._call(_resolve, self._accepted, request)
 
     def _deliver(self, request: Request) -> None:
-        ids, drafted = request.output_ids[self._sent :], request.token_from_draft[self._sent :]
-        self._sent += len(ids)
-        self._call(self._updates.put_nowait, Update(tuple(ids), tuple(drafted), request.finish_reason))
+        update = Update.since(request, self._sent)
+        self._sent += len(update.token_ids)
+        self._call(self._updates.put_nowait, update)
 
     def _fail(self, error: Exception) -> None:
         self._call(_resolve, self._accepted, error)

@@ -6,7 +6,11 @@ from toolkit.target.errors import TargetError
 
 
 class SamplingError(ValueError):
-    """A sampling setting outside its range."""
+    """A sampling setting outside its range; `field` is the setting's name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class DraftShapeError(ValueError):

@@ -1,16 +1,19 @@
 """The OpenAI requests we answer and the JSON we answer with.
 
 Strict on purpose: a field that the engine does not honour is refused by name unless it carries its neutral
-value (n=1, tools=[], ...), so that nobody gets an answer to another question than the one asked.
-Extensions, named as SGLang and vLLM name them: top_k, ignore_eos; and `speculative` (false: plain decoding).
+value (best_of=1, tools=[], ...), so that nobody gets an answer to another question than the one asked.
+Extensions, named as SGLang and vLLM name them: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+ignore_eos; and `speculative` (false: plain decoding).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from toolkit.infer.sampling_params import MOST_LOGPROBS
 
 ANY = object()  # fields that only label a request: every value is neutral
 # field -> values that change nothing; null is neutral everywhere
@@ -20,16 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "safety_identifier": (ANY,),
     "prompt_cache_key": (ANY,),
     "prompt_cache_retention": (ANY,),
-    "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
@@ -50,6 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (), "top_logprobs": (0,)}
 MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "name": (),
     "refusal": (),
@@ -95,7 +90,15 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _token_id(text: str) -> str:
+    if not (text.isascii() and text.isdigit()):
+        raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
+    return text
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Strict(BaseModel):
@@ -144,18 +147,28 @@ class GenerationFields(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] = Field(default_factory=list)
     stop: Text | list[Text] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     speculative: bool = True
 
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+
     @model_validator(mode="before")
     @classmethod
     def _neutral(cls, body: Any) -> Any:
-        return _drop_neutral(body, NEUTRAL)
+        return _drop_neutral(body, cls.neutral)
 
     @field_validator("stop")
     @classmethod
@@ -190,12 +203,24 @@ class GenerationFields(_Strict):
         """How many tokens the answer may have; None: until the context is full."""
         return self.max_tokens
 
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """Log-probabilities wanted: of every token and of so many most probable ones; None: of none."""
+        return None
+
 
 class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -205,6 +230,17 @@ class ChatRequest(GenerationFields):
             raise PydanticCustomError("two_limits", "{message}", {"message": message, "param": "max_completion_tokens"})
         return self
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            message = "'top_logprobs' needs logprobs=true"
+            raise PydanticCustomError("top_logprobs", "{message}", {"message": message, "param": "top_logprobs"})
+        return self
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
@@ -213,6 +249,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of POST /v1/completions: one prompt, as text or as token ids."""
 
+    neutral = COMPLETION_NEUTRAL
     prompt: Text | list[int] = Field(min_length=1)
 
     @property

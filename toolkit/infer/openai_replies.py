@@ -5,59 +5,67 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """Identity of one answer; knows its JSON. `chat` chooses between the two endpoints' forms."""
+    """Identity of one reply; knows its JSON. `chat` chooses between the two endpoints' forms.
+
+    with_usage: a stream's events carry `usage`, null but in the last. index: which of the request's n answers;
+    logprobs: `choices[].logprobs`, None where the client did not ask.
+    """
 
     model: str
     fingerprint: str
     chat: bool
+    with_usage: bool
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}")
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a reply that is not streamed."""
+        head = self._head("chat.completion" if self.chat else "text_completion")
+        return {**head, "choices": list(choices), "usage": usage}
+
+    def choice(self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """One whole answer."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        return {
-            **self._head("chat.completion" if self.chat else "text_completion"),
-            "choices": [choice],
-            "usage": usage,
-        }
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def first(self, with_usage: bool) -> list[str]:
-        """Events that open a stream: a chat says who speaks."""
-        return [self._event({"role": "assistant", "content": ""}, None, with_usage)] if self.chat else []
+    def first(self, index: int) -> list[str]:
+        """Events that open a streamed answer: a chat says who speaks."""
+        return [self._event(index, {"role": "assistant", "content": ""}, None, None)] if self.chat else []
 
-    def piece(self, text: str, with_usage: bool) -> str:
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> str:
         """One event with new text."""
-        return self._event({"content": text} if self.chat else text, None, with_usage)
+        return self._event(index, {"content": text} if self.chat else text, None, logprobs)
 
-    def last(self, finish_reason: str, usage: dict[str, Any] | None) -> list[str]:
-        """Events that close a stream; `usage` None when the client did not ask for it."""
-        events = [self._event({} if self.chat else "", finish_reason, usage is not None)]
-        if usage is not None:
-            events.append(sse({**self._head(self._chunk_object), "choices": [], "usage": usage}))
-        return [*events, "data: [DONE]\n\n"]
+    def ended(self, index: int, finish_reason: str, logprobs: dict[str, Any] | None) -> str:
+        """The event that ends an answer; `logprobs` of its tokens without text, if any."""
+        return self._event(index, {} if self.chat else "", finish_reason, logprobs)
+
+    def last(self, usage: dict[str, Any]) -> list[str]:
+        """Events that close a stream."""
+        used = [sse({**self._head(self._chunk_object), "choices": [], "usage": usage})] if self.with_usage else []
+        return [*used, "data: [DONE]\n\n"]
 
     @property
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _event(self, delta: Any, finish_reason: str | None, with_usage: bool) -> str:
+    def _event(self, index: int, delta: Any, finish_reason: str | None, logprobs: dict[str, Any] | None) -> str:
         content = {"delta": delta} if self.chat else {"text": delta}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         body = {**self._head(self._chunk_object), "choices": [choice]}
-        return sse({**body, "usage": None} if with_usage else body)
+        return sse({**body, "usage": None} if self.with_usage else body)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from toolkit.infer.detokenize import TextStream
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.sampling_params import SamplingParams
@@ -18,13 +19,21 @@ class PromptTooLongError(EngineError):
     """The prompt leaves no room for an answer inside the context the engine was given."""
 
 
+class TokenLogprob(NamedTuple):
+    """Log-probability of one token of an answer; top: (id, log-probability) of the most probable ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyEvent:
     """One verify step of one request.
 
     offered: drafted nodes in the tree (0: a plain step). depth_offered: depth of the deepest one.
     accepted: drafted tokens the target agreed with. committed: tokens really appended, accepted + 1 unless truncated.
-    truncated: a stop id or max_tokens cut the run, so `committed < accepted + 1`.
+    truncated: a stop id, a stop string or max_tokens cut the run, so `committed < accepted + 1`.
     draft_s, verify_s, commit_s: seconds of the step's parts; they are the whole batch's, shared by `batch` requests.
     """
 
@@ -54,11 +63,14 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
     events: list[VerifyEvent] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output id where params.logprobs asks
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended the answer
     first_token_at: float | None = None
     finished_at: float | None = None
     stop_set: frozenset[int] = frozenset()
     token_limit: int = 0  # output tokens at most: max_tokens, or less where the context ends first
+    text: TextStream | None = None  # where stop strings are searched; None without any
 
     @property
     def finished(self) -> bool:
@@ -70,7 +82,7 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
-        """Append `accepted` drafted tokens and the target's own behind them, as far as stop ids and the limit allow.
+        """Append `accepted` drafted tokens and the target's own behind them, as far as stops and the limit allow.
 
         Returns the number of tokens appended; sets `finish_reason` and `finished_at` when the run ended the answer.
         """
@@ -80,7 +92,8 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             self.output_ids.append(token)
             self.token_from_draft.append(count <= accepted)
-            if token in self.stop_set:
+            self.stop_reason = self._stop_at(token)
+            if self.stop_reason is not None:
                 self.finish_reason = "stop"
             elif len(self.output_ids) >= self.token_limit:
                 self.finish_reason = "length"
@@ -88,3 +101,12 @@ class Request:
                 self.finished_at = now
                 return count
         return len(tokens)
+
+    def _stop_at(self, token: int) -> int | str | None:
+        """The stop id or the stop string that ends the answer with this token."""
+        if token in self.stop_set:
+            return token
+        if self.text is None:
+            return None
+        self.text.push(token)
+        return self.text.hit

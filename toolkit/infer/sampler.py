@@ -3,19 +3,25 @@
 Because the draw does not depend on how the logits came about, a verified tree node draws what plain decoding would
 draw at the same place: following a draft token only where it equals the draw is then exact at any temperature.
 
-Shapes: B rows, N nodes a row, V vocabulary, M rows that draw (nodes flattened).
+Shapes: B rows, N nodes a row, n of them looked at here, V vocabulary, M rows that draw (nodes flattened).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from toolkit.infer.draft_tree import DraftTree
 from toolkit.infer.kernels.choose import argmax_for
+from toolkit.infer.logit_edits import LogitEdits, holds_stops, is_edited
+from toolkit.infer.logprobs import NodeLogprobs
+from toolkit.infer.request import Request
 from toolkit.infer.sampling_params import SamplingParams
 
+GREEDY = SamplingParams()
 TOP_WIDTHS = (64, 1024)  # how many of the most probable tokens are looked at before the whole vocabulary is
 BLOCK = 256
 
@@ -38,8 +44,64 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What the target chose at every node: tokens [B, n]; logprobs of the rows that asked, None if none did."""
+
+    tokens: Tensor
+    logprobs: NodeLogprobs | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Choices]) -> Choices:
+        """Parts that follow one another along the nodes."""
+        if len(parts) == 1:
+            return parts[0]
+        kept = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(torch.cat([part.tokens for part in parts], dim=1), NodeLogprobs.joined(kept) if kept else None)
+
+
 class Sampler:
-    """The settings of the running rows as tensors; built when the rows change, used in every step."""
+    """The settings of the running rows as tensors; built when the rows change, used in every step.
+
+    Rows without penalties, bias or min_tokens go past the edits, greedy ones past the draws.
+    """
+
+    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+        params = [request.params for request in requests]
+        edited = [row for row, request in enumerate(requests) if is_edited(request)]
+        self._plain_rows = _Draws([p if row not in edited else GREEDY for row, p in enumerate(params)], device)
+        self._edits: LogitEdits | None = None
+        if edited:
+            self._edits = LogitEdits(requests, edited, vocab_size, device)
+            self._edited_rows = _Draws([params[row] for row in edited], device)
+        self._asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._most = max((p.logprobs or 0 for p in params), default=0)
+        self._holding = [request for request in requests if holds_stops(request)]
+
+    @property
+    def outdated(self) -> bool:
+        """True when a row has reached its min_tokens, and may be spared the edits from now on."""
+        return any(not holds_stops(request) for request in self._holding)
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        """The tokens behind the nodes first .. first+n-1 of `tree`.
+
+        logits [B, n, V]; positions [B, n] = index in the sequence of the token to choose.
+        """
+        tokens = self._plain_rows(logits, positions)
+        if self._edits is not None:
+            rows = self._edits.rows
+            changed = logits[rows].float()
+            self._edits.apply(changed, positions[rows], tree, first)
+            tokens = tokens.index_copy(0, rows, self._edited_rows(changed, positions[rows]))
+        if not self._asking:
+            return Choices(tokens, None)
+        asked = NodeLogprobs.of(self._asking, self._most, logits[self._asking], tokens[self._asking])
+        return Choices(tokens, asked)
+
+
+class _Draws:
+    """Temperature, top-k, top-p, min-p and seed of some rows."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         hot = [row for row, settings in enumerate(params) if settings.temperature > 0]
@@ -49,10 +111,11 @@ class Sampler:
         self._temperature = torch.tensor([p.temperature for p in drawn], dtype=torch.float32, device=device)
         self._top_p = torch.tensor([p.top_p for p in drawn], dtype=torch.float64, device=device)
         self._top_k = torch.tensor([p.top_k for p in drawn], dtype=torch.long, device=device)
+        self._min_p = torch.tensor([p.min_p for p in drawn], dtype=torch.float32, device=device)
         self._seeds = torch.tensor([p.seed for p in drawn], dtype=torch.long, device=device)
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """logits [B, N, V], positions [B, N] = index in the sequence of the token to choose -> token ids [B, N]."""
+        """logits [B, n, V], positions [B, n] -> token ids [B, n]."""
         if not len(self._hot):
             return greedy(logits)
         nodes = logits.shape[1]
@@ -61,6 +124,7 @@ class Sampler:
             (rows.float() / self._temperature[:, None, None]).flatten(0, 1),
             self._top_k.repeat_interleave(nodes),
             self._top_p.repeat_interleave(nodes),
+            self._min_p.repeat_interleave(nodes),
             uniform(self._seeds[:, None].expand(-1, nodes), positions[self._hot]).flatten(),
         ).view(-1, nodes)
         if self._all_hot:
@@ -73,10 +137,13 @@ def greedy(logits: Tensor) -> Tensor:
     return argmax_for(logits.device.type)(logits)
 
 
-def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF, in token-id order, of softmax(logits [M, V]) after top-k and top-p; u [M] in [0, 1) -> ids [M]."""
+def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF, in token-id order, of softmax(logits) after top-k, top-p and min-p.
+
+    logits [M, V], settings [M], u [M] in [0, 1) -> token ids [M].
+    """
     tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-    filtered = (top_k > 0) | (top_p < 1)
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     whole = (~filtered).nonzero().squeeze(1)
     if len(whole):
         tokens[whole] = _draw_whole(logits[whole], u[whole])
@@ -84,7 +151,8 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> Tensor:
     for width in (*TOP_WIDTHS, logits.shape[1]):
         if not len(waiting):
             break
-        certain, drawn = _draw_top(logits[waiting], top_k[waiting], top_p[waiting], u[waiting], width)
+        settings = (top_k[waiting], top_p[waiting], min_p[waiting], u[waiting])
+        certain, drawn = _draw_top(logits[waiting], *settings, width)
         tokens[waiting[certain]] = drawn[certain]
         waiting = waiting[~certain]
     return tokens
@@ -106,7 +174,9 @@ def _draw_whole(logits: Tensor, u: Tensor) -> Tensor:
     return block * BLOCK + _first_above(inside, goal - before)
 
 
-def _draw_top(logits: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _draw_top(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
     """Draw while looking at the `width` most probable tokens only.
 
     Returns (certain [M] bool, ids [M]); a row is certain when all it keeps, ties included, lies inside that width.
@@ -128,10 +198,11 @@ def _draw_top(logits: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, width: in
     last = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), kept_k.sum(dim=-1) - 1)
     floor = torch.where((top_p < 1)[:, None], top.gather(1, last[:, None]), limit)
     floor = torch.maximum(floor, limit)
+    floor = torch.maximum(floor, top[:, :1] + min_p.log()[:, None])
     certain = torch.ones_like(top_k, dtype=torch.bool)
-    if width < size:  # nothing outside may be as probable as the last one kept, by either rule
+    if width < size:  # nothing outside may be as probable as the last one kept, and top-p needs top-k's whole mass
         beyond = top[:, -1]
-        certain = torch.where(top_k > 0, (k <= width) & (limit.squeeze(1) > beyond), reached.any(dim=-1))
+        certain = (top_k == 0) | (top_p == 1) | ((k <= width) & (limit.squeeze(1) > beyond))
         certain &= floor.squeeze(1) > beyond
     order = ids.argsort(dim=-1)
     weights = (mass * (top >= floor)).gather(1, order)
