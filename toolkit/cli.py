@@ -14,7 +14,18 @@ from toolkit import __version__
 from toolkit.errors import is_for_users
 
 # In the order of the work; the file of a command is its name with underscores.
-COMMANDS = ("run", "synthesize", "rollouts", "build-token-map", "train", "bench", "report", "serve", "chat")
+COMMANDS = (
+    "run",
+    "synthesize",
+    "rollouts",
+    "preview",
+    "build-token-map",
+    "train",
+    "bench",
+    "report",
+    "serve",
+    "chat",
+)
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 
