@@ -4,7 +4,7 @@ import pytest
 
 import toolkit
 from toolkit.bench import records
-from toolkit.bench.records import RECORD_KEYS, RecordError, make_record, read_record, write_record
+from toolkit.bench.records import RECORD_KEYS, RecordError, command_line, make_record, read_record, write_record
 
 
 def test_record_has_the_keys_every_record_has(tmp_path):
@@ -33,3 +33,9 @@ def test_incomplete_and_foreign_records_are_refused(tmp_path):
     write_record(tmp_path / "k.json", make_record("kernels", "c", {}, []))
     with pytest.raises(RecordError, match="'kernels'; one of 'acceptance'"):
         read_record(tmp_path / "k.json", "acceptance")
+
+
+def test_the_command_of_a_record_names_no_folder(monkeypatch):
+    """Records are published: the path of somebody's environment has no place in them."""
+    monkeypatch.setattr("sys.argv", ["/home/somebody/.venv/bin/toolkit", "run", "my recipe.yaml"])
+    assert command_line() == "toolkit run 'my recipe.yaml'"

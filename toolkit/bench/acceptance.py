@@ -6,7 +6,6 @@ from the clock around each engine step, equality from plain decoding's tokens.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
-from toolkit.bench.records import hardware, make_record, versions
+from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
@@ -100,7 +99,7 @@ def measure_acceptance(
         plain.close()
     return make_record(
         "acceptance",
-        command or " ".join(sys.argv),
+        command or command_line(),
         settings,
         **tabulate(rounds, shapes, target, temperature, method=draft.kind, check_tokens=check_tokens),
         target=_describe_target(target),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -47,6 +49,11 @@ def make_record(
         "rows": [dict(row) for row in rows],
         **more,
     }
+
+
+def command_line() -> str:
+    """What was typed, without the folder the program lies in: a record says nothing about somebody's machine."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def write_record(path: str | Path, record: Mapping[str, Any]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.records import make_record, write_record
+from toolkit.bench.records import command_line, make_record, write_record
 from toolkit.bench.report_figures import draw_all
 from toolkit.bench.report_page import page
 from toolkit.bench.run_folder import RunData, read_run, training_summary
@@ -31,7 +30,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, Path]:
 
 def report_record(data: RunData) -> dict[str, Any]:
     """A record of kind "acceptance". Date, commit, hardware and versions are the measurement's, where there is one."""
-    record = data.acceptance or make_record("acceptance", " ".join(sys.argv), {}, [])
+    record = data.acceptance or make_record("acceptance", command_line(), {}, [])
     return {
         **record,
         "run": data.run_dir.resolve().name,

@@ -72,7 +72,8 @@ def painted(example: Example, kinds: list[str], tokenizer: PreTrainedTokenizerBa
     """The rollout's text, runs of one kind painted alike; special tokens are shown."""
     parts = []
     for kind, run_of in groupby(zip(kinds, example.input_ids, strict=True), key=lambda pair: pair[0]):
-        text = tokenizer.decode([token for _, token in run_of], clean_up_tokenization_spaces=False).translate(UNPRINTABLE)
+        text = tokenizer.decode([token for _, token in run_of], clean_up_tokenization_spaces=False)
+        text = text.translate(UNPRINTABLE)
         opening, closing = (COLOURS[kind], END) if coloured else MARKS[kind]
         parts.append(f"{opening}{text}{closing}")
     return "".join(parts)
