@@ -153,3 +153,11 @@ def test_forced_ids_are_special_tokens_and_stop_ids():
     added = {0: SimpleNamespace(special=True), 5: SimpleNamespace(special=False), 9: SimpleNamespace(special=True)}
     tokenizer = SimpleNamespace(added_tokens_decoder=added, all_special_ids=[0, 2])
     assert forced_ids_for(tokenizer, stop_ids={7, 400}, vocab_size=VOCAB) == (0, 2, 7, 9)
+
+
+def test_held_out_coverage_goes_by_the_ranking_of_the_counted_text():
+    """A map ranked by what it is judged on would always look complete."""
+    counted, held_out = torch.tensor([0, 9, 5, 1, 0, 0]), torch.tensor([4, 2, 0, 1, 3, 0])
+    rows = coverage_table(counted, [1, 2, 3, 6], held_out=held_out)
+    assert [row["held_out_coverage"] for row in rows] == [0.2, 0.2, 0.3, 1.0]
+    assert "held_out_coverage" not in coverage_table(counted, [1])[0]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from toolkit.bench.rows import ALL
-from toolkit.bench.run_folder import RunData
+from toolkit.bench.run_folder import RunData, is_number
 from toolkit.bench.table import shape_name
 
 INK, QUIET, GRID, PLAIN_COLOUR = "#1f2933", "#64748b", "#e5e9ef", "#a3adba"
@@ -116,19 +116,25 @@ def _coverage(token_map: dict[str, Any]) -> str:
     axis = figure.subplots()
     rows = token_map["rows"]
     sizes, shares = [row["size"] for row in rows], [100 * row["coverage"] for row in rows]
-    axis.plot(sizes, shares, color=COLOURS[0], linewidth=2, marker="o", markersize=3.5)
+    axis.plot(sizes, shares, color=COLOURS[0], linewidth=2, marker="o", markersize=3.5, label="counted text")
+    unseen = [100 * row["held_out_coverage"] for row in rows if is_number(row.get("held_out_coverage"))]
+    if len(unseen) == len(rows):
+        axis.plot(sizes, unseen, color=COLOURS[0], linewidth=1.5, linestyle="--", label="held-out text")
+        axis.legend(loc="lower right", fontsize=8, frameon=False)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     size, coverage = token_map["size"], token_map["coverage"]
+    if len(unseen) == len(rows) and is_number(token_map.get("held_out_coverage")):
+        coverage = token_map["held_out_coverage"]
     if size is not None:
         axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
     if size is not None and coverage is not None:
         axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
         right = size < (sizes[0] * sizes[-1]) ** 0.5
         axis.annotate(
-            f"chosen: {size:,} ids\n{100 * coverage:.2f} %",
+            f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
             (size, 100 * coverage),
             fontsize=9,
             xytext=(10 if right else -10, -48),

@@ -17,7 +17,7 @@ CAPTIONS = {
     "depth": ("Acceptance by depth", "How often the target agrees with the draft at each depth. Solid: of the verify "
               "steps that got this far. Dashed: of all verify steps."),
     "coverage": ("Draft vocabulary", "Share of the target's own response tokens that a draft vocabulary of each size "
-                 "covers. What is not covered can never be drafted."),
+                 "covers, of the counted text and of held-out text. What is not covered can never be drafted."),
     "speed": ("Plain against speculative", "Tokens per second in the decode phase, same prompts, interleaved in one "
               "run. Prefill is in neither."),
 }  # fmt: skip

@@ -121,7 +121,7 @@ def _read_token_map(data: RunData, directory: Path) -> None:
         raise RecordError(f"{path} holds no rows of size and coverage; `toolkit build-token-map` writes it again")
     if not is_number(stored.get("size")):
         data.missing.append(f"no chosen size of the token map: {path} does not hold it")
-    kept = ("size", "coverage", "vocab_size", "tokens", "distinct", "corpus")
+    kept = ("size", "coverage", "vocab_size", "tokens", "distinct", "corpus", "held_out_coverage", "held_out_tokens")
     data.token_map = {key: stored.get(key) for key in kept}
     data.token_map["rows"] = sorted(rows, key=lambda row: row["size"])
 

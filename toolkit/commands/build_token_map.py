@@ -71,9 +71,16 @@ def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, co
     """The map of a run: over the response tokens of the training split. Returns a headline."""
     from toolkit.tokenmap.corpus import rollout_responses
 
-    corpus = {"rollouts": rollouts.name, "split": "train"}
     return _build(
-        rollout_responses(rollouts), target.tokenizer, target.vocab_size, target.stop_ids, out, size, coverage, corpus
+        rollout_responses(rollouts),
+        target.tokenizer,
+        target.vocab_size,
+        target.stop_ids,
+        out,
+        size,
+        coverage,
+        {"rollouts": rollouts.name, "split": "train"},
+        held_out=rollout_responses(rollouts, split="held_out"),
     )
 
 
@@ -104,6 +111,7 @@ def _build(
     size: int | None,
     coverage: float | None,
     corpus: dict[str, Any],
+    held_out: Iterable[Sequence[int]] | None = None,
 ) -> str:
     from toolkit.tokenmap.build import build_token_map, forced_ids_for
     from toolkit.tokenmap.counts import count_tokens
@@ -114,8 +122,12 @@ def _build(
     # A vocabulary smaller than the size asked for is kept whole.
     wanted = None if size is None else min(size, vocab_size)
     token_map = build_token_map(counts, size=wanted, coverage=coverage, forced_ids=forced)
-    report = write_stage(out, token_map, counts, forced_ids=forced, corpus=corpus)
-    return f"{report['size']} of {vocab_size} ids cover {100 * report['coverage']:.1f} % of {report['tokens']} tokens"
+    unseen = None if held_out is None else count_tokens(held_out, vocab_size)
+    report = write_stage(out, token_map, counts, forced_ids=forced, corpus=corpus, held_out=unseen)
+    told = f"{report['size']} of {vocab_size} ids cover {100 * report['coverage']:.1f} % of {report['tokens']} tokens"
+    if unseen is None or not report["held_out_tokens"]:
+        return told
+    return f"{told}, {100 * report['held_out_coverage']:.1f} % of {report['held_out_tokens']} held out"
 
 
 def _print_table(directory: Path) -> None:
@@ -123,8 +135,10 @@ def _print_table(directory: Path) -> None:
 
     report = read_json(directory / "coverage.json")
     print(f"{report['tokens']} tokens, {report['distinct']} distinct of {report['vocab_size']} ids\n")
-    print(f"  {'size':>7}  {'coverage':>8}  {'occurring':>9}")
+    unseen = "held_out_coverage" in report
+    print(f"  {'size':>7}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if unseen else ""))
     for row in report["rows"]:
         mark = "  <- the map" if row["size"] == report["size"] else ""
-        print(f"  {row['size']:>7}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9}{mark}")
+        more = f"  {100 * row['held_out_coverage']:>7.2f}%" if unseen else ""
+        print(f"  {row['size']:>7}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9}{more}{mark}")
     print(f"\n{directory}/freq_{report['size']}.pt  {directory / 'token_map.safetensors'}")

@@ -36,10 +36,14 @@ def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def coverage_table(
-    counts: torch.Tensor, sizes: Iterable[int], forced_ids: Sequence[int] = ()
+    counts: torch.Tensor,
+    sizes: Iterable[int],
+    forced_ids: Sequence[int] = (),
+    held_out: torch.Tensor | None = None,
 ) -> list[dict[str, int | float]]:
     """Per vocabulary size: the share covered, and how many of its ids occur at all. Rows ascend by size.
 
+    `held_out` [V]: counts of text that took no part in the ranking; rows then also say what share of it is covered.
     Raises `TokenMapError` when a size is not between the number of forced ids and V.
     """
     order = rank_ids(counts, forced_ids)
@@ -47,6 +51,7 @@ def coverage_table(
     covered = ranked.cumsum(0)
     occurring = (ranked > 0).cumsum(0)
     total = max(int(counts.sum()), 1)
+    unseen = None if held_out is None else held_out[order].cumsum(0)
     rows: list[dict[str, int | float]] = []
     for size in sorted(set(sizes)):
         if not max(len(set(forced_ids)), 1) <= size <= counts.numel():
@@ -54,6 +59,8 @@ def coverage_table(
                 f"size {size} came; {max(len(set(forced_ids)), 1)} (forced ids) to {counts.numel()} is needed"
             )
         rows.append({"size": size, "coverage": int(covered[size - 1]) / total, "distinct": int(occurring[size - 1])})
+        if unseen is not None:
+            rows[-1]["held_out_coverage"] = int(unseen[size - 1]) / max(int(unseen[-1]), 1)
     return rows
 
 

@@ -85,11 +85,13 @@ def write_stage(
     *,
     forced_ids: Sequence[int] = (),
     corpus: dict[str, Any] | None = None,
+    held_out: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Write freq_N.pt, token_map.safetensors, counts.safetensors and coverage.json; give the last one's content back.
 
     coverage.json holds rows {size, coverage, distinct} at powers of two and at the map's size, the map's own coverage,
-    the forced ids and `corpus`, a description of what was counted.
+    the forced ids and `corpus`, a description of what was counted. With `held_out` [V], counts of text that was not
+    ranked, rows and map also say how much of that they cover (held_out_coverage): what a draft can hope for.
     """
     directory = Path(directory)
     forced = sorted(set(forced_ids))
@@ -104,8 +106,11 @@ def write_stage(
         "sha256": token_map.sha256,
         "forced_ids": forced,
         "corpus": corpus or {},
-        "rows": coverage_table(counts, sizes, forced),
+        "rows": coverage_table(counts, sizes, forced, held_out),
     }
+    if held_out is not None:
+        report["held_out_coverage"] = coverage(held_out, token_map.ids)
+        report["held_out_tokens"] = int(held_out.sum())
     save_freq_list(directory / f"freq_{token_map.size}.pt", token_map)
     save_token_map(directory / "token_map.safetensors", token_map)
     save_tensors(directory / "counts.safetensors", {"counts": counts})
