@@ -132,7 +132,8 @@ def _coverage(token_map: dict[str, Any]) -> str:
         axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
     if size is not None and coverage is not None:
         axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
-        right = size < (sizes[0] * sizes[-1]) ** 0.5
+        # The curves lie above and to the left of the marker; near the right edge there is no other place.
+        right = size <= sizes[-1] / 4
         axis.annotate(
             f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
             (size, 100 * coverage),
