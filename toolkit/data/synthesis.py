@@ -2,9 +2,10 @@
 
 The target gets its chat template up to where the user's words would begin, and goes on: it writes a user turn. System
 prompts (`prompts.systems`) steer what kind of user writes; attempts take them in turn, and the answers never see them.
-Attempt i is sampled with a seed of its own, so the outcome is a function of the settings alone. Raw attempts are kept
-in attempts.jsonl as they end; accepted are the first good ones in the order of their numbers, whatever order they ended
-in and however often the run was killed.
+Attempt i is sampled with a seed of its own. Raw attempts are kept in attempts.jsonl as they end; accepted are the first
+good ones in the order of their numbers, whatever order they ended in and however often the run was killed. So the
+outcome is a function of the settings, up to rounding: in bfloat16 a target rounds by the size of its batch, and what is
+left after a kill is batched differently, so texts may part where two draws were nearly equal.
 """
 
 from __future__ import annotations
