@@ -109,7 +109,7 @@ def test_without_the_reference_there_is_no_record(bench, monkeypatch) -> None:
     ("more", "says"),
     [
         (["--batch", "1", "4"], "--batch 4 needs so many prompts, 3 came"),
-        (["--only", "sglang"], "--only sglang: .* ours-plain, ours-eagle3-chain"),
+        (["--batch", "1", "--only", "sglang"], "--only sglang: .* ours-plain, ours-eagle3-chain"),
         (["--batch", "1", "--max-tokens", "1"], "--max-tokens 1"),
     ],
 )

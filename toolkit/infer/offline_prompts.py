@@ -78,9 +78,7 @@ def _text_ids(prompt: str, place: int, tokenizer: Any) -> list[int]:
 def _checked_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
     for at, token in enumerate(prompt):
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise OfflinePromptError(
-                f"prompt {place} begins with an id, but its item {at} is {_short(token)}; {NEEDED}"
-            )
+            raise OfflinePromptError(f"prompt {place} is a list of ids, but item {at} is {_short(token)}; {NEEDED}")
     return [int(token) for token in prompt]
 
 
