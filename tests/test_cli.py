@@ -35,6 +35,15 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         assert f"  {name} " in done.stdout and cli.command_help(name) in done.stdout
 
 
+def test_the_package_loads_torch_only_when_the_engine_is_asked_for() -> None:
+    """`import toolkit` is part of every command; `from toolkit import LLM` is what needs the engine."""
+    code = (
+        "import sys, toolkit; light = 'torch' not in sys.modules; from toolkit import LLM, SamplingParams; "
+        "print(light, 'torch' in sys.modules, LLM.__name__, set(toolkit.__all__) <= set(dir(toolkit)))"
+    )
+    assert python(code).stdout == "True True LLM True\n"
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_each_commands_help_loads_no_torch(name: str) -> None:
     """A parser that imports the engine makes every typing error cost seconds."""

@@ -19,4 +19,25 @@ rollout         an answer written by the target itself (on-policy), with its pro
                 draft used
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.infer.llm import LLM
+    from toolkit.infer.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
+
+_LOADED_WHEN_ASKED = {"LLM": "toolkit.infer.llm", "SamplingParams": "toolkit.infer.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """`from toolkit import LLM` loads torch; `import toolkit`, which every command does, must not."""
+    if name not in _LOADED_WHEN_ASKED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

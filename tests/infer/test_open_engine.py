@@ -48,10 +48,11 @@ def test_no_draft_keeps_the_target(draft):
     [
         ({}, "--draft runs/NAME/ckpt"),
         ({"target": "x", "shape": "4,1,5"}, "without a draft head"),
-        ({"target": "x", "shape": "4,1"}, "--shape: .*4,1,5"),
+        ({"target": "x", "shape": "4,1"}, "shape: .*4,1,5"),
+        ({"draft": "x", "revision": "main"}, "revision 'main' came without a target"),
         ({"target": "x", "device": "toaster"}, "--device toaster"),
         ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
-        ({"target": "x", "max_batch": 0}, "--max-batch is 0"),
+        ({"target": "x", "max_batch": 0}, "max_batch is 0"),
     ],
 )
 def test_what_cannot_be_opened(arguments, says):

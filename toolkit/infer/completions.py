@@ -10,10 +10,10 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from jinja2.exceptions import TemplateError
 
 from toolkit.infer.answer import Answer, usage
 from toolkit.infer.api_errors import ApiError, context_length_exceeded
+from toolkit.infer.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids
 from toolkit.infer.default_sampling import DefaultSampling
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.engine_thread import EngineFailure, EngineThread, Ticket
@@ -82,19 +82,14 @@ class Completions:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _chat_ids(self, body: ChatRequest) -> list[int]:
-        tokenizer = self.served.tokenizer
-        if not tokenizer.chat_template:
+        try:
+            return chat_ids(self.served.tokenizer, [message.for_template() for message in body.messages])
+        except NoChatTemplateError as error:
             raise ApiError(
                 400, "the target's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
-            )
-        messages = [message.for_template() for message in body.messages]
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:  # templates refuse what their model was not trained on, e.g. two user turns
-            raise ApiError(
-                400, f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        except ChatPromptError as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     async def _reply(self, body: GenerationFields, ids: Sequence[int], param: str, http: Request) -> Response:
         """`param`: the field that holds the prompt `ids`."""

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from toolkit.infer.acceptance import AcceptanceStats, summarise
 from toolkit.infer.answer import Answer, events_of_answer
+from toolkit.infer.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids, require_chat_template
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.engine_thread import Update
 from toolkit.infer.request import Request
@@ -46,8 +45,10 @@ class Conversation:
         max_tokens: int = 512,
         seed: int = 0,
     ) -> None:
-        if not tokenizer.chat_template:
-            raise ConversationError("the target's tokenizer has no chat template; choose an instruction-tuned target")
+        try:
+            require_chat_template(tokenizer)
+        except NoChatTemplateError as error:
+            raise ConversationError(str(error)) from error
         self._engine = engine
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
@@ -95,10 +96,9 @@ class Conversation:
 
     def _submit(self, messages: list[dict[str, str]]) -> Request:
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise ConversationError(f"the model's chat template refuses this conversation: {error}") from error
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = chat_ids(self._tokenizer, messages)
+        except ChatPromptError as error:
+            raise ConversationError(str(error)) from error
         if len(ids) >= self._max_context:
             raise ConversationError(
                 f"the conversation has {len(ids)} tokens and the model's context is {self._max_context}; "

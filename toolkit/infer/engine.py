@@ -181,8 +181,12 @@ class Engine:
             )
         requests: list[Request] = []
         try:
-            for prompt, one in zip(prompts, settings, strict=True):
-                requests.append(self.add_request(prompt, one, speculative=speculative))
+            for place, (prompt, one) in enumerate(zip(prompts, settings, strict=True)):
+                try:
+                    requests.append(self.add_request(prompt, one, speculative=speculative))
+                except ValueError as error:
+                    error.add_note(f"this was prompt {place} of {len(prompts)} (counted from 0)")
+                    raise
             mine = set(requests)
             while any(not request.finished for request in mine):
                 ended = [request for request in self.step() if request.finished]

@@ -37,7 +37,8 @@ def open_engine(
     *,
     draft: str | Path | None = None,
     target: str | None = None,
-    shape: str | None = None,
+    revision: str | None = None,
+    shape: DraftShape | str | None = None,
     token_map: str | Path | None = None,
     use_draft: bool = True,
     dtype: str = "auto",
@@ -48,26 +49,30 @@ def open_engine(
     """Loads target and draft head and builds the engine.
 
     draft: a draft directory, which names its own target, or "ngram". target: needed without a draft directory, else
-    overrides its choice. shape: "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain of
-    4. token_map: a freq_N.pt; heads that share the target's output matrix use only its rows. use_draft False keeps only
-    the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens, None: the
-    target's.
+    overrides its choice; revision: of a target on a hub. shape: a DraftShape or "num_steps,top_k,num_draft_tokens";
+    None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
+    matrix use only its rows. use_draft False keeps only the draft directory's choice of target. device "auto" is a GPU
+    if there is one. max_context in tokens, None: the target's.
     Raises ValueError (OpenError, DraftDirError, WeightsError, TokenMapError, TargetError).
     """
     if draft is None and target is None:
         raise OpenError(
-            "neither --draft nor --target was given; give the draft directory (--draft runs/NAME/ckpt) or a target"
+            "neither a draft nor a target was given; give the draft directory (--draft runs/NAME/ckpt) or a target"
         )
+    if target is None and revision is not None:
+        raise OpenError(f"revision {revision!r} came without a target; the draft directory states target and revision")
     if max_batch < 1:
-        raise OpenError(f"--max-batch is {max_batch}; at least one request must fit")
-    wanted = parse_shape(shape, "--shape") if shape is not None else None
+        raise OpenError(f"max_batch is {max_batch}; at least one request must fit")
+    wanted = parse_shape(shape, "shape") if isinstance(shape, str) else shape
     where = parse_device(device)
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft) if draft is not None else None
-    name, revision = (target, None) if target is not None else target_of(head)
+    name, revision = (target, revision) if target is not None else target_of(head)
     head = head if use_draft else None
     if wanted is not None and head is None:
-        raise OpenError(f"--shape {shape} came without a draft head to use it; give --draft, or leave --shape out")
+        raise OpenError(
+            f"shape {wanted.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
+        )
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
     logger.info("loading the target %s", name)

@@ -1,0 +1,97 @@
+"""The parent's side of benchmarks/engine_worker.py: start an engine in a process, ask it, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WORKER = Path(__file__).resolve().with_name("engine_worker.py")
+REPOSITORY = WORKER.parents[1]
+
+
+class EngineProcessError(RuntimeError):
+    """The engine could not be loaded, or its process ended; the message has its last words."""
+
+
+class EngineProcess:
+    """One engine. `settings` are the worker's; `python` is the interpreter that has the engine (None: this one)."""
+
+    def __init__(self, settings: Mapping[str, Any], threads: int, python: str | None = None) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        if python is None:
+            paths = (str(REPOSITORY), os.environ.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        else:
+            environment.pop("PYTHONPATH", None)  # our packages are not that interpreter's
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._process = subprocess.Popen(
+            [python or sys.executable, str(WORKER), json.dumps(dict(settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+        )
+        self.version: str | None = None
+        self.weight_bits: float | None = None
+
+    def wait_until_loaded(self) -> None:
+        """Raises EngineProcessError when the engine cannot be had."""
+        ready = self._reply()
+        self.version, self.weight_bits = ready["version"], ready["weight_bits"]
+
+    def answer(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+        """The worker's reply. Raises EngineProcessError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompt_ids": prompt_ids, "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EngineProcessError(self._last_words()) from error
+        return self._reply()
+
+    def close(self) -> None:
+        """End the process: it stops at the end of its input."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:  # it is gone, and what was still to be written with it
+                pass
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineProcessError(self._last_words())
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise EngineProcessError(reply["error"])
+        return reply
+
+    def _last_words(self) -> str:
+        status = self._process.wait()
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        return f"its process ended with {status}: {lines[-1] if lines else 'without a word'}"

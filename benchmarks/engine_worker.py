@@ -1,0 +1,190 @@
+"""One engine in a process of its own, for benchmarks/engine_cpu.py: it writes what it is told to and says how long.
+
+    python engine_worker.py '{"engine": "ours", "target": ..., ...}'     the interpreter may be another engine's
+
+A JSON object a line. It says {"version", "weight_bits"} or {"error"} once it is loaded; then each {"prompt_ids",
+"max_tokens"} is answered greedily, all prompts at once, by {"output_ids", "seconds", "peak_memory_bytes", ...}. Stop
+ids are ignored, so that every engine writes exactly `max_tokens` tokens. No engine may remember prompts it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Ours:
+    """`toolkit.LLM`: plain, with a draft directory, or with n-gram lookup."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from toolkit import LLM, __version__
+
+        names = ("target", "revision", "draft", "shape", "dtype", "max_batch")
+        self._llm = LLM(**{name: settings[name] for name in names}, device="cpu")
+        self.version, self.weight_bits = __version__, weight_bits(self._llm.target.model)
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        from toolkit import SamplingParams
+
+        done = self._llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        events = [event for one in done for event in one.events]
+        # An event carries its batch's seconds: each request of the batch takes its share.
+        parts = {
+            part: sum(getattr(event, f"{part}_s") / event.batch for event in events)
+            for part in ("draft", "verify", "commit")
+        }
+        return {
+            "output_ids": [one.token_ids for one in done],
+            "verify_steps": sum(one.acceptance.verify_steps for one in done),
+            "accepted": sum(one.acceptance.accepted for one in done),
+            "parts": {"prefill": max(one.first_token_s for one in done), **parts},
+        }
+
+
+class HuggingFace:
+    """transformers' `generate`, as it comes: plain, or with prompt lookup, which takes one prompt at a time."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import transformers
+
+        from toolkit.target.load import load_target
+
+        target = load_target(settings["target"], revision=settings["revision"], dtype=settings["dtype"])
+        self._model, self._lookup = target.model, settings["lookup"]
+        # `generate` fills gaps of its settings from here: without this the target's stop ids would come back.
+        self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        self.version, self.weight_bits = transformers.__version__, weight_bits(self._model)
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        import torch
+
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        more = {} if self._lookup is None else {"prompt_lookup_num_tokens": self._lookup}
+        written = self._model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, **more)
+        return {"output_ids": written[:, longest:].tolist()}
+
+
+class Vllm:
+    """vLLM's CPU build, plain or with an EAGLE-3 head as a chain."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its memory is then this process's
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        import vllm
+
+        head = None
+        if settings["draft"] is not None:
+            head = {"method": "eagle3", "model": settings["draft"], "num_speculative_tokens": settings["num_steps"]}
+        self._llm = vllm.LLM(
+            model=settings["directory"],
+            revision=settings["revision"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_context"],
+            max_num_seqs=settings["max_batch"],
+            speculative_config=head,
+            generation_config="vllm",
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+        )
+        self.version = vllm.__version__
+        self.weight_bits = 8 * self._llm.llm_engine.model_config.dtype.itemsize
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        before = self._counts()
+        done = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            use_tqdm=False,
+        )
+        drafts, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
+        return {
+            "output_ids": [list(one.outputs[0].token_ids) for one in done],
+            "verify_steps": drafts,
+            "accepted": accepted,
+        }
+
+    def _counts(self) -> tuple[int, int]:
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        found = {metric.name: int(metric.value) for metric in self._llm.get_metrics() if metric.name in names}
+        return found.get(names[0], 0), found.get(names[1], 0)
+
+
+class LlamaCpp:
+    """llama.cpp by its Python binding, one prompt at a time, on a GGUF file."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._llm = llama_cpp.Llama(
+            settings["gguf"],
+            n_ctx=settings["max_context"],
+            n_threads=settings["threads"],
+            n_threads_batch=settings["threads"],
+            verbose=False,
+        )
+        parameters = llama_cpp.llama_model_n_params(self._llm.model)
+        self.version, self.weight_bits = llama_cpp.__version__, 8 * os.path.getsize(settings["gguf"]) / parameters
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        (prompt,) = prompts
+        self._llm.reset()
+        written: list[int] = []
+        for token in self._llm.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            written.append(int(token))
+            if len(written) == max_tokens:
+                break
+        return {"output_ids": [written]}
+
+
+ENGINES = {"ours": Ours, "hugging-face": HuggingFace, "vllm": Vllm, "llama.cpp": LlamaCpp}
+
+
+def weight_bits(model: Any) -> float:
+    """Bits per weight as the model holds them, over all of its parameters."""
+    parameters = list(model.parameters())
+    return 8 * sum(one.nbytes for one in parameters) / sum(one.numel() for one in parameters)
+
+
+def peak_memory_bytes() -> int | None:
+    """Largest resident size of this process so far; None where /proc does not say (getrusage counts the parent's)."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the engines print must not get between the replies
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        engine = ENGINES[settings["engine"]](settings)
+    except Exception as error:  # process edge: the table says why this engine has no row
+        reply({"error": f"{type(error).__name__}: {error}"})
+        raise
+    reply({"version": engine.version, "weight_bits": engine.weight_bits})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        told = engine.answer(asked["prompt_ids"], asked["max_tokens"])
+        seconds = time.perf_counter() - began
+        reply({"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **told})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The engine from Python, without a server: `LLM(target, draft=...).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from toolkit.infer.acceptance import AcceptanceStats, summarise
+from toolkit.infer.answer import Answer, events_of_answer
+from toolkit.infer.detokenize import Detokenizer
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine_thread import Update
+from toolkit.infer.errors import EngineError
+from toolkit.infer.offline_prompts import read_offline_prompts
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.request import Request, TokenLogprob, VerifyEvent
+from toolkit.infer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    text: without special tokens, cut before the stop string that ended it; a raw prompt's goes on where the prompt
+    ends. token_ids: the stop id that ended the answer included. finish_reason: "stop" or "length"; stop_reason: the
+    stop id or stop string. logprobs: one for each token, None unless asked for. from_draft: for each token, whether it
+    was an accepted draft. events: its verify steps. first_token_s, seconds: from the call to the first and last token.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprob] | None
+    from_draft: list[bool]
+    events: list[VerifyEvent]
+    first_token_s: float
+    seconds: float
+
+    @cached_property
+    def acceptance(self) -> AcceptanceStats:
+        """Counts over this answer's verify steps."""
+        return summarise(self.events)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per verify step, at least 1; nan where nothing was drafted."""
+        return self.acceptance.accept_length
+
+
+class LLM:
+    """A target, with or without a draft head, in this process. The tokens are the target's own either way.
+
+        with LLM(draft="runs/smollm2-135m/ckpt") as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)
+
+    target: the demo's name, a hub id, a directory or a .gguf file; None takes the one that the draft directory names.
+    draft: a draft directory, "ngram" (no head: what followed the same words earlier is drafted), or None for plain
+    decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
+    of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
+    max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
+    dtype: auto, bfloat16 or float32. device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+
+    Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
+    errors that say what came and what is needed.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        shape: DraftShape | str | None = None,
+        token_map: str | Path | None = None,
+        max_batch: int = 16,
+        max_context: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        revision: str | None = None,
+    ) -> None:
+        opened = open_engine(
+            draft=draft,
+            target=None if target is None else str(target),
+            revision=revision,
+            shape=shape,
+            token_map=token_map,
+            dtype=dtype,
+            device=device,
+            max_batch=max_batch,
+            max_context=max_context,
+        )
+        self.engine, self.target, self.shape = opened.engine, opened.target, opened.shape
+        self.tokenizer = opened.target.tokenizer
+        self._detokenizer = Detokenizer(self.tokenizer)
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool = True,
+    ) -> list[Completion]:
+        """Answer prompts, many at once; the completions come back in the prompts' order.
+
+        prompts: a list of texts (raw completions), of lists of token ids (the same, tokenised already), or of
+        conversations, lists of {"role", "content"} messages, to which the chat template is applied as the server does
+        it; or one of these alone. params: one for all, or one for each; None is greedy, 128 tokens at most.
+        speculative False decodes plainly. Nothing runs before all prompts have been checked.
+        Raises EngineError (OfflinePromptError, PromptTooLongError), SamplingError.
+        """
+        if self._closed:
+            raise EngineError("this LLM is closed; open another one")
+        read = read_offline_prompts(prompts, self.tokenizer)
+        settings = SamplingParams() if params is None else params
+        requests = self.engine.generate(read.ids, settings, speculative=speculative)
+        return [self._completion(request, read.raw) for request in requests]
+
+    def close(self) -> None:
+        """Take the engine's hooks off the target; nothing can be generated afterwards. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _completion(self, request: Request, raw: bool) -> Completion:
+        params = request.params
+        context = request.prompt_ids if raw else ()
+        stream = self._detokenizer.stream(params.stop, context, unsearched=params.min_tokens)
+        answer = Answer(stream)
+        text = answer.feed(Update.since(request, 0))
+        assert answer.finish_reason is not None, "the engine returned an answer that has not ended"
+        assert request.first_token_at is not None and request.finished_at is not None
+        count = answer.n_tokens  # fewer than the engine wrote where a raw text's stop string was complete sooner
+        return Completion(
+            prompt_ids=list(request.prompt_ids),
+            token_ids=request.output_ids[:count],
+            text=text,
+            finish_reason=answer.finish_reason,
+            stop_reason=stream.hit if stream.stopped else request.stop_reason,
+            logprobs=None if params.logprobs is None else answer.take_logprobs(),
+            from_draft=request.token_from_draft[:count],
+            events=events_of_answer(request.events, count),
+            first_token_s=request.first_token_at - request.submitted_at,
+            seconds=request.finished_at - request.submitted_at,
+        )
