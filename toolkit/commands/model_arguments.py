@@ -77,9 +77,9 @@ def short_name(target_name: str) -> str:
 
 
 def describe(opened: Opened) -> str:
-    """What drafts, in a line: the draft head or n-gram lookup with its shape, or that there is none."""
+    """What drafts, in a line: the draft head or n-gram lookup with shape and verifier, or that there is none."""
     if opened.shape is None or opened.draft is None:
         return "none, plain decoding"
     path = getattr(opened.draft, "path", None)
     what = opened.draft.kind if path is None else f"{path} ({opened.draft.kind})"
-    return f"{what}, {opened.shape.name} ({opened.shape.as_text()})"
+    return f"{what}, {opened.shape.name} ({opened.shape.as_text()}), verify {opened.engine.verifier.name}"

@@ -54,7 +54,8 @@ def open_engine(
     4. token_map: a freq_N.pt; heads that share the target's output matrix use only its rows. verify: how drafts are
     accepted at a temperature above 0 (see Engine). use_draft False keeps only the draft directory's choice of target.
     device "auto" is a GPU if there is one. max_context in tokens, None: the target's.
-    Raises ValueError (OpenError, DraftDirError, DraftShapeError, EngineError, WeightsError, TokenMapError, TargetError).
+    Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
+    TargetError).
     """
     if draft is None and target is None:
         raise OpenError(

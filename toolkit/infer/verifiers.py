@@ -155,6 +155,6 @@ class Verifier:
 
 
 FOLLOW = Verifier("follow", follow, draws_drafts=False)
-VERIFIERS = {
-    v.name: v for v in (FOLLOW, Verifier("rejection", by(rejection), True), Verifier("block", by(block), True))
-}
+REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
+BLOCK = Verifier("block", by(block), draws_drafts=True)
+VERIFIERS = {verifier.name: verifier for verifier in (FOLLOW, REJECTION, BLOCK)}
