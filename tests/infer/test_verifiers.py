@@ -162,11 +162,11 @@ def two_token_law(target, prompt: list[int], params: SamplingParams) -> Tensor:
     return torch.einsum("a,ab,abc->bc", first, second, third)
 
 
-@pytest.mark.parametrize("verify", ["follow", *DRAWING])
+@pytest.mark.parametrize("verify", DRAWING)
 def test_law_of_an_engine(small_target, small_draft, verify):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
 
-    Half of the requests' tokens are drafted; a presence penalty makes the law depend on what was drafted before. Seeds
+    Some of the tokens are drafts; a presence penalty makes the law depend on what was drafted before. Seeds
     are fixed, so the outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
     runs, settings = 3000, {"temperature": 1.5, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
