@@ -35,7 +35,7 @@ def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape,
         SamplingParams(max_tokens=35, ignore_eos=True, logprobs=5, temperature=0.8, presence_penalty=1.0),
     ]
     for rows in (512, 10):
-        monkeypatch.setattr("toolkit.infer.engine.LOGIT_ROWS", rows)
+        monkeypatch.setattr("toolkit.infer.verifiers.LOGIT_ROWS", rows)
         got = engine.generate(PROMPTS, params, speculative=shape is not None)
         assert not got[1].logprobs
         with torch.inference_mode():

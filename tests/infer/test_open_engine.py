@@ -8,6 +8,7 @@ import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.errors import EngineError
 from toolkit.infer.open_engine import OpenError, open_engine
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.weights import read_json, write_json
@@ -53,11 +54,14 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "device": "toaster"}, "--device toaster"),
         ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
         ({"target": "x", "max_batch": 0}, "max_batch is 0"),
+        ({"target": "x", "verify": "block"}, "no draft head"),
+        ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
+        ({"target": "x", "verify": "luck"}, "follow, rejection, block"),
     ],
 )
 def test_what_cannot_be_opened(arguments, says):
     """Said before anything is loaded: no target named x exists."""
-    with pytest.raises(OpenError, match=says):
+    with pytest.raises((OpenError, EngineError), match=says):
         open_engine(**arguments)
 
 

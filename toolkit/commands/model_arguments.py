@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--draft, --target, --shape, --token-map, --no-draft, --dtype, --device."""
+    """--draft, --target, --shape, --token-map, --verify, --no-draft, --dtype, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -36,6 +36,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="freq_N.pt: draft only these ids, with their rows of the target's output matrix (eagle2 and mtp heads, "
         "which share it); missing special and end-of-turn ids are added",
     )
+    group.add_argument(
+        "--verify",
+        default="follow",
+        choices=("follow", "rejection", "block"),
+        help="how drafts are accepted at a temperature above 0, the answers' law being the target's with each. follow "
+        "(the default): one seed writes what it writes without drafts. rejection and block: drafts are drawn from the "
+        "head's law (chains only); a seed's tokens then depend on the drafts",
+    )
     group.add_argument("--no-draft", action="store_true", help="decode plainly with the target that --draft names")
     group.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto, as the target"
@@ -52,6 +60,7 @@ def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
         target=args.target,
         shape=args.shape,
         token_map=args.token_map,
+        verify=args.verify,
         use_draft=not args.no_draft,
         dtype=args.dtype,
         device=args.device,
@@ -68,9 +77,9 @@ def short_name(target_name: str) -> str:
 
 
 def describe(opened: Opened) -> str:
-    """What drafts, in a line: the draft head or n-gram lookup with its shape, or that there is none."""
+    """What drafts, in a line: the draft head or n-gram lookup with shape and verifier, or that there is none."""
     if opened.shape is None or opened.draft is None:
         return "none, plain decoding"
     path = getattr(opened.draft, "path", None)
     what = opened.draft.kind if path is None else f"{path} ({opened.draft.kind})"
-    return f"{what}, {opened.shape.name} ({opened.shape.as_text()})"
+    return f"{what}, {opened.shape.name} ({opened.shape.as_text()}), verify {opened.engine.verifier.name}"

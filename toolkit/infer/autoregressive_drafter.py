@@ -26,6 +26,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention_plan import PromptPlan
+from toolkit.infer.draft_picks import BestPicks, DrawnPicks, Picks
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
 from toolkit.infer.drafter import root_tokens
 from toolkit.infer.drafting_head import drafting_head
@@ -40,7 +41,8 @@ from toolkit.target.load import Target
 class AutoregressiveDrafter:
     """Owns the head's caches, the target features it still has to read, and the hooks that bring them."""
 
-    def __init__(self, target: Target, draft: DraftCheckpoint, shape: DraftShape) -> None:
+    def __init__(self, target: Target, draft: DraftCheckpoint, shape: DraftShape, *, drawn: bool = False) -> None:
+        """drawn: requests with a temperature get drafts drawn from the head's law, and the laws with them (chains)."""
         check_draft_matches(draft, target)
         self._head = drafting_head(draft, target)
         # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
@@ -52,6 +54,7 @@ class AutoregressiveDrafter:
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self._pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._next_carry: Tensor | None = None
+        self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
         self.set_shape(shape)
 
     def set_shape(self, shape: DraftShape) -> None:
@@ -128,8 +131,10 @@ class AutoregressiveDrafter:
         before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
         nodes = self._start(roots, before, shape)
         if shape.is_chain:
-            drafts = self._draft_chain(nodes, shape)
-            tree = chain_tree(roots, drafts, [0 if one is None else one.num_steps for one in own])
+            picks = self._picks(requests, self._to_target)
+            drafts = self._draft_chain(nodes, shape, picks)
+            counts = [0 if one is None else one.num_steps for one in own]
+            tree = chain_tree(roots, drafts, counts, picks.proposal())
         else:
             limits = None if all(one in (None, shape) for one in own) else own
             found = self._draft_beams(nodes, shape, limits)
@@ -156,19 +161,15 @@ class AutoregressiveDrafter:
         tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
         return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
 
-    def _draft_chain(self, nodes: Expansion, shape: DraftShape) -> Tensor:
-        """Greedy drafts [B, num_steps], target ids."""
+    def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
+        """Drafts [B, num_steps], target ids."""
         hidden, last = nodes.at_roots()[:, None], nodes.roots
-        drafts = [self._best(nodes.logits(hidden))]
+        drafts = [self._to_target[picks(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
             hidden = nodes.grow(drafts[-1], last)
             last = torch.full_like(last, nodes.nodes - 1)
-            drafts.append(self._best(nodes.logits(hidden)))
+            drafts.append(self._to_target[picks(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
-
-    def _best(self, logits: Tensor) -> Tensor:
-        """[B, 1, D] -> the most probable token, [B, 1] target ids."""
-        return self._to_target[logits.max(dim=-1).indices]
 
     def _draft_beams(
         self, nodes: Expansion, shape: DraftShape, limits: Sequence[DraftShape | None] | None

@@ -1,7 +1,8 @@
 """Draft trees: their shape, and the tensors of one batch of trees.
 
-Shapes: B requests, N nodes (root included), k beam width. Node 0 is the root: the last committed token, whose target
-KV is not computed yet. Nodes stand in level order, so a parent's number is smaller than its child's.
+Shapes: B requests, N nodes (root included), k beam width, R rows looked at, D draft vocabulary, V vocabulary. Node 0 is
+the root: the last committed token, whose target KV is not computed yet. Nodes stand in level order, so a parent's
+number is smaller than its child's.
 
     root 0 ── 1 ── 3        parents [-1, 0, 0, 1]   depths [0, 1, 1, 2]
           └── 2             mask row 3: nodes 0, 1, 3
@@ -96,6 +97,24 @@ def candidates(num_steps: int, top_k: int) -> int:
     return top_k + (num_steps - 1) * top_k**2
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """The laws that a chain's drafts were drawn from.
+
+    q [B, N-1, D] fp32: the law over the draft vocabulary at the node before each draft; 0 in rows whose drafts were not
+    drawn. ids [D]: the target ids of the draft vocabulary.
+    """
+
+    q: Tensor
+    ids: Tensor
+
+    def scattered(self, rows: Tensor, drafted: Tensor, vocab_size: int) -> Tensor:
+        """[R, N, V]: the law of the draft behind each node of `rows` [R]; 0 where none is `drafted` [R, N]."""
+        whole = self.q.new_zeros(*drafted.shape, vocab_size)
+        whole[:, :-1, self.ids] = self.q[rows] * drafted[:, :-1, None]
+        return whole
+
+
 @dataclass
 class DraftTree:
     """One tree per row of the batch. Siblings carry different tokens.
@@ -105,6 +124,7 @@ class DraftTree:
     valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
     offered, depth_offered: drafted nodes of each row, and the depth of its deepest.
     is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
+    proposal: what the drafts were drawn from; None where they were not drawn, in any row.
     """
 
     tokens: Tensor
@@ -115,6 +135,7 @@ class DraftTree:
     offered: list[int]
     depth_offered: list[int]
     is_chain: bool
+    proposal: Proposal | None = None
 
     @property
     def nodes(self) -> int:
@@ -129,7 +150,7 @@ def root_only(roots: Tensor) -> DraftTree:
     return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], [0] * rows, [0] * rows, True)
 
 
-def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int]) -> DraftTree:
+def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: Proposal | None = None) -> DraftTree:
     """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
@@ -140,7 +161,7 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int]) -> DraftTre
     else:
         valid = at <= torch.tensor(counts, device=tokens.device)[:, None]
         mask = without_padding(mask, valid)
-    return DraftTree(tokens, at - 1, at, mask, valid, list(counts), list(counts), True)
+    return DraftTree(tokens, at - 1, at, mask, valid, list(counts), list(counts), True, proposal)
 
 
 def rerank(

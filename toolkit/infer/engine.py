@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toolkit.infer.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.choose_drafter import Draft, choose_drafter
+from toolkit.infer.choose_verifier import choose_verifier
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafter import NoDrafter
@@ -32,7 +33,6 @@ from toolkit.target.load import Target
 __all__ = ["Engine", "PromptTooLongError"]
 
 DEFAULT_SHAPE = DraftShape.chain(4)
-LOGIT_ROWS = 512  # rows of logits held at once
 
 
 class Engine:
@@ -40,7 +40,9 @@ class Engine:
 
     draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
     at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
-    made for.
+    made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
+    and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
+    the others its tokens also depend on what was drafted. Greedy answers are the same with each.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -52,6 +54,7 @@ class Engine:
         *,
         max_batch: int = 16,
         max_context: int | None = None,
+        verify: str = "follow",
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -63,7 +66,8 @@ class Engine:
             self._forward = TargetForward(target)
             self._cache = KVCache(self._forward.kv_shape)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
-            self.drafter = choose_drafter(target, draft, self.shape)
+            self.verifier = choose_verifier(verify, draft, self.shape)
+            self.drafter = choose_drafter(target, draft, self.shape, drawn=self.verifier.draws_drafts)
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
         self._sampler: Sampler | None = None  # None: the rows changed
@@ -141,7 +145,10 @@ class Engine:
         return self.scheduler.has_work()
 
     def set_shape(self, shape: DraftShape) -> None:
-        """Draft with another shape from the next step on. Raises `EngineError` when there is no draft head."""
+        """Draft with another shape from the next step on.
+
+        Raises `EngineError` when there is no draft head, DraftShapeError for one that head or verifier cannot do."""
+        self.verifier.check_shape(shape)
         self.drafter.set_shape(shape)
         self.shape = shape
 
@@ -215,7 +222,7 @@ class Engine:
         return self.drafter.propose(self._running)
 
     def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
-        """One target forward over every node; the target's own choices decide how far each tree was right."""
+        """One target forward over every node; its laws and the verifier decide how far each tree was right."""
         lengths = self._lengths()
         plan = TreePlan(self._cache, lengths, tree.mask, tree.depths)
         positions = torch.tensor(lengths, device=self.target.device)[:, None] + tree.depths
@@ -285,8 +292,8 @@ class Engine:
     def _choose(self, hidden: Tensor, positions: Tensor, tree: DraftTree) -> Choices:
         """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens."""
         if self._sampler is None or self._sampler.outdated:
-            self._sampler = Sampler(self._running, self.target.vocab_size, self.target.device)
-        nodes = max(1, LOGIT_ROWS // len(hidden))
+            self._sampler = Sampler(self._running, self.target.vocab_size, self.target.device, self.verifier)
+        nodes = self.verifier.nodes_at_once(*hidden.shape[:2])
         parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
         return Choices.joined(
             [self._sampler(self.target.logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)]

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
 from toolkit.infer.choose_drafter import Draft
+from toolkit.infer.choose_verifier import choose_verifier
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
@@ -40,6 +41,7 @@ def open_engine(
     revision: str | None = None,
     shape: DraftShape | str | None = None,
     token_map: str | Path | None = None,
+    verify: str = "follow",
     use_draft: bool = True,
     dtype: str = "auto",
     device: str = "auto",
@@ -51,9 +53,11 @@ def open_engine(
     draft: a draft directory, which names its own target, or "ngram". target: needed without a draft directory, else
     overrides its choice; revision: of a target on a hub. shape: a DraftShape or "num_steps,top_k,num_draft_tokens";
     None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
-    matrix use only its rows. use_draft False keeps only the draft directory's choice of target. device "auto" is a GPU
-    if there is one. max_context in tokens, None: the target's.
-    Raises ValueError (OpenError, DraftDirError, WeightsError, TokenMapError, TargetError).
+    matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
+    keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
+    None: the target's.
+    Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
+    TargetError).
     """
     if draft is None and target is None:
         raise OpenError(
@@ -75,12 +79,13 @@ def open_engine(
         )
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
+    choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
     logger.info("loading the target %s", name)
     loaded = load_target(name, dtype=dtype, device=where, revision=revision)
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context)
+    engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context, verify=verify)
     return Opened(engine, loaded, head, wanted)
 
 

@@ -27,7 +27,8 @@ class SamplingParams:
         then min_p: keep what is at least min_p times as probable as the most probable token (0: all; arXiv 2407.01082).
         Tokens exactly as probable as the last one kept are kept too.
     seed: the draw is a pure function of (seed, index of the token in the sequence, logits), so a speculative run and a
-        plain run with one seed write the same tokens.
+        plain run with one seed write the same tokens. (Under verify="rejection" and "block" the tokens of a seed also
+        depend on what was drafted, and only their law is that of plain decoding.)
 
     What ends the answer:
     max_tokens: tokens written at most. The run also ends at the target's context limit.
