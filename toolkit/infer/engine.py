@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from toolkit.infer.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.choose_drafter import Draft, choose_drafter
 from toolkit.infer.detokenize import Detokenizer
@@ -40,7 +41,8 @@ class Engine:
 
     draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
     at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
-    made for.
+    made for. adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second
+    now (see adaptive.py); False: always `shape`, as measurements of a shape need it.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -52,6 +54,7 @@ class Engine:
         *,
         max_batch: int = 16,
         max_context: int | None = None,
+        adaptive: bool = False,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -64,6 +67,8 @@ class Engine:
             self._cache = KVCache(self._forward.kv_shape)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.drafter = choose_drafter(target, draft, self.shape)
+        if adaptive and self.shape is not None:
+            self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
         self._sampler: Sampler | None = None  # None: the rows changed
