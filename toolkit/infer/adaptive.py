@@ -82,9 +82,8 @@ class AdaptiveShape:
                     own = arm if request.shape is None else request.shape.within(arm)
                     self._acceptance.add(request, own, of_row)
             self._expected = None
-        if arm != self._chosen:
-            self._trial_pace = None
-        self._settle(draft_s + verify_s, 1 + sum(map(len, ranks)) / len(requests))
+        if self._trial_pace is not None and arm == self._chosen:
+            self._pay(len(requests), arm, 1 + sum(map(len, ranks)) / len(requests), self._trial_pace)
 
     def _first_arm(self) -> Arm:
         """Plain rounds and the full shape in turn: what all guesses start from."""
@@ -98,7 +97,7 @@ class AdaptiveShape:
         speed = {arm: tokens[arm] / cost for arm, cost in known.items()}
         best = self._best = self._fastest(speed)
         pace, limit = 1 / speed[best], ACCOUNT_LIMIT * known[best]
-        self._account = max(-limit, min(limit, self._account))
+        self._account = max(-limit, min(limit, self._account + TRIAL_SHARE * known[best]))
         prices = {arm: min(limit, max(0.0, cost - tokens[arm] * pace)) for arm, cost in known.items() if arm != best}
         # The one that has waited longest for what it costs.
         floor = TRIAL_SHARE * known[best]
@@ -122,9 +121,11 @@ class AdaptiveShape:
             self._expected = (list(requests), tokens)
         return self._expected[1]
 
-    def _settle(self, seconds: float, committed: float) -> None:
-        """The account's share of a round, and what a trial lost, or gained, against the best arm."""
-        if self._trial_pace is not None:
-            limit = ACCOUNT_LIMIT * self._trial_pace
-            self._account -= max(-limit, min(limit, seconds - committed * self._trial_pace))
-        self._account += TRIAL_SHARE * seconds
+    def _pay(self, batch: int, arm: Arm, committed: float, pace: float) -> None:
+        """Take from the account what a trial lost against the best arm; what it gained is put in.
+
+        By typical seconds: those of a single round say more about the machine's other work than about the arm.
+        """
+        cost = self._costs.seconds(batch, arm)
+        assert cost is not None, "an arm that ran has no cost"
+        self._account -= cost - committed * pace

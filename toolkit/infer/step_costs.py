@@ -53,10 +53,13 @@ class StepCosts:
 
 
 def _of_one_size(seen: dict[Arm, Seconds], arm: Arm) -> float | None:
-    """Measured, else in proportion to a shape that was: drafting by its levels, verifying by nodes beyond the root."""
-    if arm in seen:
-        return seen[arm].total
+    """Measured, else in proportion to a shape that was: drafting by its levels, verifying by nodes beyond the root.
+
+    More nodes are never verified faster: on a noisy machine a useless draft must not look free.
+    """
     plain = seen.get(None)
+    if arm in seen:
+        return seen[arm].draft + max(seen[arm].verify, 0.0 if plain is None else plain.verify)
     shapes = [one for one in seen if one is not None]
     if arm is None or plain is None or not shapes:
         return None
