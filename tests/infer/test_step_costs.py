@@ -40,6 +40,15 @@ def test_shapes_that_did_not_run_are_guessed_from_one_that_did():
     assert costs.seconds(1, CHAIN_2) == 20.0 and costs.seconds(1, CHAIN_4) == 16.0
 
 
+def test_a_draft_never_looks_free():
+    """Noise may make verifying five nodes look faster than one; a useless head would then be tried all the time."""
+    costs = StepCosts()
+    costs.add(1, CHAIN_4, 1.0, 8.0)
+    assert costs.seconds(1, CHAIN_4) == 9.0
+    costs.add(1, None, 0.0, 10.0)
+    assert costs.seconds(1, CHAIN_4) == 11.0
+
+
 def test_another_size_of_batch_is_scaled_by_what_both_have_run():
     """A new size must not be explored from nothing, and must not inherit the seconds of another size."""
     costs = StepCosts()
