@@ -158,7 +158,8 @@ def test_one_shot_prints_the_answer_alone_on_stdout(tiny_draft_directory, capsys
     drafted = capsys.readouterr()
     assert "\x1b" not in drafted.out and drafted.out.endswith("\n")
     assert re.search(
-        r"accept_length \d\.\d\d over \d+ verify steps, chain 4 \(4,1,5\), temperature 0; 12 tokens", drafted.err
+        r"accept_length \d\.\d\d over \d+ verify steps, adaptive up to chain 4 \(4,1,5\), temperature 0; 12 tokens",
+        drafted.err,
     )
     assert run([*arguments, "--no-draft"]) == 0
     plain = capsys.readouterr()

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
+from toolkit.infer.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.open_engine import OpenError, open_engine
@@ -37,6 +38,16 @@ def test_best_measured_shape_is_the_default(draft):
     assert open_engine(draft=draft, shape="2,1,3").shape == DraftShape.chain(2)
 
 
+def test_a_given_shape_is_drafted_as_it_is(draft):
+    """Without --shape the engine adapts; who names a shape gets it in every step, unless --adaptive asks for more."""
+    cases = [({}, True), ({"shape": "2,1,3"}, False), ({"adaptive": False}, False)]
+    for arguments, adapts in [*cases, ({"shape": "2,1,3", "adaptive": True}, True)]:
+        opened = open_engine(draft=draft, **arguments)
+        assert isinstance(opened.engine.drafter, AdaptiveDrafter) == opened.adaptive == adapts
+        assert opened.shape_name.startswith("adaptive up to chain") == adapts
+        opened.engine.close()
+
+
 def test_no_draft_keeps_the_target(draft):
     """--no-draft on the same directory is the plain baseline."""
     opened = open_engine(draft=draft, use_draft=False)
@@ -51,6 +62,7 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "shape": "4,1,5"}, "without a draft head"),
         ({"target": "x", "shape": "4,1"}, "shape: .*4,1,5"),
         ({"draft": "x", "revision": "main"}, "revision 'main' came without a target"),
+        ({"target": "x", "adaptive": True}, "--adaptive came without a draft head"),
         ({"target": "x", "device": "toaster"}, "--device toaster"),
         ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
         ({"target": "x", "max_batch": 0}, "max_batch is 0"),

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
-    shape = f"{opened.shape.name} ({opened.shape.as_text()})" if opened.shape is not None else None
+    shape = opened.shape_name
 
     def answer(text: str) -> None:
         with interrupts() as interrupted:

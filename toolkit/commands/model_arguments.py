@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--draft, --target, --shape, --token-map, --verify, --no-draft, --dtype, --device."""
+    """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -29,6 +29,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S,K,N",
         help="what is drafted per step: levels, branches, nodes verified with the root; "
         "4,1,5 is a chain of 4, 5,4,16 a tree (default: the best one measured with the head, else 4,1,5)",
+    )
+    group.add_argument(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="draft the shape, less or nothing, whatever is fastest at the moment (default: yes, unless --shape is "
+        "given: then exactly that is drafted)",
     )
     group.add_argument(
         "--token-map",
@@ -59,6 +65,7 @@ def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
         draft=args.draft,
         target=args.target,
         shape=args.shape,
+        adaptive=args.adaptive,
         token_map=args.token_map,
         verify=args.verify,
         use_draft=not args.no_draft,
@@ -82,4 +89,4 @@ def describe(opened: Opened) -> str:
         return "none, plain decoding"
     path = getattr(opened.draft, "path", None)
     what = opened.draft.kind if path is None else f"{path} ({opened.draft.kind})"
-    return f"{what}, {opened.shape.name} ({opened.shape.as_text()}), verify {opened.engine.verifier.name}"
+    return f"{what}, {opened.shape_name}, verify {opened.engine.verifier.name}"

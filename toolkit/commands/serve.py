@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             engine=opened.engine,
             max_context=opened.engine.max_context,
             fingerprint=f"fp_{opened.target.fingerprint}",
-            shape_name=opened.shape.name if opened.shape is not None else None,
+            shape_name=opened.shape_name,
             defaults=defaults,
         )
         port = listener.getsockname()[1]

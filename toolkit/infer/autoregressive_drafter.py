@@ -10,9 +10,9 @@ the last one, x_{L-1}, as the tree's root:
     predicts      ..  x_{L-1}  level 1    level 2    level 3
     feature       ..  target's target's   the head's own hidden state of the parent
 
-Positions up to L-2 are computed from the target's features as soon as those are known ("pending" until the next
-propose); what drafted nodes left behind L-2 is overwritten. A drafted node sees the committed positions and its true
-ancestors. `expansion.py` says what changes where a head has several MTP layers.
+Positions up to L-2 are computed from the target's features once those are known ("pending" until the next propose, or
+until so many wait that skip reads them); what drafted nodes left behind L-2 is overwritten. A drafted node sees the
+committed positions and its true ancestors. `expansion.py` says what changes where a head has several MTP layers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
+CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them at once costs little more than one
+
 
 class AutoregressiveDrafter:
     """Owns the head's caches, the target features it still has to read, and the hooks that bring them."""
@@ -53,7 +55,7 @@ class AutoregressiveDrafter:
         self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self._pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
-        self._next_carry: Tensor | None = None
+        self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
         self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
         self.set_shape(shape)
 
@@ -101,16 +103,16 @@ class AutoregressiveDrafter:
         """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
         if not any(map(self._drafts, requests)):
             return
-        features = self._head.features().to(self._dtype)
-        rows, longest = found.path.shape
         pending = self._pending
-        pending.hold(rows, longest)
+        if self._next_carry is not None:
+            pending.clear(len(requests), self._next_carry)
+            self._next_carry = None
+        for row, request in enumerate(requests):
+            if not self._drafts(request):
+                pending.counts[row] = 0  # it is never read for; the newest position keeps its place
+        features = self._head.features().to(self._dtype)
         path = found.path[:, :, None].expand(-1, -1, self._head.width)
-        pending.features[:rows, :longest] = features.gather(1, path)
-        pending.tokens[:rows, :longest] = found.tokens
-        pending.counts = [accepted + 1 for accepted in found.accepted]
-        assert self._next_carry is not None, "a drafted tree was verified that was not proposed here"
-        pending.carry[:rows] = self._next_carry
+        pending.append(features.gather(1, path), found.tokens, [accepted + 1 for accepted in found.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
         for cache in self.reader.caches:
@@ -127,9 +129,7 @@ class AutoregressiveDrafter:
         if not drafted:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
-        counts = self._pending.counts[: len(requests)]
-        before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
-        nodes = self._start(roots, before, shape)
+        nodes = self._start(requests, room=shape.top_k * (shape.num_steps - 1))
         if shape.is_chain:
             picks = self._picks(requests, self._to_target)
             drafts = self._draft_chain(nodes, shape, picks)
@@ -142,22 +142,35 @@ class AutoregressiveDrafter:
         self._next_carry = nodes.finish()
         return tree
 
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        """Roots only. Now and then the head reads what was committed meanwhile."""
+        roots = root_tokens(requests, self._device)
+        self._next_carry = None
+        self._first_tokens(requests)
+        if any(map(self._drafts, requests)) and max(self._pending.counts[: len(requests)]) >= CATCH_UP:
+            self._next_carry = self._start(requests, room=0).finish()
+        return root_only(roots)
+
     def _shape_of(self, request: Request) -> DraftShape | None:
         """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
         if not self._drafts(request):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def _start(self, roots: Tensor, before: list[int], shape: DraftShape) -> Expansion:
-        """Read the pending positions of every row."""
-        rows, pending = len(roots), self._pending
+    def _first_tokens(self, requests: Sequence[Request]) -> None:
+        """What follows a prompt's last position was not known when the prompt was admitted."""
+        for row, request in enumerate(requests):
+            if len(request.output_ids) == 1:
+                self._pending.tokens[row, 0] = request.output_ids[0]
+
+    def _start(self, requests: Sequence[Request], room: int) -> Expansion:
+        """Read the pending positions of every row; `room` nodes more can be added."""
+        rows, pending = len(requests), self._pending
+        self._first_tokens(requests)
         counts = pending.counts[:rows]
+        before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
         longest = max(counts)
-        last = torch.tensor(counts, device=self._device) - 1
-        # The last pending position is followed by the root; a prompt's first token was not known when it was admitted.
-        pending.tokens[torch.arange(rows, device=self._device), last] = roots
         hidden = self._head.first_hidden(pending.features[:rows, :longest])
-        room = shape.top_k * (shape.num_steps - 1)
         tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
         return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
 

@@ -28,6 +28,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        """Roots only, in the place of propose. The drafter goes on following the target, so it may propose again."""
+        ...
+
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         """The target has just verified the trees last proposed; called before tokens are appended to the requests."""
         ...
@@ -61,6 +65,9 @@ class NoDrafter:
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
         return root_only(root_tokens(requests, self._device))
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        return self.propose(requests)
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         pass

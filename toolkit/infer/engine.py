@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from toolkit.infer.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.choose_drafter import Draft, choose_drafter
 from toolkit.infer.choose_verifier import choose_verifier
@@ -42,7 +43,9 @@ class Engine:
     at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
     made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
-    the others its tokens also depend on what was drafted. Greedy answers are the same with each.
+    the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
+    step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
+    always `shape`, as measurements of a shape need it.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -55,6 +58,7 @@ class Engine:
         max_batch: int = 16,
         max_context: int | None = None,
         verify: str = "follow",
+        adaptive: bool = False,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -68,6 +72,8 @@ class Engine:
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
             self.drafter = choose_drafter(target, draft, self.shape, drawn=self.verifier.draws_drafts)
+        if adaptive and self.shape is not None:
+            self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         limit = self._forward.max_context
         self.max_context = limit if max_context is None else min(max_context, limit)
         self._sampler: Sampler | None = None  # None: the rows changed

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, root_only, without_padding
+from toolkit.infer.drafter import root_tokens
 from toolkit.infer.errors import EngineError
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
@@ -126,6 +127,9 @@ class NgramDrafter:
 
     def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
         self._histories[first_row:] = [History(self._lookup) for _ in requests]
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        return root_only(root_tokens(requests, self._device))
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         pass  # the requests themselves say what was accepted

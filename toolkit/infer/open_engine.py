@@ -32,6 +32,14 @@ class Opened:
     target: Target
     draft: Draft | None
     shape: DraftShape | None
+    adaptive: bool = False
+
+    @property
+    def shape_name(self) -> str | None:
+        """The shape in words, with its three numbers; of an adaptive engine the largest."""
+        if self.shape is None:
+            return None
+        return f"{'adaptive up to ' if self.adaptive else ''}{self.shape.name} ({self.shape.as_text()})"
 
 
 def open_engine(
@@ -47,6 +55,7 @@ def open_engine(
     device: str = "auto",
     max_batch: int = 16,
     max_context: int | None = None,
+    adaptive: bool | None = None,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -55,7 +64,8 @@ def open_engine(
     None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
     matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
-    None: the target's.
+    None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
+    given.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -77,16 +87,21 @@ def open_engine(
         raise OpenError(
             f"shape {wanted.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
         )
+    if adaptive and head is None:
+        raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
+    adaptive = head is not None and (wanted is None if adaptive is None else adaptive)
     logger.info("loading the target %s", name)
     loaded = load_target(name, dtype=dtype, device=where, revision=revision)
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    engine = Engine(loaded, head, wanted, max_batch=max_batch, max_context=max_context, verify=verify)
-    return Opened(engine, loaded, head, wanted)
+    engine = Engine(
+        loaded, head, wanted, max_batch=max_batch, max_context=max_context, verify=verify, adaptive=adaptive
+    )
+    return Opened(engine, loaded, head, wanted, adaptive)
 
 
 def parse_device(text: str) -> torch.device:

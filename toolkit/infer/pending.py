@@ -5,11 +5,13 @@ Shapes: R rows, P positions held a row, W feature width, S stages of the head, H
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
 class Pending:
-    """Grows as it is needed. Row r holds counts[r] positions; what lies behind them is left over.
+    """Grows as it is needed. Row r holds counts[r] positions side by side; what lies behind them is left over.
 
     features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: what each stage but the last left at its last committed
     position, which the next stage reads at the first pending one.
@@ -27,13 +29,32 @@ class Pending:
         if rows <= old_rows and positions <= old_positions:
             return
         features, tokens, carry = self.features, self.tokens, self.carry
-        size = (max(rows, old_rows), max(positions, old_positions))
+        size = (max(rows, old_rows), old_positions if positions <= old_positions else max(positions, 2 * old_positions))
         self.features = features.new_zeros(*size, features.shape[2])
         self.tokens = tokens.new_zeros(size)
         self.carry = carry.new_zeros(size[0], *carry.shape[1:])
         self.features[:old_rows, :old_positions] = features
         self.tokens[:old_rows, :old_positions] = tokens
         self.carry[:old_rows] = carry
+
+    def append(self, features: torch.Tensor, tokens: torch.Tensor, added: Sequence[int]) -> None:
+        """Hold more of rows 0..B-1: features [B, A, W] and tokens [B, A], of which row b keeps the first added[b]."""
+        rows, longest = tokens.shape
+        starts = self.counts[:rows]
+        self.hold(rows, max(starts) + longest)
+        if min(starts) == max(starts):
+            here = slice(starts[0], starts[0] + longest)
+            self.features[:rows, here], self.tokens[:rows, here] = features, tokens
+        else:
+            every = torch.arange(rows, device=tokens.device)[:, None]
+            places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
+            self.features[every, places], self.tokens[every, places] = features, tokens
+        self.counts[:rows] = [start + more for start, more in zip(starts, added, strict=True)]
+
+    def clear(self, rows: int, carry: torch.Tensor) -> None:
+        """All that rows 0..rows-1 held was read, and left `carry` [B, S-1, H]."""
+        self.counts[:rows] = [0] * rows
+        self.carry[:rows] = carry
 
     def move_row(self, destination: int, source: int) -> None:
         for held in (self.features, self.tokens, self.carry):

@@ -1,0 +1,109 @@
+"""How likely drafts are accepted now, by level and by how many of a node's children are looked at.
+
+A wide tree also tells what a narrower one would have got: the rank of every accepted node among its siblings. With the
+widths 1, 2, 4 a level that was reached is asked three things in turn, each only where those before it failed:
+
+    class 0: is it the best child?   class 1: the second?   class 2: the third or fourth?
+
+so a shape of width 2 passes a level with 1 - (1 - q0)(1 - q1), and chains keep the trees' q0 up to date.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from weakref import WeakKeyDictionary
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request import Request
+
+Table = list[list[float]]  # by class, then by level
+FIRST_GUESS = (0.6, 0.3)  # of class 0, and of every other
+GUESS_WEIGHT = 2.0  # tries that the guess counts for
+REQUEST_WEIGHT = 6.0  # tries that the engine's rates count for in a request's own
+ENGINE_MEMORY, REQUEST_MEMORY = 128, 48  # tries after which an old one has lost 63 % of its weight
+
+
+class Rates:
+    """Hits and tries by class and level, exponentially forgotten."""
+
+    def __init__(self, classes: int, levels: int, memory: int) -> None:
+        self._keep = 1 - 1 / memory
+        self._hits: Table = [[0.0] * levels for _ in range(classes)]
+        self._tries: Table = [[0.0] * levels for _ in range(classes)]
+
+    def add(self, hits: Sequence[int], levels: int, classes: int) -> None:
+        """A row whose drafts had that many levels and classes: the class of every level it passed, in order."""
+        for level in range(min(len(hits) + 1, levels)):
+            hit = hits[level] if level < len(hits) else classes
+            for asked in range(min(hit + 1, classes)):
+                self._tries[asked][level] = self._tries[asked][level] * self._keep + 1
+                self._hits[asked][level] = self._hits[asked][level] * self._keep + (asked == hit)
+
+    def estimates(self, above: Table | None = None) -> Table:
+        """The rates. Where tries are few they lean on `above`, or without it on the level before (first: a guess)."""
+        found: Table = []
+        for asked, (hits, tries) in enumerate(zip(self._hits, self._tries, strict=True)):
+            guess, rates = FIRST_GUESS[min(asked, 1)], []
+            for level, (hit, tried) in enumerate(zip(hits, tries, strict=True)):
+                weight = GUESS_WEIGHT if above is None else REQUEST_WEIGHT
+                guess = guess if above is None else above[asked][level]
+                guess = (weight * guess + hit) / (weight + tried)
+                rates.append(guess)
+            found.append(rates)
+        return found
+
+
+class RunningAcceptance:
+    """The engine's rates, and those of each running request, which start from them.
+
+    widths: top_k of the shapes that are told apart, ascending from 1. levels: num_steps of the deepest.
+    """
+
+    def __init__(self, widths: Sequence[int], levels: int) -> None:
+        self._widths, self._levels = widths, levels
+        self._engine = Rates(len(widths), levels, ENGINE_MEMORY)
+        self._requests: WeakKeyDictionary[Request, Rates] = WeakKeyDictionary()
+
+    def add(self, request: Request, shape: DraftShape, ranks: Sequence[int]) -> None:
+        """`shape` was drafted for a request: the ranks of its accepted nodes among their siblings, level by level."""
+        hits = [bisect_right(self._widths, rank) for rank in ranks]
+        for rates in (self._engine, self._of(request)):
+            rates.add(hits, shape.num_steps, self._classes(shape))
+
+    def expected(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[float]:
+        """By shape: tokens that a verify step commits, the target's own included, mean over the requests."""
+        engine = self._engine.estimates()
+        totals = [0.0] * len(shapes)
+        for request in requests:
+            lengths = _lengths(self._of(request).estimates(engine)) if request.speculative else None
+            for i, shape in enumerate(shapes):
+                if lengths is not None:
+                    own = shape if request.shape is None else request.shape.within(shape)
+                    totals[i] += lengths[self._classes(own) - 1][own.num_steps]
+                else:
+                    totals[i] += 1.0
+        return [total / len(requests) for total in totals]
+
+    def _of(self, request: Request) -> Rates:
+        found = self._requests.get(request)
+        if found is None:
+            found = self._requests[request] = Rates(len(self._widths), self._levels, REQUEST_MEMORY)
+        return found
+
+    def _classes(self, shape: DraftShape) -> int:
+        """How many classes a shape asks."""
+        return bisect_left(self._widths, shape.top_k) + 1
+
+
+def _lengths(estimates: Table) -> Table:
+    """By class and number of levels, from 0: tokens committed when siblings up to that class are looked at."""
+    failed = [1.0] * len(estimates[0])
+    found: Table = []
+    for rates in estimates:
+        failed = [before * (1 - rate) for before, rate in zip(failed, rates, strict=True)]
+        reached = accumulate((1 - one for one in failed), mul)
+        found.append(list(accumulate(reached, initial=1.0)))
+    return found
