@@ -132,7 +132,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         counts = ("ttt_steps", "global_batch", "micro_batch", "max_length", "max_steps", "save_every", "eval_every")
-        _positive(self, "train", *counts, "keep_states", "learning_rate", "epochs", "clip")
+        _positive(self, "train", *counts, "keep_states", "learning_rate", "muon_learning_rate", "epochs", "clip")
         _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
         _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
         _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")

@@ -171,6 +171,13 @@ def test_attempts_of_other_settings_are_refused(
         synthesise(fake_target(tokenizer, turn), **change)
 
 
+def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Every attempt would be unsteered while its provenance says otherwise."""
+    tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match=r"prompts\.systems"):
+        user_turn_prefix_ids(tokenizer, "You write code.")
+
+
 def test_system_prompts_steer_the_attempts_in_turn(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path
 ) -> None:

@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
-    group.add_argument(
-        "--draft", type=Path, metavar="DIR", help="draft directory (runs/NAME/ckpt), or ngram (give --target)"
-    )
+    group.add_argument("--draft", metavar="DIR", help="draft directory (runs/NAME/ckpt), or ngram (give --target)")
     group.add_argument(
         "--token-map", metavar="FILE", help="freq_N.pt: the ids that an eagle2 or mtp head drafts (default: all)"
     )
@@ -183,7 +181,7 @@ def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftS
     return builtin_prompts() if wanted.prompts is None else read_prompts(wanted.prompts), shapes
 
 
-def _write(record: dict[str, Any], draft_dir: Path, out: Path | None) -> tuple[Path, Path]:
+def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, Path]:
     """The record and its page; by default benchmarks/results/acceptance-<hardware>."""
     from toolkit.bench.records import machine_name, write_record
     from toolkit.bench.report import report_record
@@ -194,7 +192,9 @@ def _write(record: dict[str, Any], draft_dir: Path, out: Path | None) -> tuple[P
 
     out = out or Path("benchmarks") / "results" / f"acceptance-{machine_name(record['hardware'])}.json"
     write_record(out, record)
-    data = RunData(draft_dir.resolve().parent, acceptance=record)
+    # n-gram lookup has no run folder: its page is named after it, not after the folder somebody stood in.
+    run = Path(draft) if draft == "ngram" else Path(draft).resolve().parent
+    data = RunData(run, acceptance=record)
     with atomic_write(out.with_suffix(".html")) as temporary:
         temporary.write_text(page(report_record(data), data, draw_all(data)), encoding="utf-8")
     return out, out.with_suffix(".html")

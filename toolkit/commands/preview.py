@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise DataError(f"--limit {args.limit} came; at least 1 rollout has to be shown")
     examples, cut = load_examples(args.rollouts, args.split, args.max_length)
-    name = args.target or next(read_rows(args.rollouts))[1].get("provenance", {}).get("target")
+    provenance = next(read_rows(args.rollouts))[1].get("provenance") or {}
+    name = args.target or provenance.get("target")
     if name is None:
         raise DataError(f"{args.rollouts} does not say which target wrote it; name it with --target")
     tokenizer = load_tokenizer(name)

@@ -48,6 +48,11 @@ def user_turn_prefix_ids(tokenizer: PreTrainedTokenizerBase, system: str = "") -
     messages = [{"role": "system", "content": system}] if system else []
     text = render_text(tokenizer, [*messages, {"role": "user", "content": SENTINEL}])
     before, found, _ = text.partition(SENTINEL)
+    if system not in before:
+        raise ChatTemplateError(
+            f"the chat template leaves the system prompt {system[:60]!r} out, so it would steer nothing; "
+            "remove prompts.systems, or take a target whose template has a system turn"
+        )
     ids = encode(tokenizer, before) if found else []
     if not ids:
         raise ChatTemplateError(
@@ -172,8 +177,8 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
     for number, row in read_rows(path) if path.exists() else ():
         if row.get("settings") != mark:
             raise DataError(
-                f"{path}:{number}: written with other settings (target, template, seed or sampling); delete the file "
-                "or write the prompts to another folder"
+                f"{path}:{number}: written with other settings (target, template, system prompts, seed or sampling); "
+                "delete the file or write the prompts to another folder"
             )
         ended[row["attempt"]] = GenerationResult(row["output_ids"], row["finish_reason"], row["draft"])
     if ended:

@@ -9,6 +9,10 @@ from typing import Any
 
 from toolkit.infer.errors import SamplingError
 
+# Logits are divided, scaled and shifted in fp32: beyond these bounds they would overflow to infinities.
+LEAST_TEMPERATURE = 1e-5
+MOST_PENALTY = 1e4
+MOST_BIAS = 1e4
 MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 
 
@@ -87,22 +91,25 @@ class SamplingParams:
 
     def _check_law(self) -> None:
         self._need(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
             "temperature",
-            "it must be 0 (greedy) or a positive number",
+            f"it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which every draw is greedy anyway",
         )
         self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
         self._need(self.top_k >= 0, "top_k", "it must be 0 (keep every token) or a positive count")
         self._need(0 <= self.min_p <= 1, "min_p", "it must lie in [0, 1]; 0 keeps every token")
         self._need(-(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
-        self._need(0 < self.repetition_penalty < math.inf, "repetition_penalty", "it must be positive; 1 is off")
+        within = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY
+        self._need(within, "repetition_penalty", f"it must lie in [{1 / MOST_PENALTY:g}, {MOST_PENALTY:g}]; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
             self._need(-2 <= getattr(self, name) <= 2, name, "it must lie in [-2, 2]; 0 is off")
         biases = self.biases
         self._need(min(biases, default=0) >= 0, "logit_bias", "token ids start at 0")
         self._need(len(biases) == len(self.logit_bias), "logit_bias", "each token id may have one bias")
-        finite = all(math.isfinite(value) for value in biases.values())
-        self._need(finite, "logit_bias", "a bias must be a finite number; -100 is enough to ban a token")
+        bounded = all(abs(value) <= MOST_BIAS for value in biases.values())
+        self._need(
+            bounded, "logit_bias", f"a bias must lie in [{-MOST_BIAS:g}, {MOST_BIAS:g}]; -100 is enough to ban a token"
+        )
 
     def _check_end(self) -> None:
         self._need(self.max_tokens >= 1, "max_tokens", "at least 1 token has to be asked for")

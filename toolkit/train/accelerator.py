@@ -31,10 +31,13 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip: float) -> Accelerator:
+def build_accelerator(
+    precision: str, micro_batch: int, accumulation: int, clip: float, *, whole_gradients: bool
+) -> Accelerator:
     """An Accelerator over DeepSpeed: the launcher's plugin where one was configured, ZeRO-2 from
     `recipes/accelerate/zero2.yaml` where not.
 
+    whole_gradients: the optimiser needs whole matrices (Muon), so gradients are all-reduced, not scattered.
     Call it after the target is loaded: at ZeRO stage 3, models loaded later would be sharded.
     Raises `TrainError` when the launcher chose another way to distribute.
     """
@@ -51,8 +54,9 @@ def build_accelerator(precision: str, micro_batch: int, accumulation: int, clip:
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
     config["gradient_clipping"] = plugin.gradient_clipping = clip
-    # ZeRO-3 refuses Muon otherwise; ZeRO-2 does not use it by default either way.
-    config.setdefault("zero_optimization", {})["reduce_scatter"] = False
+    if whole_gradients:
+        # Muon orthogonalises whole matrices; ZeRO-3 refuses it when gradients arrive scattered.
+        config.setdefault("zero_optimization", {})["reduce_scatter"] = False
     # DeepSpeed's own step log would repeat ours.
     config["steps_per_print"] = 1 << 30
     handlers: list[Any] = []

@@ -59,7 +59,11 @@ class Trainer:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
         self.accelerator = build_accelerator(
-            self.settings.precision, self.micro_batch(world), self.accumulation, gradient_clip(self.settings)
+            self.settings.precision,
+            self.micro_batch(world),
+            self.accumulation,
+            gradient_clip(self.settings),
+            whole_gradients=self.settings.optimizer == "muon",
         )
         ids = self.settings.aux_layer_ids or default_aux_layer_ids(self.target.n_layers)
         check_aux_layer_ids(ids, self.target.n_layers)
@@ -181,13 +185,16 @@ class Trainer:
                 totals += torch.cat((by_step, right))
         totals = accelerator.reduce(totals, "sum").cpu()
         weights = settings.step_decay ** torch.arange(k)
+        muon = settings.optimizer == "muon"
         norm = self.model.get_global_grad_norm() if hasattr(self.model, "get_global_grad_norm") else None
         return {
             "loss": float((weights * totals[:k]).sum()),
             "loss_by_step": totals[:k].tolist(),
             "accuracy_by_step": (totals[k:] / counts.clamp(min=1)).tolist(),
             "learning_rate": factor * settings.learning_rate,
-            "grad_norm": None if norm is None else float(norm),
+            "muon_learning_rate": factor * settings.muon_learning_rate if muon else None,
+            # Under Muon DeepSpeed's norm is that of the orthogonalised updates, which says nothing of the gradients.
+            "grad_norm": None if norm is None or muon else float(norm),
             "supervised_tokens": int(counts[0]),
         }
 
