@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
+from toolkit.infer.ngram_drafter import NgramLookup
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.infer.server import build_app, listen
@@ -301,3 +302,15 @@ def shared_draft(small_target: Target) -> Callable[..., DraftCheckpoint]:
         return DraftCheckpoint(head=head, token_map=TokenMap.from_ids(list(kept), 24))
 
     return build
+
+
+@pytest.fixture
+def build(small_draft, shared_draft):
+    """A drafter's draft by its name: n-gram lookup, the EAGLE-3 head, or one of the shared heads."""
+
+    def make(name: str):
+        if name == "ngram":
+            return NgramLookup(max_n=3, min_n=1)
+        return small_draft if name == "eagle3" else shared_draft(name)
+
+    return make

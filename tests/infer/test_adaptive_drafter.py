@@ -12,23 +12,12 @@ from toolkit.infer import autoregressive_drafter
 from toolkit.infer.adaptive_drafter import AdaptiveDrafter, accepted_ranks
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, without_padding
 from toolkit.infer.engine import Engine
-from toolkit.infer.ngram_drafter import NgramLookup
 from toolkit.infer.sampling_params import SamplingParams
 from toolkit.infer.verify import walk
 
 HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
 MOST = DraftShape(4, 3, 12)
 LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22)
-
-
-@pytest.fixture
-def build(small_draft, shared_draft):
-    def make(name: str):
-        if name == "ngram":
-            return NgramLookup(max_n=3, min_n=1)
-        return small_draft if name == "eagle3" else shared_draft(name)
-
-    return make
 
 
 def ragged_prompts() -> list[list[int]]:

@@ -8,21 +8,10 @@ import torch
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import DraftShapeError
-from toolkit.infer.ngram_drafter import NgramLookup
 from toolkit.infer.sampling_params import SamplingParams
 
 LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22, 6, 8, 2, 11)
 DRAFTERS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first", "ngram"]
-
-
-@pytest.fixture
-def build(small_draft, shared_draft):
-    def make(name: str):
-        if name == "ngram":
-            return NgramLookup(max_n=3, min_n=1)
-        return small_draft if name == "eagle3" else shared_draft(name)
-
-    return make
 
 
 def ragged_prompts() -> list[list[int]]:
