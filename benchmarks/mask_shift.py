@@ -29,7 +29,7 @@ from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.request import Request
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.recipe import load_recipe
 from toolkit.target.load import load_target
 

@@ -32,12 +32,12 @@ from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.acceptance import summarise
-from toolkit.infer.choose_drafter import Draft
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import Engine
 from toolkit.infer.open_draft import fit_draft, open_draft
 from toolkit.infer.request import Request
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.target.features import default_aux_layer_ids
 from toolkit.target.load import Target, load_target

@@ -13,7 +13,7 @@ import pytest
 from toolkit.bench.records import make_record
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import Request, VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 Script = Callable[[Sequence[int], "DraftShape | None"], list[list[int]]]
 

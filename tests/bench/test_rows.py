@@ -10,7 +10,7 @@ from toolkit.bench.records import RecordError
 from toolkit.bench.rows import best_row, tabulate
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 CHAIN = DraftShape.chain(2)
 BF16_TARGET = types.SimpleNamespace(dtype=torch.bfloat16)

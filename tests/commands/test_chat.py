@@ -11,8 +11,8 @@ import signal
 import pytest
 
 from toolkit.commands import chat
-from toolkit.infer.conversation import Conversation, ConversationError
 from toolkit.infer.engine import Engine
+from toolkit.infer.server.conversation import Conversation, ConversationError
 
 
 class Terminal(io.StringIO):

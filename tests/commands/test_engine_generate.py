@@ -7,7 +7,7 @@ import pytest
 from toolkit.commands.engine_generate import engine_generate
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine import Engine
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
 
 

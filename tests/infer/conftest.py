@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
-from toolkit.infer.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
-from toolkit.infer.server import build_app, listen
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.server.app import build_app, listen
 from toolkit.infer.verify import Walk
 from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.request import Request, VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 
 def event(accepted: int, *, offered: int = 4, depth: int = 4, committed: int | None = None) -> VerifyEvent:

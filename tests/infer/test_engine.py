@@ -11,7 +11,7 @@ from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine, PromptTooLongError
 from toolkit.infer.errors import EngineError
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
 
@@ -236,7 +236,7 @@ def test_logit_rows_are_split_without_a_trace(small_target, small_draft, monkeyp
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
     engine = Engine(small_target, small_draft, DraftShape.parse("4,4,16"), max_batch=3)
     wanted = [request.output_ids for request in engine.generate(prompts, params)]
-    monkeypatch.setattr("toolkit.infer.verifiers.LOGIT_ROWS", 10)
+    monkeypatch.setattr("toolkit.infer.sampling.verifiers.LOGIT_ROWS", 10)
     got = [request.output_ids for request in engine.generate(prompts, params)]
     engine.close()
     assert got == wanted

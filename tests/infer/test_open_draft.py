@@ -9,13 +9,13 @@ import torch
 
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafting_head import SharedOutput
+from toolkit.infer.drafters.drafting_head import SharedOutput
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import DraftShapeError
-from toolkit.infer.ngram_drafter import NgramLookup
 from toolkit.infer.open_draft import OpenError, fit_draft, open_draft
 from toolkit.infer.open_engine import open_engine
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError

@@ -7,11 +7,11 @@ import shutil
 import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
-from toolkit.infer.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.errors import EngineError
 from toolkit.infer.open_engine import OpenError, open_engine
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.weights import read_json, write_json
 
 

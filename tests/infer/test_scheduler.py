@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.infer.request import Request
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.scheduler import Scheduler
 
 

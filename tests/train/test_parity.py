@@ -9,7 +9,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target

@@ -20,10 +20,10 @@ from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.choose_drafter import Draft
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import Engine
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
 
 DEFINITIONS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.bench.prompts import Prompt
 from toolkit.infer.request import VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 PLAIN = "plain"  # the name of the mode without a draft shape
 

@@ -15,7 +15,7 @@ from toolkit.bench.near_tie import Divergence, compare, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.seeded_uniform import uniform
+from toolkit.infer.sampling.seeded_uniform import uniform
 from toolkit.target.load import Target
 
 ALL = "all"

@@ -23,7 +23,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import PromptTooLongError, Request
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]

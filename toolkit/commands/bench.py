@@ -13,8 +13,8 @@ from toolkit.recipe import BenchSettings
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
-    from toolkit.infer.choose_drafter import Draft
     from toolkit.infer.draft_tree import DraftShape
+    from toolkit.infer.drafters.choose_drafter import Draft
     from toolkit.target.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"

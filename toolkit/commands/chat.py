@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
 
 if TYPE_CHECKING:
-    from toolkit.infer.conversation import Exchange
+    from toolkit.infer.server.conversation import Exchange
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until /quit."""
-    from toolkit.infer.conversation import Conversation
+    from toolkit.infer.server.conversation import Conversation
 
     opened = open_from(args, max_batch=1)
     conversation = Conversation(
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
     """Reads lines until /quit or the end of input. A line that cannot be answered is said so, and forgotten."""
-    from toolkit.infer.conversation import ConversationError
+    from toolkit.infer.server.conversation import ConversationError
 
     with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
         import readline  # noqa: F401

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
 from toolkit.infer.engine import Engine
 from toolkit.infer.request import Request
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 
 def engine_generate(engine: Engine, draft_used: str | None = None) -> GenerateFn:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from, short_name
 
 if TYPE_CHECKING:
-    from toolkit.infer.default_sampling import DefaultSampling
     from toolkit.infer.open_engine import Opened
+    from toolkit.infer.server.default_sampling import DefaultSampling
 
 HELP = "serve a target with its draft head over OpenAI's HTTP API"
 
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
-    from toolkit.infer.completions import Served
-    from toolkit.infer.default_sampling import DefaultSampling
-    from toolkit.infer.server import build_app, listen, serve_forever
+    from toolkit.infer.server.app import build_app, listen, serve_forever
+    from toolkit.infer.server.completions import Served
+    from toolkit.infer.server.default_sampling import DefaultSampling
 
     listener = listen(args.host, args.port)  # before the model: a port in use is found at once
     with listener:

@@ -14,8 +14,8 @@ from typing import Any
 
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.detokenize import TextStream
-from toolkit.infer.engine_thread import Update
 from toolkit.infer.request import TokenLogprob, VerifyEvent
+from toolkit.infer.server.engine_thread import Update
 
 
 class Answer:

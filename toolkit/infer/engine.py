@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.infer.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.attention_plan import PromptPlan, TreePlan
-from toolkit.infer.choose_drafter import Draft, choose_drafter
-from toolkit.infer.choose_verifier import choose_verifier
+from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.drafter import NoDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
+from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.errors import DraftShapeError, EngineError
-from toolkit.infer.kv_cache import KVCache
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.sampler import Choices, Sampler
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.choose_verifier import choose_verifier
+from toolkit.infer.sampling.sampler import Choices, Sampler
+from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.scheduler import Scheduler
-from toolkit.infer.target_forward import TargetForward
 from toolkit.infer.verify import Walk, moved_entries, walk
 from toolkit.target.load import Target
 

@@ -13,12 +13,12 @@ from toolkit.infer.acceptance import AcceptanceStats, summarise
 from toolkit.infer.answer import Answer, events_of_answer
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine_thread import Update
 from toolkit.infer.errors import EngineError
 from toolkit.infer.offline_prompts import read_offline_prompts
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.request import Request, TokenLogprob, VerifyEvent
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.server.engine_thread import Update
 
 
 @dataclass(frozen=True)

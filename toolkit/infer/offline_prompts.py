@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.infer.api_errors import from_validation
 from toolkit.infer.chat_prompt import ChatPromptError, chat_ids
 from toolkit.infer.errors import EngineError
-from toolkit.infer.openai_protocol import Message
+from toolkit.infer.server.api_errors import from_validation
+from toolkit.infer.server.openai_protocol import Message
 
 TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
 NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'

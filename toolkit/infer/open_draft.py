@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, load_draft
-from toolkit.infer.choose_drafter import Draft
-from toolkit.infer.ngram_drafter import NgramLookup
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.log import get_logger
 from toolkit.target.load import Target
 from toolkit.tokenmap.build import forced_ids_for

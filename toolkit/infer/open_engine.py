@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
-from toolkit.infer.choose_drafter import Draft
-from toolkit.infer.choose_verifier import choose_verifier
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft
+from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.log import get_logger
 from toolkit.target.load import Target, load_target
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from toolkit.infer.detokenize import TextStream
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
-from toolkit.infer.sampling_params import SamplingParams
+from toolkit.infer.sampling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -1,0 +1,206 @@
+"""Model families the engine reproduces exactly, and families it must refuse rather than answer wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.target.load import Target, TargetError
+from toolkit.tokenmap.token_map import TokenMap
+
+VOCABULARY = 48  # few tokens: an untrained head is right now and then
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LATENT = {  # DeepSeek's multi-head latent attention: keys of 16, values of 12
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
+# Windows of 8 are smaller than most prompts and than every answer: prompts, trees and answers all cross them.
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2-windows": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "qwen3": {"head_dim": 24},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 16, "sliding_window_pattern": 2},
+    "phi3": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 8},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v3-yarn": {**LATENT, "rope_parameters": YARN},
+    "glm4": {"head_dim": 16},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "cohere2": {"sliding_window": 8, "head_dim": 16, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "smollm3": {},
+    "starcoder2": {"sliding_window": 8},
+    "gpt_neox": {},
+    "gpt2": GPT2,
+}
+SCALED_EMBEDDINGS = ("gemma2", "gemma3_text")  # multiplied by sqrt(hidden size): unscaled ones would drown the layers
+REFUSED = {
+    "bloom": ({}, "called for layers \\[\\]"),  # ALiBi, in an attention of its own
+    "gptj": ({"rotary_dim": 8, **GPT2}, "called for layers \\[\\]"),
+    "stablelm": ({}, "does not hand the keywords"),
+    "qwen3_next": ({**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}, "one call in each of 4 layers"),
+    "gemma4_text": ({"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}, "engine"),
+    "mamba": ({}, "cannot be a target"),
+}
+
+
+def build(name: str, settings: dict, tokenizer) -> Target:
+    """A random fp32 model whose answers vary: its weights are large, and stop ids (0, 2) hardly ever win."""
+    torch.manual_seed(0)
+    family = name.split("-")[0]
+    config = AutoConfig.for_model(family, **{**SIZES, **settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for part, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+        elif part.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=1.0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[[0, 2]] = 0
+        if family in SCALED_EMBEDDINGS:
+            model.get_input_embeddings().weight /= 8
+    return Target(model=model, tokenizer=tokenizer, name=name, revision=None)
+
+
+def build_head(target: Target) -> DraftCheckpoint:
+    """An untrained EAGLE-3 head over 40 of the 48 tokens."""
+    torch.manual_seed(1)
+    config = Eagle3Config.from_target_config(
+        target.config, vocab_size=VOCABULARY, draft_vocab_size=40, aux_layer_ids=(1, 2, 3)
+    )
+    head = Eagle3Head(config).eval().requires_grad_(False)
+    return DraftCheckpoint(head=head, token_map=TokenMap.from_ids([0, 2, *range(10, 48)], VOCABULARY))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_exact(family, small_target, reference, oracle):
+    """Plain and speculative answers equal Hugging Face's generate, in fp32, where runs of up to four are accepted.
+
+    The oracle's random trees make accepted nodes lie anywhere, so entries move in the cache. Answers that were all
+    alike would hide what an attention does wrong: they must vary.
+    """
+    target = build(family, FAMILIES[family], small_target.tokenizer)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 21, 9, 17)]
+    wanted = [reference(target, prompt, 24) for prompt in prompts]
+    assert len({token for answer in wanted for token in answer}) > 12, "the answers hardly vary"
+    params = SamplingParams(max_tokens=24)
+    engine = Engine(target, max_batch=2)
+    assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    for tree in (False, True):
+        engine.drafter = oracle(answers, target.vocab_size, right=0.85, tree=tree)
+        requests = engine.generate(prompts, params)
+        assert [request.output_ids for request in requests] == wanted
+        assert max(event.accepted for request in requests for event in request.events) > 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_on_family_is_exact(family, small_target, reference):
+    """An EAGLE-3 head on the family's features, chain and tree, one request and a ragged batch of five."""
+    target = build(family, FAMILIES[family], small_target.tokenizer)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 21, 9, 17)]
+    wanted = [reference(target, prompt, 16) for prompt in prompts]
+    params = SamplingParams(max_tokens=16)
+    accepted = 0
+    for rows in (1, 5):
+        engine = Engine(target, build_head(target), DraftShape.chain(3), max_batch=rows)
+        for shape in ("3,1,4", "3,4,14"):
+            engine.set_shape(DraftShape.parse(shape))
+            requests = engine.generate(prompts[:rows], params)
+            assert [request.output_ids for request in requests] == wanted[:rows]
+            accepted += sum(event.accepted for request in requests for event in request.events)
+        engine.close()
+    assert accepted > 0, "the head was never right, so nothing but the root was ever committed"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_family_is_refused(family, small_target):
+    """State spaces, position biases, attention outside transformers' interface: an error at construction that says why.
+
+    Never wrong answers, and the model keeps the attention it had.
+    """
+    settings, cause = REFUSED[family]
+    with pytest.raises(TargetError, match=cause):
+        target = build(family, settings, small_target.tokenizer)
+        before = target.model.config._attn_implementation
+        try:
+            Engine(target)
+        finally:
+            assert target.model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("says", [None, 9, 200])
+def test_a_window_that_differs_from_the_models_mask_is_refused(says, small_target):
+    """The engine goes by the layer's keyword; a few probed tokens cannot show that the model's mask is another one."""
+    target = build("gemma2", FAMILIES["gemma2"], small_target.tokenizer)
+    Engine(target)
+    target.layers[0].self_attn.sliding_window = says
+    with pytest.raises(UnsupportedTargetError, match="layer 0 .* masks it in another way"):
+        Engine(target)
+
+
+def test_an_unknown_attention_keyword_is_refused(small_target, monkeypatch):
+    """A family that asks its attention for something new must not be served as if it had not."""
+    target = build("gpt_oss", FAMILIES["gpt_oss"], small_target.tokenizer)
+    body = target.body
+    forward = body.forward
+    monkeypatch.setattr(body, "forward", lambda **given: forward(**given, head_bias=torch.ones(4)))
+    with pytest.raises(UnsupportedTargetError, match="GptOssAttention calls its attention with head_bias"):
+        Engine(target)
+
+
+def test_length_dependent_rope_limits_the_context(small_target):
+    """Dynamic ropes change all positions once a length is passed, which cached keys cannot follow."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    target = build("llama", {"rope_parameters": rope}, small_target.tokenizer)
+    assert Engine(target).max_context == 64

@@ -1,0 +1,188 @@
+"""Which shape is drafted: whatever writes most tokens a second in a world whose costs and acceptance a test scripts.
+
+Seconds are scripted, never measured; one plain round takes about 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape, smaller_shapes
+from toolkit.infer.drafters.step_costs import Arm
+from toolkit.infer.request import Request
+from toolkit.infer.sampling.sampling_params import SamplingParams
+
+TREE = DraftShape(5, 4, 16)
+
+
+def usual_costs(arm: Arm, batch: int) -> tuple[float, float]:
+    """A small CPU: a level costs 0.08, a node beyond the root 0.015."""
+    return (0.0, 1.0) if arm is None else (0.02 + 0.08 * arm.num_steps, 1.0 + 0.015 * (arm.num_draft_tokens - 1))
+
+
+@dataclass
+class World:
+    """best: chance that a level's best child is right. other: that else one of the next three is, each as likely.
+
+    seconds, tokens: what the chosen arms take and write in the mean; the chooser sees single, noisy rounds.
+    """
+
+    best: float
+    other: float = 0.0
+    costs: Callable[[Arm, int], tuple[float, float]] = usual_costs
+    noise: float = 0.0
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def play(self, chooser: AdaptiveShape, rounds: int, requests: list[Request] | None = None) -> Counter[Arm]:
+        """Let it choose; returns how often each arm ran."""
+        requests = [new_request()] if requests is None else requests
+        ran: Counter[Arm] = Counter()
+        for _ in range(rounds):
+            arm = chooser.choose(requests)
+            ran[arm] += 1
+            ranks = [self.ranks(arm) for _ in requests]
+            draft, verify = (self.slowed(part) for part in self.costs(arm, len(requests)))
+            chooser.record(requests, arm, ranks, draft, verify)
+            self.seconds += sum(self.costs(arm, len(requests)))
+            self.tokens += self.length(arm)
+        return ran
+
+    def length(self, arm: Arm) -> float:
+        """Tokens a row in the mean."""
+        if arm is None:
+            return 1.0
+        passed = self.best + (1 - self.best) * self.other * (min(arm.top_k, 4) - 1) / 3
+        return sum(passed**level for level in range(arm.num_steps + 1))
+
+    def ranks(self, arm: Arm) -> list[int]:
+        found: list[int] = []
+        while arm is not None and len(found) < arm.num_steps:
+            if self.random.random() < self.best:
+                found.append(0)
+            elif (rank := self.random.randrange(1, 4)) < arm.top_k and self.random.random() < self.other:
+                found.append(rank)
+            else:
+                break
+        return found
+
+    def slowed(self, seconds: float) -> float:
+        """A machine that others use too: some spread, and one round in twenty that takes much longer."""
+        if self.noise == 0:
+            return seconds
+        busy = 4.0 if self.random.random() < 0.05 else 1.0
+        return seconds * busy * (1 + self.noise * self.random.random())
+
+
+def new_request(**settings) -> Request:
+    return Request("r", [1], SamplingParams(), **settings)
+
+
+@pytest.mark.parametrize("most", [DraftShape.chain(1), DraftShape.chain(4), DraftShape.chain(16), TREE])
+def test_a_useless_head_is_given_up_soon_and_tried_ever_after(most):
+    """Never slower: of 3000 rounds, the start included, less than 2 % of the time is lost; still it is looked at."""
+    chooser, world = AdaptiveShape(most), World(best=0.0)
+    assert world.play(chooser, 30)[None] >= 15
+    later = world.play(chooser, 2970)
+    assert world.seconds / world.tokens < 1.02
+    assert 10 < later.total() - later[None] < 300
+
+
+@pytest.mark.parametrize("best", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("most", [DraftShape.chain(4), TREE])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_never_slower_and_close_to_the_best_shape(best, most, noise):
+    """Whatever the head is worth, on a noisy machine too: at most 3 % slower than plain decoding, and at most 6 %
+    (10 % on the noisy one) behind the best of its shapes, which it was not told."""
+    chooser, world = AdaptiveShape(most), World(best, other=0.3, noise=noise)
+    world.play(chooser, 3000)
+    alone = [sum(usual_costs(arm, 1)) / world.length(arm) for arm in (None, *smaller_shapes(most))]
+    assert world.seconds / world.tokens < 1.03 * alone[0]
+    assert world.seconds / world.tokens < (1.06 if noise == 0 else 1.1) * min(alone)
+
+
+def test_a_perfect_head_drafts_as_deep_as_it_may():
+    """Else the trials of other shapes, or the first plain rounds, would hold it back."""
+    chooser, world = AdaptiveShape(DraftShape.chain(8)), World(best=1.0)
+    world.play(chooser, 20)
+    assert world.play(chooser, 200)[DraftShape.chain(8)] > 180
+
+
+def test_it_follows_a_text_that_changes():
+    """Useless, then good, then useless again, inside one request: it starts within 150 rounds and stops within 100."""
+    chooser, world, requests = AdaptiveShape(DraftShape.chain(4)), World(best=0.0), [new_request()]
+    world.play(chooser, 400, requests)
+    world.best = 0.8
+    world.play(chooser, 150, requests)
+    good = world.play(chooser, 100, requests)
+    assert good[DraftShape.chain(4)] + good[DraftShape.chain(3)] > 85
+    world.best = 0.0
+    world.play(chooser, 100, requests)
+    assert world.play(chooser, 100, requests)[None] > 80
+
+
+def test_it_follows_costs_that_change():
+    """Another program takes the second core, and drafting takes six times as long: then a chain no longer pays."""
+    chooser, world = AdaptiveShape(DraftShape.chain(4)), World(best=0.5)
+    assert world.play(chooser, 200)[None] < 20
+    world.costs = lambda arm, batch: tuple(a * b for a, b in zip(usual_costs(arm, batch), (6.0, 1.0), strict=True))
+    world.play(chooser, 100)
+    assert world.play(chooser, 200)[None] > 160
+
+
+def test_narrower_in_a_large_batch():
+    """Where each node costs the more the more rows there are, 16 rows are drafted for less than one, or not at all."""
+
+    def costs(arm: Arm, batch: int) -> tuple[float, float]:
+        nodes = 1 if arm is None else arm.num_draft_tokens
+        levels = 0 if arm is None else arm.num_steps
+        return 0.03 * levels, 1.0 + 0.01 * nodes * batch
+
+    chooser, world = AdaptiveShape(TREE), World(best=0.6, other=0.5, costs=costs)
+    one, many = [new_request()], [new_request() for _ in range(16)]
+    drafted = []
+    for requests in (one, many, one, many):
+        world.play(chooser, 100, requests)
+        ran = world.play(chooser, 200, requests)
+        drafted.append(sum(count * (0 if arm is None else arm.num_draft_tokens - 1) for arm, count in ran.items()))
+    assert min(drafted[0], drafted[2]) > 2.5 * max(drafted[1], drafted[3])
+
+
+@pytest.mark.parametrize(("node_cost", "wide"), [(0.005, True), (0.15, False)])
+def test_wide_where_nodes_are_cheap_and_narrow_where_they_are_dear(node_cost, wide):
+    """The second child is often right: worth its node only where nodes cost little."""
+
+    def costs(arm: Arm, batch: int) -> tuple[float, float]:
+        return (0.0, 1.0) if arm is None else (0.04 * arm.num_steps, 1.0 + node_cost * (arm.num_draft_tokens - 1))
+
+    chooser, world = AdaptiveShape(TREE), World(best=0.6, other=0.6, costs=costs)
+    world.play(chooser, 200)
+    ran = world.play(chooser, 300)
+    trees = sum(count for arm, count in ran.items() if arm is not None and not arm.is_chain)
+    assert trees > 250 if wide else trees < 50
+
+
+def test_n_gram_lookup_that_finds_nothing_is_no_trial():
+    """Rounds without a draft are plain rounds: they say nothing of the shape, and must not end its first rounds."""
+    chooser, requests = AdaptiveShape(DraftShape.chain(4)), [new_request()]
+    for _ in range(50):
+        chooser.choose(requests)
+        chooser.record(requests, None, [[]], 0.0, 1.0)
+    assert World(best=0.9).play(chooser, 100, requests)[DraftShape.chain(4)] > 70
+
+
+@pytest.mark.parametrize("most", ["1,1,2", "4,1,5", "20,1,21", "1,4,5", "5,4,16", "5,4,3", "8,10,60", "2,2,7", "3,3,8"])
+def test_shapes_to_choose_from(most):
+    """All fit in the largest, none comes twice, a chain of 1 is there, and they are few enough to keep measured."""
+    limit = DraftShape.parse(most)
+    shapes = smaller_shapes(limit)
+    assert shapes[0] == limit and DraftShape.chain(1) in shapes
+    assert all(shape.fits_in(limit) for shape in shapes)
+    assert len(set(shapes)) == len(shapes) <= 12

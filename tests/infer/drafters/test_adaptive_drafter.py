@@ -1,0 +1,220 @@
+"""Adaptive drafting in the engine: the same tokens whatever is chosen, and a head that can draft again at any time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, without_padding
+from toolkit.infer.drafters import autoregressive_drafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter, accepted_ranks
+from toolkit.infer.engine import Engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.verify import walk
+
+HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
+MOST = DraftShape(4, 3, 12)
+LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22)
+
+
+def ragged_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 24, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def settings() -> list[SamplingParams]:
+    """Greedy and sampled rows side by side, of different lengths: rows end and others join in nearly every step."""
+    return [
+        SamplingParams(max_tokens=14 + 5 * (i % 4), temperature=0.0 if i % 3 else 0.8, seed=i, ignore_eos=True)
+        for i in range(len(LENGTHS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(small_target) -> list[list[int]]:
+    return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
+
+
+class ScriptedChoice:
+    """Chooses what a test tells it; learns nothing."""
+
+    def __init__(self, arms) -> None:
+        self.arms = itertools.cycle(arms)
+
+    def choose(self, requests):
+        return next(self.arms)
+
+    def record(self, *seen) -> None:
+        pass
+
+
+PATTERNS = {
+    "never": [None],
+    "every other": [None, DraftShape.chain(2)],
+    "long pauses": [None] * 7 + [MOST] + [None] * 5 + [DraftShape.chain(4), DraftShape(2, 3, 6)],
+    "all shapes": [DraftShape.chain(1), MOST, None, DraftShape.chain(3), DraftShape(4, 2, 5), None, None],
+}
+
+
+@pytest.mark.parametrize("name", [*HEADS, "ngram"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, pattern, batch):
+    """fp32, exact, greedy and sampled, rows that join and leave while nothing is drafted, plain rows between them."""
+    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", 4)
+    engine = Engine(small_target, build(name), MOST, max_batch=batch, adaptive=True)
+    engine.drafter.chooser = ScriptedChoice(PATTERNS[pattern])
+    some = slice(None) if batch > 1 else slice(0, 5)
+    cases = list(zip(ragged_prompts(), settings(), strict=True))[some]
+    requests = [engine.add_request(p, s, speculative=i % 5 != 4) for i, (p, s) in enumerate(cases)]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert [request.output_ids for request in requests] == plain[some]
+    offered = [event.offered for request in requests for event in request.events]
+    assert 0 in offered and (any(offered) == (pattern != "never"))
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
+@pytest.mark.parametrize("catch_up", [3, 64])
+@pytest.mark.parametrize("drafted", [(), (0, 2, 3, 9)])
+def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
+    small_target, build, monkeypatch, name, shape, catch_up, drafted
+):
+    """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
+    has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
+    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", catch_up)
+    engine = Engine(small_target, build(name), MOST, max_batch=4, adaptive=True)
+    engine.drafter.chooser = ScriptedChoice(MOST if step in drafted else None for step in range(14))
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
+    requests = []
+    for step in range(14):
+        if step in (0, 4, 5):  # so rows have waited for different numbers of tokens
+            requests.append(engine.add_request(ragged_prompts()[step], params))
+        engine.step()
+    with torch.inference_mode():
+        engine.drafter.inner.set_shape(shape)
+        together = engine.drafter.inner.propose(requests)
+    engine.close()
+    for row, request in enumerate(requests):
+        fresh = Engine(small_target, build(name), shape, max_batch=1)
+        twin = fresh.add_request(request.prompt_ids + request.output_ids[:-1], params)
+        with torch.inference_mode():
+            fresh._schedule()
+            alone = fresh.drafter.propose([twin])
+        assert twin.output_ids == request.output_ids[-1:]
+        fresh.close()
+        assert paths(together, row) == paths(alone, 0)
+
+
+def paths(tree: DraftTree, row: int) -> list[list[int]]:
+    """The tokens from the root to every node, in any order."""
+    nodes = tree.valid[row].nonzero().flatten().tolist()
+    return sorted(tree.tokens[row, tree.mask[row, node].nonzero().flatten()].tolist() for node in nodes)
+
+
+def test_pending_positions_stay_bounded(small_target, small_draft):
+    """A head that is not asked for thousands of tokens must not keep the features of all of them."""
+    engine = Engine(small_target, small_draft, MOST, max_batch=2, adaptive=True)
+    engine.drafter.chooser = ScriptedChoice([None])
+    engine.generate(ragged_prompts()[:2], SamplingParams(max_tokens=200, ignore_eos=True))
+    pending = engine.drafter.inner._pending
+    engine.close()
+    assert pending.tokens.shape[1] <= 2 * (autoregressive_drafter.CATCH_UP + 1)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
+@pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
+def test_any_clock_writes_the_same_tokens(small_target, build, plain, name, shape):
+    """Seconds drawn at random lead the real chooser anywhere; the answers do not depend on it."""
+    dice = random.Random(1)
+    ticks = itertools.accumulate(dice.expovariate(1.0) for _ in itertools.count())
+    engine = Engine(small_target, build(name), shape, max_batch=4)
+    engine.drafter = AdaptiveDrafter(engine.drafter, shape, clock=lambda: next(ticks))
+    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts(), settings(), strict=True)]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert [request.output_ids for request in requests] == plain
+    depths = {event.depth_offered for request in requests for event in request.events}
+    assert 0 in depths and len(depths) > 1, "the clock led it nowhere"
+
+
+class Priced:
+    """A drafter and a target whose rounds take scripted seconds on a clock of their own."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.now, self.nodes = inner, 0.0, 1
+
+    def clock(self) -> float:
+        return self.now
+
+    def propose(self, requests):
+        tree = self.inner.propose(requests)
+        self.now += 0.1 * max(tree.depth_offered)
+        self.nodes = tree.nodes
+        return tree
+
+    def skip(self, requests):
+        self.nodes = 1
+        return self.inner.skip(requests)
+
+    def observe(self, requests, found):
+        self.now += 1.0 + 0.02 * (self.nodes - 1)
+        self.inner.observe(requests, found)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
+def test_an_untrained_head_is_soon_left_alone(tiny_target, tiny_draft, shape):
+    """The whole way from the target's choices to the chooser: a head that is nearly always wrong stops drafting."""
+    engine = Engine(tiny_target, tiny_draft, shape, max_batch=2)
+    priced = Priced(engine.drafter)
+    engine.drafter = AdaptiveDrafter(priced, shape, clock=priced.clock)
+    requests = engine.generate([[7, 8, 9], [30, 31]], SamplingParams(max_tokens=150, ignore_eos=True))
+    engine.close()
+    late = [event.offered for request in requests for event in request.events[50:]]
+    assert sum(map(bool, late)) < 0.15 * len(late)
+
+
+def test_a_clock_per_engine_only_where_it_is_asked_for(small_target, small_draft):
+    """Measurements of a shape must get that shape in every step, and plain engines have nothing to adapt."""
+    engine = Engine(small_target, small_draft, MOST)
+    request = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    engine.close()
+    assert {event.offered for event in request.events} == {MOST.num_draft_tokens - 1}
+    assert Engine(small_target, adaptive=True).generate([[3, 4, 5]], SamplingParams(max_tokens=4))[0].output_ids
+
+
+def test_ranks_of_accepted_nodes():
+    """Children are numbered in the drafter's order, whatever stands between them; padding is nobody's sibling.
+
+    root 0 ── 1, 2, 3;  1 ── 4;  3 ── 5, 6
+    """
+    parents = torch.tensor([[0, 0, 0, 1, 3, 3]] * 2)
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2)
+    depths = torch.tensor([[0, 1, 1, 1, 2, 2, 2]] * 2)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 1] = valid[1, 4] = False
+    tree = DraftTree(
+        tokens=tokens,
+        parents=torch.nn.functional.pad(parents, (1, 0), value=-1),
+        depths=depths,
+        mask=without_padding(ancestor_mask(parents, 2), valid),
+        valid=valid,
+        offered=[6, 4],
+        depth_offered=[2, 2],
+        is_chain=False,
+    )
+    choices = torch.tensor([[3, 0, 0, 6, 0, 0, 8], [3, 0, 0, 7, 0, 0, 0]])
+    found = walk(tree, choices)
+    assert found.accepted == [2, 1]
+    assert accepted_ranks(tree, found) == [[2, 1], [1]]

@@ -1,0 +1,122 @@
+"""N-gram lookup: what is proposed, at what cost, and that repetition really is drafted."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from toolkit.infer.acceptance import summarise
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.ngram_drafter import History, NgramDrafter, NgramLookup
+from toolkit.infer.engine import Engine
+from toolkit.infer.errors import EngineError
+from toolkit.infer.request import Request
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.load import Target
+
+
+def rescan(text: list[int], lookup: NgramLookup) -> list[int]:
+    """The definition: places after earlier occurrences of the text's end, longest n-gram first, then latest."""
+    places: list[int] = []
+    for size in range(lookup.max_n, lookup.min_n - 1, -1):
+        if size > len(text):
+            continue
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:] and end not in places:
+                places.append(end)
+    return places
+
+
+@pytest.mark.parametrize("lookup", [NgramLookup(3, 1), NgramLookup(4, 2), NgramLookup(2, 2)])
+def test_the_index_finds_what_a_rescan_finds(lookup):
+    """Built token by token and in runs, over texts of 3 tokens where everything recurs."""
+    chance = random.Random(1)
+    for _ in range(20):
+        history, text = History(lookup), []
+        while len(text) < 60:
+            run = [chance.randrange(3) for _ in range(chance.randint(1, 6))]
+            history.extend(run)
+            text += run
+            assert history.tokens == text and list(history.places()) == rescan(text, lookup)
+
+
+def proposed(text: list[int], shape: str, min_n: int = 1):
+    lookup = NgramLookup(3, min_n)
+    drafter = NgramDrafter(lookup, DraftShape.parse(shape), torch.device("cpu"))
+    request = Request("r", text[:-1], SamplingParams(), output_ids=text[-1:])
+    drafter.admit(0, [request], torch.tensor([text[:-1]]))
+    return drafter.propose([request])
+
+
+def test_the_latest_longest_match_is_continued():
+    """5 6 stood there twice: after the later one came 9. A match of three tokens is better than a later one of two."""
+    assert proposed([5, 6, 7, 8, 5, 6, 9, 3, 4, 5, 6], "3,1,4").tokens.tolist() == [[6, 9, 3, 4]]
+    assert proposed([1, 5, 6, 7, 2, 5, 6, 8, 1, 5, 6], "2,1,3").tokens.tolist() == [[6, 7, 2]]
+
+
+def test_a_loop_is_drafted_beyond_its_own_end():
+    """The match ends where the text ends; the draft goes on from itself."""
+    tree = proposed([7, 1, 2, 1, 2], "7,1,8")
+    assert tree.tokens.tolist() == [[2, 1, 2, 1, 2, 1, 2, 1]] and tree.is_chain and tree.offered == [7]
+
+
+def test_nothing_found_is_a_plain_step():
+    """No node is verified for nothing."""
+    tree = proposed([1, 2, 3, 4], "4,1,5")
+    assert tree.nodes == 1 and tree.offered == [0] and tree.tokens.tolist() == [[4]]
+    assert proposed([1, 2, 3, 2], "4,1,5", min_n=2).nodes == 1
+
+
+def test_several_matches_make_a_tree():
+    """After 5 came 9 8, then 9 7, then (latest) 6 1: three branches of the root's two children."""
+    text = [5, 9, 8, 5, 9, 7, 5, 6, 1, 5]
+    tree = proposed(text, "2,2,6")
+    assert tree.tokens.tolist() == [[5, 6, 9, 1, 7, 8]] and tree.parents.tolist() == [[-1, 0, 0, 1, 2, 2]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2]] and not tree.is_chain
+    assert proposed(text, "2,2,4").tokens.tolist() == [[5, 6, 9, 1]], "the latest continuation goes first"
+
+
+def test_repetition_is_drafted(small_target):
+    """A target whose attention says nothing chooses by the last token alone, so its answer is a loop; from the second
+    round of the loop on, lookup must follow it, 7 tokens a step."""
+    model = copy.deepcopy(small_target.model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    target = Target(model=model, tokenizer=small_target.tokenizer, name="loop")
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    prompts = [[3, 9, 4, 17, 8, 3, 9, 4, 17, 8, 3, 9], [5, 6]]
+    for shape in ("6,1,7", "6,2,13"):
+        engine = Engine(target, NgramLookup(), DraftShape.parse(shape), max_batch=2)
+        plain = engine.generate(prompts, params, speculative=False)
+        got = engine.generate(prompts, params)
+        engine.close()
+        assert [request.output_ids for request in got] == [request.output_ids for request in plain]
+        for request in got:
+            assert summarise(request.events).accept_length > 4
+
+
+def test_a_row_that_takes_anothers_place_keeps_its_text(small_target):
+    """Rows end at different times; drafts from another request's text would still be exact, but never right."""
+    lookup = NgramLookup(3, 1)
+    engine = Engine(small_target, lookup, DraftShape.chain(3), max_batch=3)
+    params = [SamplingParams(max_tokens=10 + 9 * (i % 3), ignore_eos=True) for i in range(7)]
+    requests = [engine.add_request([3 + i, 9, 4], one) for i, one in enumerate(params)]
+    while engine.has_work():
+        engine.step()
+        for row, request in enumerate(engine._running):
+            text = engine.drafter._histories[row].tokens
+            assert text == (request.prompt_ids + request.output_ids)[: len(text)] or not text
+    engine.close()
+    assert all(request.finished for request in requests)
+
+
+def test_impossible_lengths_are_refused():
+    """An empty n-gram would match everywhere."""
+    with pytest.raises(EngineError, match="1 <= min_n <= max_n"):
+        NgramLookup(2, 0)
+    with pytest.raises(EngineError, match="3 to 2"):
+        NgramLookup(2, 3)

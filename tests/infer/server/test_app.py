@@ -1,0 +1,340 @@
+"""The real openai client against a real uvicorn server on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import httpx
+import openai
+import pytest
+
+from toolkit.infer.server.app import AddressError, listen
+from toolkit.infer.server.completions import Served
+from toolkit.infer.server.default_sampling import DefaultSampling
+
+NAME = "tiny"
+USER = [{"role": "user", "content": "count apples"}]
+
+
+class Scripted:
+    """A served ScriptedEngine whose every answer is `text` (until a test changes it)."""
+
+    def __init__(self, engine_class, tokenizer):
+        self.tokenizer = tokenizer
+        self.text = "The quick brown fox — 漢字 ✨ — jumps.\n\nEND of it"
+        stop_id = tokenizer.eos_token_id
+        self.engine = engine_class(lambda _: self.ids(self.text), run=3, stop_id=stop_id)
+        self.url = ""
+
+    def ids(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def served(self):
+        return Served(NAME, self.tokenizer, self.engine, self.engine.max_context, "fp_x", "chain 4", DefaultSampling())
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    def ask(self, **fields):
+        return self.client().chat.completions.create(**{"model": NAME, "messages": USER, **fields})
+
+    def post(self, body, path="/v1/chat/completions"):
+        return httpx.post(f"{self.url}{path}", json=body, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def server(scripted, tiny_target, running):
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    with running(scene.served()) as url:
+        scene.url = url
+        yield scene
+
+
+@pytest.fixture
+def scene(server):
+    """The module's server with its script put back after the test."""
+    text = server.text
+    yield server
+    server.text, server.engine.step_seconds, server.engine.run = text, 0.0, 3
+    server.engine.aborted.clear()
+
+
+def streamed(chunks):
+    """(text, finish reason, usage) of a stream of chat chunks."""
+    text, reason, usage = "", None, None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    return text, reason, usage
+
+
+def test_whole_and_streamed_answers_are_equal(scene):
+    """Both ways go through one detokenizer; a difference would mean that streaming loses or repeats text."""
+    whole = scene.ask()
+    text, reason, usage = streamed(scene.ask(stream=True, stream_options={"include_usage": True}))
+    assert whole.choices[0].message.content == scene.text == text
+    assert whole.choices[0].finish_reason == reason == "stop"
+    assert whole.usage == usage
+    assert streamed(scene.ask(stream=True))[2] is None
+
+
+def test_usage_counts_drafts(scene):
+    """OpenAI's prediction details and our accept_length come from the same event log."""
+    scene.engine.run = 3
+    usage = scene.ask(max_tokens=10).usage
+    # 1 token of the prefill, then three steps of two drafts and a bonus
+    assert (usage.completion_tokens, usage.total_tokens) == (10, usage.prompt_tokens + 10)
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 6)
+    assert usage.speculative["accept_length"] == 3.0
+    assert usage.speculative["verify_steps"] == 3
+    assert usage.speculative["accept_rate"] == [1.0, 1.0, 0.0, None]
+    assert usage.speculative["shape"] == "chain 4"
+
+
+def test_finish_reason_length(scene):
+    """A cut answer must say so, or clients take it for complete."""
+    answer = scene.ask(max_completion_tokens=4)
+    assert answer.choices[0].finish_reason == "length"
+    assert scene.text.startswith(answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize("run", [1, 2, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_is_cut_exactly(scene, run, stream):
+    """The cut and the token count must not depend on how many drafts a step accepted."""
+    scene.engine.run = run
+    stop = ["字 ✨", "END"]
+    if stream:
+        answer = streamed(scene.ask(stop=stop, stream=True, stream_options={"include_usage": True}))
+    else:
+        whole = scene.ask(stop=stop)
+        answer = whole.choices[0].message.content, whole.choices[0].finish_reason, whole.usage
+    assert answer[0] == "The quick brown fox — 漢" and answer[1] == "stop"
+    ids = scene.ids(scene.text)
+    needed = next(n for n in range(len(ids)) if "字 ✨" in scene.tokenizer.decode(ids[:n]))
+    assert answer[2].completion_tokens == needed
+
+
+def test_concurrent_clients(scene):
+    """More clients than rows in the batch: all end, all with the whole text."""
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{scene.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+            calls = [client.chat.completions.create(model=NAME, messages=USER, stream=bool(n % 2)) for n in range(10)]
+            texts = []
+            for n, answer in enumerate(await asyncio.gather(*calls)):
+                if n % 2:
+                    texts.append("".join([c.choices[0].delta.content or "" async for c in answer if c.choices]))
+                else:
+                    texts.append(answer.choices[0].message.content)
+            return texts
+
+    assert asyncio.run(ask_all()) == [scene.text] * 10
+
+
+def test_parts_roles_and_the_template(scene):
+    """Text parts are joined, `developer` becomes the template's system role."""
+    seen = []
+    scene.engine.script = (lambda old: lambda ids: (seen.append(scene.tokenizer.decode(ids)), old(ids))[1])(
+        scene.engine.script
+    )
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    scene.ask(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
+    assert seen[0] == expected
+
+
+def test_models_and_health(scene):
+    """Clients look the model up before they use it."""
+    assert [model.id for model in scene.client().models.list()] == [NAME]
+    assert scene.client().models.retrieve(NAME).id == NAME
+    assert httpx.get(f"{scene.url}/health").status_code == 200
+
+
+def test_completions_endpoint(scene):
+    """Text and token-id prompts, whole and streamed."""
+    client = scene.client()
+    whole = client.completions.create(model=NAME, prompt="the fox", max_tokens=100)
+    chunks = client.completions.create(model=NAME, prompt=scene.ids("the fox"), max_tokens=100, stream=True)
+    assert whole.choices[0].text == scene.text == "".join(chunk.choices[0].text for chunk in chunks)
+    assert client.completions.create(model=NAME, prompt="the fox").usage.completion_tokens == 16
+
+
+def test_wrong_model(scene):
+    """OpenAI's 404, so that clients raise NotFoundError."""
+    with pytest.raises(openai.NotFoundError) as caught:
+        scene.ask(model="gpt-9")
+    assert caught.value.code == "model_not_found" and "'tiny'" in caught.value.body["message"]
+    with pytest.raises(openai.NotFoundError):
+        scene.client().models.retrieve("gpt-9")
+
+
+def test_prompt_too_long(scene):
+    """Both numbers are named, for the prompt alone and for prompt plus max_tokens."""
+    for fields in ({"messages": [{"role": "user", "content": "apples " * 600}]}, {"max_tokens": 500}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            scene.ask(**fields)
+        assert caught.value.code == "context_length_exceeded"
+        assert "512" in caught.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": None}, "messages", "missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name", "not supported"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "unicode"),
+        ({"n": 0}, "n", "0"),
+        ({"n": True}, "n", "True"),
+        ({"best_of": 2}, "best_of", "not supported"),
+        ({"logprobs": 3}, "logprobs", "3"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "2.5"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "-2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+        ({"min_p": 1.5}, "min_p", "1.5"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7", "101"),
+        ({"logit_bias": {"the": 1}}, "logit_bias.the", "token id"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "[0, 5]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "'a'"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"temprature": 0.5}, "temprature", "unknown field"),
+        ({"temperature": 3}, "temperature", "3"),
+        ({"temperature": "hot"}, "temperature", "'hot'"),
+        ({"top_p": 0}, "top_p", "0"),
+        ({"max_tokens": 0}, "max_tokens", "0"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4"),
+        ({"stop": ""}, "stop", "empty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+        ({"model": None}, "model", "missing"),
+    ],
+)
+def test_bad_requests_name_the_field(scene, fields, param, says):
+    """Nothing is ignored in silence: a 400 in OpenAI's shape with the field at fault."""
+    body = json.dumps({"model": NAME, "messages": USER, **fields})
+    response = httpx.post(
+        f"{scene.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and says in error["message"]
+
+
+def test_neutral_fields_are_accepted(scene):
+    """Clients that send every default must not be turned away."""
+    answer = scene.post(
+        {
+            "model": NAME, "messages": [{**USER[0], "name": None}], "n": 1, "logprobs": False, "presence_penalty": 0.0,
+            "top_logprobs": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": [],
+            "frequency_penalty": 0, "tools": [], "tool_choice": "auto", "user": "me",
+            "logit_bias": None, "seed": -5, "top_k": -1, "ignore_eos": False, "stop": None, "metadata": {"a": "b"},
+            "response_format": {"type": "text"},
+        }
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+
+
+def test_other_errors_have_the_same_shape(scene):
+    """Broken JSON, an unknown path and a wrong method too."""
+    broken = httpx.post(
+        f"{scene.url}/v1/chat/completions", content=b'{"model": ', headers={"content-type": "application/json"}
+    )
+    missing, method = httpx.get(f"{scene.url}/v1/nothing"), httpx.get(f"{scene.url}/v1/chat/completions")
+    assert [r.status_code for r in (broken, missing, method)] == [400, 404, 405]
+    for response in (broken, missing, method):
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    bare = httpx.post(f"{scene.url}/v1/chat/completions", json=[1])
+    untyped = httpx.post(f"{scene.url}/v1/chat/completions", content=b"{}")  # curl -d without a header
+    for response in (bare, untyped):
+        assert response.status_code == 400 and "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+def aborted_within(engine, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not engine.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(engine.aborted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(scene, stream):
+    """A client that goes away must free its row long before its answer would have ended (400 tokens, 4 s)."""
+    scene.text, scene.engine.run, scene.engine.step_seconds = "apples " * 400, 1, 0.01
+    body = {"model": NAME, "messages": USER, "max_tokens": 400, "stream": stream}
+    with httpx.Client(base_url=scene.url, timeout=httpx.Timeout(20, read=0.3)) as client:
+        with contextlib.suppress(httpx.ReadTimeout):
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                for _ in response.iter_bytes():
+                    break
+    assert aborted_within(scene.engine) == 1
+    assert len(scene.engine.aborted[0].output_ids) < 400
+
+
+def test_stop_string_aborts_the_engine(scene):
+    """After a stop string the engine must not go on to max_tokens."""
+    scene.text, scene.engine.run, scene.engine.step_seconds = "one END " + "apples " * 400, 1, 0.005
+    assert scene.ask(stop="END", max_tokens=400).choices[0].message.content == "one "
+    assert aborted_within(scene.engine) == 1
+
+
+def test_engine_failure_is_a_500_and_the_next_request_works(scene):
+    """A failing step must reach the client as an error, streamed or not, and leave the server alive."""
+    for stream in (False, True):
+        scene.engine.fail_next_step = RuntimeError("out of pages")
+        with pytest.raises(openai.APIError, match="out of pages") as caught:
+            streamed(scene.ask(stream=stream)) if stream else scene.ask()
+        assert stream or caught.value.status_code == 500
+    assert scene.ask().choices[0].message.content == scene.text
+    assert httpx.get(f"{scene.url}/health").status_code == 200
+
+
+def test_health_is_red_when_the_engine_thread_is_dead(scripted, tiny_target, running):
+    """A load balancer must stop sending requests to a server whose engine is gone."""
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    scene.engine.has_work = lambda: True  # cannot be emptied
+    with running(scene.served()) as scene.url:
+        scene.engine.fail_next_step = RuntimeError("device lost")
+        with pytest.raises(openai.InternalServerError):
+            scene.ask()
+        deadline = time.monotonic() + 10
+        while httpx.get(f"{scene.url}/health").status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert httpx.get(f"{scene.url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError, match="does not run"):
+            scene.ask()
+
+
+def test_metrics(scripted, tiny_target, running):
+    """Prometheus counts agree with the usage of the answers."""
+    scene = Scripted(scripted, tiny_target.tokenizer)
+    with running(scene.served()) as scene.url:
+        usage = [scene.ask(max_tokens=10).usage for _ in range(3)][0]
+        text = httpx.get(f"{scene.url}/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert float(lines['toolkit_requests_total{finish_reason="length"}']) == 3
+    assert float(lines["toolkit_completion_tokens_total"]) == 30
+    assert float(lines["toolkit_verify_steps_total"]) == 3 * usage.speculative["verify_steps"]
+    assert float(lines["toolkit_committed_tokens_total"]) == 27
+    assert float(lines["toolkit_time_to_first_token_seconds_count"]) == 3
+
+
+def test_port_in_use_is_a_clear_error():
+    """Found before the model is loaded."""
+    with listen("127.0.0.1", 0) as taken:
+        with pytest.raises(AddressError, match="--port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(AddressError, match="0-65535"):
+        listen("127.0.0.1", 99999)

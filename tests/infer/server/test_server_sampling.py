@@ -1,0 +1,183 @@
+"""Sampling settings over HTTP: the real openai client, a real engine and a tiny random target."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.request import TokenLogprob
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.server.completions import Served
+from toolkit.infer.server.default_sampling import DefaultSampling
+from toolkit.infer.server.openai_logprobs import LogprobForm, TokenBytes
+
+NAME = "tiny"
+USER = [{"role": "user", "content": "count apples"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_target, tiny_draft):
+    """The server's engine."""
+    served = Engine(tiny_target, tiny_draft, DraftShape.parse("3,2,6"), max_batch=4)
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def url(tiny_target, engine, running):
+    shape = DraftShape.parse("3,2,6").name
+    served = Served(NAME, tiny_target.tokenizer, engine, engine.max_context, "fp_x", shape, DefaultSampling())
+    with running(served) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def direct(tiny_target):
+    """What a plain engine writes for the chat prompt."""
+    tokenizer = tiny_target.tokenizer
+
+    def write(**settings):
+        text = tokenizer.apply_chat_template(USER, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Engine(tiny_target).generate([ids], SamplingParams(**settings))[0]
+
+    return write
+
+
+def ask(client, **fields):
+    return client.chat.completions.create(model=NAME, messages=USER, **fields)
+
+
+def test_the_client_receives_logprobs(client, direct, tiny_target):
+    """One entry a token, with the engine's numbers, and the bytes of all entries are the bytes of the text."""
+    wanted = direct(max_tokens=20, temperature=0.8, seed=5, logprobs=2)
+    whole = ask(client, max_tokens=20, temperature=0.8, seed=5, logprobs=True, top_logprobs=2)
+    choice = whole.choices[0]
+    entries = choice.logprobs.content
+    assert len(entries) == whole.usage.completion_tokens == len(wanted.output_ids)
+    for entry, expected in zip(entries, wanted.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([v for _, v in expected.top], abs=1e-4)
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+    special = set(tiny_target.tokenizer.all_special_tokens)
+    written = b"".join(bytes(entry.bytes) for entry in entries if entry.token not in special)
+    assert written.decode(errors="replace") == choice.message.content
+
+
+def test_streamed_logprobs_equal_whole_ones(client):
+    """No entry is lost where text is held back (halves of characters, beginnings of stop strings) or at the end."""
+    fields = {
+        "max_tokens": 30,
+        "temperature": 1.0,
+        "seed": 3,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stop": ["zzz", "~"],
+    }
+    whole = ask(client, **fields).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **fields)]
+    entries = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert [entry.token for entry in entries] == [entry.token for entry in whole.logprobs.content]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == whole.finish_reason
+    assert ask(client, max_tokens=3).choices[0].logprobs is None
+
+
+def test_settings_reach_the_engine(client, direct, tiny_target):
+    """Every field changes the answer as the same setting of the engine does; one that is dropped would show."""
+    fields = {
+        "presence_penalty": 1.5, "frequency_penalty": 1.2, "logit_bias": {"40": 8.0, "50": -9.0}, "seed": 2,
+        "temperature": 0.9, "max_tokens": 24,
+    }  # fmt: skip
+    extra = {"min_p": 0.02, "top_k": 60, "repetition_penalty": 1.3, "min_tokens": 5, "stop_token_ids": [41]}
+    settings = {**fields, **extra, "logit_bias": {40: 8.0, 50: -9.0}, "stop_ids": [41]}
+    del settings["stop_token_ids"]
+    wanted = direct(**settings, logprobs=0)
+    entries = ask(client, **fields, logprobs=True, extra_body=extra).choices[0].logprobs.content
+    form = TokenBytes(tiny_target.tokenizer)
+    assert [bytes(entry.bytes) for entry in entries] == [form.of(token) for token in wanted.output_ids]
+    for name in settings:
+        if name in ("max_tokens", "min_tokens", "stop_ids"):
+            continue
+        less = direct(**{key: value for key, value in settings.items() if key != name})
+        assert less.output_ids != wanted.output_ids, f"{name} changes nothing here, so the test says nothing of it"
+
+
+def test_a_stop_string_ends_the_engine_too(client, direct, tiny_target):
+    """The tokens behind it are neither text nor usage, and the reason is "stop"."""
+    answer = direct(max_tokens=40, ignore_eos=True)
+    decode = tiny_target.tokenizer.decode
+    end = next(n for n in range(4, 40) if "\ufffd" not in decode(answer.output_ids[:n])[-2:])
+    stop = decode(answer.output_ids[:end])[-2:]
+    got = ask(client, temperature=0, max_tokens=40, stop=stop, extra_body={"ignore_eos": True})
+    ids = answer.output_ids
+    needed = next(n for n in range(1, 41) if stop in decode(ids[:n], skip_special_tokens=True))
+    assert got.choices[0].finish_reason == "stop" and stop not in got.choices[0].message.content
+    assert got.usage.completion_tokens == needed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers(client, stream):
+    """Answer i is that of seed + i alone; usage counts all of them and the prompt once."""
+    fields = {"max_tokens": 12, "temperature": 1.0}
+    alone = [ask(client, seed=9 + i, **fields) for i in range(3)]
+    texts, reasons = ["", "", ""], [None, None, None]
+    if stream:
+        for chunk in ask(client, seed=9, n=3, stream=True, stream_options={"include_usage": True}, **fields):
+            usage = chunk.usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    else:
+        whole = ask(client, seed=9, n=3, **fields)
+        usage = whole.usage
+        for choice in whole.choices:
+            texts[choice.index], reasons[choice.index] = choice.message.content, choice.finish_reason
+    assert texts == [one.choices[0].message.content for one in alone] and len(set(texts)) > 1
+    assert reasons == [one.choices[0].finish_reason for one in alone]
+    assert usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+    assert usage.prompt_tokens == alone[0].usage.prompt_tokens
+
+
+def test_ids_outside_the_vocabulary_are_a_400(client):
+    """Found by the engine, named by the client's field."""
+    for fields, param in (
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="vocabulary") as caught:
+            ask(client, **fields)
+        assert caught.value.param == param
+
+
+def test_raw_completions_refuse_logprobs(url):
+    """The older form is not written, so it must not be accepted in silence."""
+    body = {"model": NAME, "prompt": "the fox", "logprobs": 2}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
+
+
+def test_token_bytes(tiny_target):
+    """The bytes of single tokens join to the text's, also where a token is half of a character or begins with a
+    space."""
+    tokenizer = tiny_target.tokenizer
+    text = "the fox — 漢字 ✨ over"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    form = TokenBytes(tokenizer)
+    assert b"".join(form.of(token) for token in ids) == text.encode()
+    assert form.of(tokenizer.eos_token_id) == b"<|im_end|>" and form.of(10**6) == b""
+
+
+def test_an_impossible_token_has_a_finite_number(tiny_target):
+    """JSON has no -inf."""
+    entry = TokenLogprob(5, 0.0, ((5, 0.0), (6, float("-inf"))))
+    item = LogprobForm(tiny_target.tokenizer).content([entry])["content"][0]
+    assert [top["logprob"] for top in item["top_logprobs"]] == [0.0, -9999.0]

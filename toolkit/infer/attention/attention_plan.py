@@ -1,0 +1,163 @@
+"""What one forward needs to know about the cache: where its keys go, and who sees whom. Built once for all layers.
+
+Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
+heads, D head dim of queries and keys, Dv of values.
+
+A row of the cache during a tree forward (prefix committed, nodes not yet):
+
+    position   0 .. len-1   len .. len+M-1
+    entry      prefix       node 0 .. M-1         the N new ones are the last of the M
+    seen by    all nodes    itself and descendants
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
+
+
+class AttentionPlan(Protocol):
+    """Stores a layer's new keys and values and attends over what its queries may see."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv].
+
+        Keys `window` or more places back are not seen; softcap and sinks [Hq] as in `kernels.reference.attend`.
+        """
+        ...
+
+
+class PromptPlan:
+    """Prompts that start at position 0 of rows first_row .. first_row+B-1, padded on the right to N tokens.
+
+    What padding writes behind a prompt is overwritten by the row's next tokens before anybody sees it.
+    """
+
+    def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
+        cache.reserve(first_row + rows, tokens)
+        self._cache = cache
+        self._rows = slice(first_row, first_row + rows)
+        self._tokens = tokens
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self._cache.keys[layer][self._rows, : self._tokens] = k.transpose(1, 2)
+        self._cache.values[layer][self._rows, : self._tokens] = v.transpose(1, 2)
+        if softcap is None and sinks is None and (window is None or window >= self._tokens):
+            return attend_causal(q, k, v, scaling=scaling)
+        if window not in self._masks:
+            at = torch.arange(self._tokens, device=q.device)
+            distance = at[:, None] - at
+            allowed = (distance >= 0) & (distance < (window or self._tokens))
+            self._masks[window] = additive_mask(allowed[None], q.shape[1] // k.shape[1], q.dtype)
+        return attend(q, k, v, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+class TreePlan:
+    """N new nodes per row behind prefixes of `lengths` tokens, in rows 0..B-1.
+
+    node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
+    depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None) -> None:
+        rows, new, nodes = node_mask.shape
+        longest = max(lengths)
+        cache.reserve(rows, longest + nodes)
+        self._cache = cache
+        self._rows, self._new, self._span = rows, new, longest + nodes
+        self._uniform = longest if min(lengths) == longest else None
+        self._start = longest + nodes - new
+        self._node_mask, self._depths = node_mask, depths
+        self._lengths = torch.tensor(lengths, device=node_mask.device)
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._allowed: Tensor | None = None
+        if self._uniform is None:
+            self._places = (
+                (torch.arange(rows, device=node_mask.device) * cache.span + self._lengths + (nodes - new))[:, None]
+                + torch.arange(new, device=node_mask.device)
+            ).view(-1)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self._store(self._cache.keys[layer], self._cache.flat_keys[layer], k)
+        self._store(self._cache.values[layer], self._cache.flat_values[layer], v)
+        keys = self._cache.keys[layer][: self._rows, : self._span].transpose(1, 2)
+        values = self._cache.values[layer][: self._rows, : self._span].transpose(1, 2)
+        if window is not None and window >= self._span:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
+        return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
+
+    def _store(self, rows: Tensor, flat: Tensor, new: Tensor) -> None:
+        """Write `new` [B, Hkv, N, D or Dv] into one layer's keys or values."""
+        if self._uniform is not None:
+            rows[: self._rows, self._start : self._start + self._new] = new.transpose(1, 2)
+        else:
+            flat.index_copy_(0, self._places, new.transpose(1, 2).reshape(-1, *flat.shape[1:]))
+
+    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+        if window is None and self._uniform is not None and self._span == self._uniform + 1:
+            return None  # one node a row and equal lengths: every key is seen
+        allowed = self._allowed_keys()
+        if window is not None:
+            allowed = allowed & (self._distances() < window)
+        return additive_mask(allowed, groups, dtype)
+
+    def _allowed_keys(self) -> Tensor:
+        """[B, N, S] bool: the prefix, and the nodes that `node_mask` names."""
+        if self._allowed is None:
+            at = torch.arange(self._span, device=self._lengths.device)
+            prefix = at < self._lengths[:, None]
+            allowed = prefix[:, None].expand(self._rows, self._new, self._span).contiguous()
+            self._allowed = allowed.scatter_(2, self._node_places().expand(self._node_mask.shape), self._node_mask)
+        return self._allowed
+
+    def _node_places(self) -> Tensor:
+        """[B, 1, M]: the position in its row where each node's entry lies."""
+        nodes = torch.arange(self._node_mask.shape[2], device=self._lengths.device)
+        return (self._lengths[:, None] + nodes)[:, None]
+
+    def _distances(self) -> Tensor:
+        """[B, N, S]: how many positions before each query a key stands; a node stands at length + depth."""
+        assert self._depths is not None, "a target with windows needs the nodes' depths"
+        stands = torch.arange(self._span, device=self._lengths.device).expand(self._rows, 1, self._span).clone()
+        at = self._lengths[:, None] + self._depths
+        stands.scatter_(2, self._node_places(), at[:, None])
+        return at[:, -self._new :, None] - stands

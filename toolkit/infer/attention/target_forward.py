@@ -1,0 +1,146 @@
+"""Runs the target's own Hugging Face layers over the engine's cache.
+
+The engine registers one attention function with transformers; a forward's plan (cache, places, masks) reaches it as a
+plain keyword of the body's forward. No mask function is registered under that name, so transformers builds no mask.
+
+Shapes: B rows, N tokens a row, H hidden size, V vocabulary, Hq/Hkv heads, D head dim of queries
+and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from toolkit.infer.attention.attention_plan import AttentionPlan, PromptPlan, TreePlan
+from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
+from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.target.load import Target, TargetError
+
+ATTENTION = "toolkit"
+PROBE_TOKENS = 8
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# What a body that is handed something it does not know raises.
+FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def _planned_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    plan: AttentionPlan,
+    **probed: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: query [B, Hq, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv].
+
+    That `probed` says nothing about who attends to whom was checked once, by the probe.
+    """
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return plan.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(ATTENTION, _planned_attention)
+
+
+class TargetForward:
+    """The target's body on the engine's attention. Other users of the model keep their own attention setting.
+
+    Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or
+    if the engine's logits differ from the model's own.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._configs = _attention_configs(target.body)
+        self.max_context = _context_limit(target)
+        try:
+            self.kv_shape = self._probe_layers()
+            self._compare_logits()
+        except TargetError:
+            raise
+        except FOREIGN as error:
+            raise UnsupportedTargetError(
+                f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
+                f"{error}); use a target of another family, or Hugging Face's generate"
+            ) from error
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
+        return self._run(ATTENTION, input_ids, positions, plan)
+
+    def _run(
+        self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionPlan | AttentionProbe
+    ) -> Tensor:
+        with self._own_attention(attention):
+            out = self.target.body(input_ids=input_ids, position_ids=positions, use_cache=False, plan=plan)
+        return out.last_hidden_state
+
+    @contextmanager
+    def _own_attention(self, attention: str) -> Iterator[None]:
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = attention
+        try:
+            yield
+        finally:
+            for config, setting in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = setting
+
+    def _probe_layers(self) -> KVShape:
+        probe = AttentionProbe(self.max_context)
+        device = self.target.device
+        at = torch.arange(2, device=device)[None]
+        self._run(PROBE, torch.zeros_like(at), at, probe)
+        return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
+
+    def _compare_logits(self) -> None:
+        """Half the tokens as a prompt, half as nodes behind it, against the model's own forward."""
+        device = self.target.device
+        ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
+        at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
+        cache = KVCache(self.kv_shape)
+        chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
+        first = self(ids[:, :half], at[:, :half], PromptPlan(cache, 0, 1, half))
+        rest = self(ids[:, half:], at[:, half:], TreePlan(cache, [half], chain, at[:, :half]))
+        ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
+        theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
+        difference = ((ours - theirs).norm() / theirs.norm()).item()
+        allowed = 1e-3 if self.target.dtype == torch.float32 else 1e-1
+        if not difference <= allowed:
+            raise UnsupportedTargetError(
+                f"{type(self.target.model).__name__}: the engine's logits differ from the model's own by "
+                f"{difference:.2g} of their size (allowed: {allowed:g}); this family has an attention the engine does "
+                "not reproduce"
+            )
+
+
+def _attention_configs(body: nn.Module) -> list[Any]:
+    """The distinct configs inside the body whose attention setting its layers read."""
+    configs = [getattr(module, "config", None) for module in body.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
+
+
+def _context_limit(target: Target) -> int:
+    """Positions the target can be used for; ropes that change with the length end where they would change."""
+    config = target.config
+    ropes = getattr(config, "rope_parameters", None) or {}
+    every = [ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))]
+    if any(rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in every):
+        name = "original_max_position_embeddings"
+        stated = [rope.get(name) for rope in every] + [getattr(config, name, None)]
+        return min([target.max_context, *(value for value in stated if value)])
+    return target.max_context

@@ -1,0 +1,85 @@
+"""Any drafter, drafting as deep and wide as it pays: times its rounds and lets `AdaptiveShape` choose the next.
+
+Shapes: B rows, N nodes a row, A the longest accepted path (root included).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from toolkit.infer.draft_tree import DraftShape, DraftTree
+from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.request import Request
+from toolkit.infer.verify import Walk
+
+
+class AdaptiveDrafter:
+    """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
+
+    A round lasts from propose to observe, where the target's choices have reached the host. What the engine does
+    between observe and the next propose (host work, other prompts) is the same for all shapes.
+    """
+
+    def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.inner = inner
+        self._clock = clock
+        self.set_shape(shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.inner.set_shape(shape)
+        self.chooser = AdaptiveShape(shape)
+        self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+        self.inner.admit(first_row, requests, input_ids)
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        self._round = None
+        if not any(request.speculative for request in requests):
+            return self.inner.propose(requests)
+        started = self._clock()
+        shape = self.chooser.choose(requests)
+        if shape is None:
+            tree = self.inner.skip(requests)
+        else:
+            self.inner.set_shape(shape)
+            tree = self.inner.propose(requests)
+        self._round = (shape, tree, started, self._clock())
+        return tree
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        self._round = None
+        return self.inner.skip(requests)
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        self.inner.observe(requests, found)
+        if self._round is None:
+            return
+        shape, tree, started, proposed = self._round
+        self._round = None
+        ranks = accepted_ranks(tree, found)
+        ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
+        self.chooser.record(requests, ran, ranks, proposed - started, self._clock() - proposed)
+
+    def move_row(self, destination: int, source: int) -> None:
+        self.inner.move_row(destination, source)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def accepted_ranks(tree: DraftTree, found: Walk) -> list[list[int]]:
+    """Of every row: which child of its parent each accepted node was, from 0, root left out.
+
+    Siblings stand in the order in which the drafter prefers them.
+    """
+    if tree.is_chain:
+        return [[0] * accepted for accepted in found.accepted]
+    same = tree.parents[:, :, None] == tree.parents[:, None, :]
+    ranks = (same & tree.valid[:, None]).tril(diagonal=-1).sum(dim=-1)  # siblings before each node
+    on_path = ranks.gather(1, found.path).tolist()  # [B, A]
+    return [row[1 : 1 + accepted] for row, accepted in zip(on_path, found.accepted, strict=True)]

@@ -1,0 +1,246 @@
+"""Drafting with a head that is fed its own output (EAGLE-3, EAGLE-1/2, MTP): chains, and EAGLE-2's dynamic trees.
+
+Shapes: B rows, H head hidden size, k beams, D ids drafted from.
+
+At position i the head reads (feature of i, embedding of token i+1) and predicts token i+2. With L tokens committed and
+the last one, x_{L-1}, as the tree's root:
+
+    position      ..  L-3      L-2        L-1        L        ..
+    token next    ..  x_{L-2}  x_{L-1}    level 1    level 2
+    predicts      ..  x_{L-1}  level 1    level 2    level 3
+    feature       ..  target's target's   the head's own hidden state of the parent
+
+Positions up to L-2 are computed from the target's features once those are known ("pending" until the next propose, or
+until so many wait that skip reads them); what drafted nodes left behind L-2 is overwritten. A drafted node sees the
+committed positions and its true ancestors. `expansion.py` says what changes where a head has several MTP layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.infer.attention.attention_plan import PromptPlan
+from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
+from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Picks
+from toolkit.infer.drafters.drafter import root_tokens
+from toolkit.infer.drafters.drafting_head import drafting_head
+from toolkit.infer.drafters.expansion import Expansion, HeadReader
+from toolkit.infer.drafters.pending import Pending
+from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.request import Request
+from toolkit.infer.verify import Walk
+from toolkit.target.load import Target
+
+CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them at once costs little more than one
+
+
+class AutoregressiveDrafter:
+    """Owns the head's caches, the target features it still has to read, and the hooks that bring them."""
+
+    def __init__(self, target: Target, draft: DraftCheckpoint, shape: DraftShape, *, drawn: bool = False) -> None:
+        """drawn: requests with a temperature get drafts drawn from the head's law, and the laws with them (chains)."""
+        check_draft_matches(draft, target)
+        self._head = drafting_head(draft, target)
+        # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
+        self._unhook = weakref.finalize(self, self._head.remove)
+        self._device = target.device
+        self._dtype = next(draft.head.parameters()).dtype
+        self._to_target = draft.token_map.ids.to(self._device)
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device)
+        width, hidden_size = self._head.width, self._head.config.hidden_size
+        self._pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
+        self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
+        self.set_shape(shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        if shape.top_k > len(self._to_target):
+            raise DraftShapeError(
+                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens; "
+                "draft with fewer branches"
+            )
+        self.shape = shape
+
+    def close(self) -> None:
+        self._unhook()
+
+    def _drafts(self, request: Request) -> bool:
+        """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
+        return request.speculative and len(request.prompt_ids) >= self._head.stages
+
+    # -- following the target ------------------------------------------------------------------------------------------
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+        """Read the prompts but for their last positions, whose next tokens are the first ones sampled."""
+        rows, tokens = input_ids.shape
+        pending = self._pending
+        pending.hold(first_row + rows, 1)
+        pending.counts[first_row:] = [1] * rows
+        if not any(map(self._drafts, requests)):
+            return
+        here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
+        last = torch.tensor([len(request.prompt_ids) - 1 for request in requests], device=self._device)
+        features = self._head.features().to(self._dtype)
+        pending.features[here, 0] = features[every, last]
+        hidden = self._head.first_hidden(features[:, :-1])
+        for stage, cache in enumerate(self.reader.caches):
+            count = tokens - 1 - stage  # the token after position i of stage k is i + 1 + k
+            if count < 1:
+                break
+            positions = torch.arange(count, device=self._device).expand(rows, -1)
+            plan = PromptPlan(cache, first_row, rows, count)
+            hidden = self.reader.read(stage, input_ids[:, 1 + stage :], hidden[:, :count], positions, plan, count)
+            if stage + 1 < self._head.stages:
+                pending.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
+        if not any(map(self._drafts, requests)):
+            return
+        pending = self._pending
+        if self._next_carry is not None:
+            pending.clear(len(requests), self._next_carry)
+            self._next_carry = None
+        for row, request in enumerate(requests):
+            if not self._drafts(request):
+                pending.counts[row] = 0  # it is never read for; the newest position keeps its place
+        features = self._head.features().to(self._dtype)
+        path = found.path[:, :, None].expand(-1, -1, self._head.width)
+        pending.append(features.gather(1, path), found.tokens, [accepted + 1 for accepted in found.accepted])
+
+    def move_row(self, destination: int, source: int) -> None:
+        for cache in self.reader.caches:
+            if source < cache.rows:
+                cache.move_row(destination, source, cache.span)
+        self._pending.move_row(destination, source)
+
+    # -- drafting ------------------------------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        roots = root_tokens(requests, self._device)
+        own = [self._shape_of(request) for request in requests]
+        drafted = [shape for shape in own if shape is not None]
+        if not drafted:
+            return root_only(roots)
+        shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
+        nodes = self._start(requests, room=shape.top_k * (shape.num_steps - 1))
+        if shape.is_chain:
+            picks = self._picks(requests, self._to_target)
+            drafts = self._draft_chain(nodes, shape, picks)
+            counts = [0 if one is None else one.num_steps for one in own]
+            tree = chain_tree(roots, drafts, counts, picks.proposal())
+        else:
+            limits = None if all(one in (None, shape) for one in own) else own
+            found = self._draft_beams(nodes, shape, limits)
+            tree = rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own])
+        self._next_carry = nodes.finish()
+        return tree
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        """Roots only. Now and then the head reads what was committed meanwhile."""
+        roots = root_tokens(requests, self._device)
+        self._next_carry = None
+        self._first_tokens(requests)
+        if any(map(self._drafts, requests)) and max(self._pending.counts[: len(requests)]) >= CATCH_UP:
+            self._next_carry = self._start(requests, room=0).finish()
+        return root_only(roots)
+
+    def _shape_of(self, request: Request) -> DraftShape | None:
+        """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
+        if not self._drafts(request):
+            return None
+        return self.shape if request.shape is None else request.shape.within(self.shape)
+
+    def _first_tokens(self, requests: Sequence[Request]) -> None:
+        """What follows a prompt's last position was not known when the prompt was admitted."""
+        for row, request in enumerate(requests):
+            if len(request.output_ids) == 1:
+                self._pending.tokens[row, 0] = request.output_ids[0]
+
+    def _start(self, requests: Sequence[Request], room: int) -> Expansion:
+        """Read the pending positions of every row; `room` nodes more can be added."""
+        rows, pending = len(requests), self._pending
+        self._first_tokens(requests)
+        counts = pending.counts[:rows]
+        before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
+        longest = max(counts)
+        hidden = self._head.first_hidden(pending.features[:rows, :longest])
+        tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
+        return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+
+    def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
+        """Drafts [B, num_steps], target ids."""
+        hidden, last = nodes.at_roots()[:, None], nodes.roots
+        drafts = [self._to_target[picks(nodes.logits(hidden))]]
+        for _ in range(1, shape.num_steps):
+            hidden = nodes.grow(drafts[-1], last)
+            last = torch.full_like(last, nodes.nodes - 1)
+            drafts.append(self._to_target[picks(nodes.logits(hidden))])
+        return torch.cat(drafts, dim=1)
+
+    def _draft_beams(
+        self, nodes: Expansion, shape: DraftShape, limits: Sequence[DraftShape | None] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """EAGLE-2's first phase: expand the k best nodes of each level by their k best children.
+
+        Returns the candidates in level order: tokens, parents (candidate numbers, -1 the root), levels [C], scores.
+        limits: shapes of single rows; candidates beyond a row's own get the score -inf.
+        """
+        k, steps, rows = shape.top_k, shape.num_steps, len(nodes.tokens)
+        ranks = torch.arange(k, device=self._device)
+        beyond = None if limits is None else _beyond(limits, ranks, steps)
+        scores, tokens = self._children(nodes, nodes.at_roots()[:, None], k)  # [B, 1, k]
+        scores, tokens = scores[:, 0], tokens[:, 0]
+        if beyond is not None:
+            scores = scores.masked_fill(beyond[0], -torch.inf)
+        found = [(tokens, torch.full_like(tokens, -1), scores)]
+        beams = ranks.expand(rows, k)  # the beams' candidate numbers
+        parents, total = nodes.roots.expand(rows, k), k
+        for level in range(1, steps):
+            hidden, first = nodes.grow(tokens, parents), nodes.nodes - k
+            child_scores, child_tokens = self._children(nodes, hidden, k)  # [B, k, k]
+            child_scores = child_scores + scores[:, :, None]
+            if beyond is not None:
+                child_scores = child_scores.masked_fill(beyond[level][:, None], -torch.inf)
+            child_scores, child_tokens = child_scores.flatten(1), child_tokens.flatten(1)
+            found.append((child_tokens, beams.repeat_interleave(k, dim=1), child_scores))
+            if level == steps - 1:
+                break
+            scores, chosen = child_scores.topk(k, dim=1)
+            if beyond is not None:
+                scores = scores.masked_fill(beyond[level], -torch.inf)  # a row has no more beams than branches
+            tokens = child_tokens.gather(1, chosen)
+            parents = first + chosen // k  # which beam each new one grew from: it inherits hidden state and ancestors
+            beams = total + chosen
+            total += k * k
+        tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return tokens, above, _levels(steps, k, self._device), scores
+
+    def _children(self, nodes: Expansion, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
+        logits = nodes.logits(hidden).float()
+        top, ids = logits.topk(k, dim=-1)
+        # A child's score must never exceed its parent's (rerank relies on it), nor be unordered.
+        scores = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+        return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf), self._to_target[ids]
+
+
+def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:
+    """[steps, B, k] bool: children of that rank, on that level, are more than the row's own shape has."""
+    widths = torch.tensor([0 if one is None else one.top_k for one in limits], device=ranks.device)
+    depths = torch.tensor([0 if one is None else one.num_steps for one in limits], device=ranks.device)
+    levels = torch.arange(1, steps + 1, device=ranks.device)
+    return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
+
+
+@lru_cache(maxsize=64)
+def _levels(steps: int, k: int, device: torch.device) -> Tensor:
+    """The level of every candidate, [C] in level order."""
+    sizes = [candidates(1, k)] + [k * k] * (steps - 1)
+    return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -1,0 +1,183 @@
+"""Drafting without a head: what followed the same words earlier in the request (prompt lookup decoding).
+
+The longest n-gram at the end of prompt and answer that stood there before proposes what followed it then, the most
+recent time first:
+
+    text     the cat sat on the mat . the cat ...        n-gram "the cat", found at the start
+    drafts                                    sat on the mat
+
+With top_k > 1 the next older places (and shorter n-grams) propose too, and their continuations are merged into a tree.
+A text that ends inside its own match is continued from the draft itself, so that a loop is drafted to any length.
+
+Shapes: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, root_only, without_padding
+from toolkit.infer.drafters.drafter import root_tokens
+from toolkit.infer.errors import EngineError
+from toolkit.infer.request import Request
+from toolkit.infer.verify import Walk
+
+PLACES_PER_BRANCH = 4  # places looked at for every branch wanted: recent ones often continue alike
+
+
+@dataclass(frozen=True)
+class NgramLookup:
+    """What to draft with in the place of a head. max_n, min_n: lengths of n-grams looked for, the longest first."""
+
+    max_n: int = 4
+    min_n: int = 2
+
+    @property
+    def kind(self) -> str:
+        return "ngram"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise EngineError(f"n-grams of {self.min_n} to {self.max_n} tokens were asked for; 1 <= min_n <= max_n is")
+
+
+class History:
+    """One request's text, and where each of its n-grams ended. Every token is indexed once."""
+
+    def __init__(self, lookup: NgramLookup) -> None:
+        self._sizes = range(lookup.max_n, lookup.min_n - 1, -1)
+        self.tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text. An n-gram is indexed when a token follows it, so the text's end never finds itself."""
+        text, ends = self.tokens, self._ends
+        for token in tokens:
+            end = len(text)
+            for size in self._sizes:
+                if size <= end:
+                    ends.setdefault(tuple(text[end - size :]), []).append(end)
+            text.append(token)
+
+    def places(self) -> Iterator[int]:
+        """Where the tokens stand that followed the end of the text before: longest n-gram first, then most recent."""
+        seen: set[int] = set()
+        for size in self._sizes:
+            if size <= len(self.tokens):
+                for place in reversed(self._ends.get(tuple(self.tokens[-size:]), ())):
+                    if place not in seen:
+                        seen.add(place)
+                        yield place
+
+    def continuation(self, place: int, count: int) -> list[int]:
+        """The `count` tokens from `place` on; past the end of the text come those just taken."""
+        taken = self.tokens[place : place + count]
+        while len(taken) < count:
+            taken.append(taken[len(taken) - (len(self.tokens) - place)])
+        return taken
+
+
+class Trie:
+    """Continuations merged into one tree: node 0 is the root, siblings carry different tokens."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.depths = [root], [-1], [0]
+        self._children: dict[tuple[int, int], int] = {}
+        self._branches = [0]
+
+    def add(self, tokens: Sequence[int], shape: DraftShape) -> None:
+        """Add a path as far as the shape has nodes, and its nodes branches, left."""
+        node = 0
+        for token in tokens:
+            child = self._children.get((node, token))
+            if child is None:
+                if len(self.tokens) >= shape.num_draft_tokens or self._branches[node] >= shape.top_k:
+                    return
+                child = self._children[node, token] = len(self.tokens)
+                self._branches[node] += 1
+                self._branches.append(0)
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(self.depths[node] + 1)
+            node = child
+
+    def in_level_order(self) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, parents and depths with every level's nodes behind those of the level above."""
+        order = sorted(range(len(self.tokens)), key=self.depths.__getitem__)
+        number = {old: new for new, old in enumerate(order)}
+        parents = [-1 if old == 0 else number[self.parents[old]] for old in order]
+        return [self.tokens[old] for old in order], parents, [self.depths[old] for old in order]
+
+
+class NgramDrafter:
+    """Knows nothing but the requests' own tokens; a row for which nothing is found gets its root only."""
+
+    def __init__(self, lookup: NgramLookup, shape: DraftShape, device: torch.device) -> None:
+        self._lookup, self._device = lookup, device
+        self._histories: list[History] = []  # by row
+        self.set_shape(shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.shape = shape
+
+    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+        self._histories[first_row:] = [History(self._lookup) for _ in requests]
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        return root_only(root_tokens(requests, self._device))
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        pass  # the requests themselves say what was accepted
+
+    def move_row(self, destination: int, source: int) -> None:
+        self._histories[destination] = self._histories[source]
+
+    def close(self) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        histories = self._histories[: len(requests)]
+        tries = [self._trie(history, request) for history, request in zip(histories, requests, strict=True)]
+        rows = [trie.in_level_order() for trie in tries]
+        nodes = max(len(tokens) for tokens, _, _ in rows)
+        if nodes == 1:
+            return root_only(torch.tensor([tokens[0] for tokens, _, _ in rows], device=self._device))
+        counts = [len(tokens) for tokens, _, _ in rows]
+        # Padding hangs below the root; nobody sees it and it is not valid.
+        padded = [
+            (
+                tokens + [tokens[0]] * (nodes - len(tokens)),
+                parents + [0] * (nodes - len(parents)),
+                depths + [1] * (nodes - len(depths)),
+            )
+            for tokens, parents, depths in rows
+        ]
+        tokens, parents, depths = (torch.tensor(part, device=self._device) for part in zip(*padded, strict=True))
+        valid = torch.arange(nodes, device=self._device) < torch.tensor(counts, device=self._device)[:, None]
+        deepest = [depths[-1] for _, _, depths in rows]
+        return DraftTree(
+            tokens=tokens,
+            parents=parents,
+            depths=depths,
+            mask=without_padding(ancestor_mask(parents[:, 1:], max(deepest)), valid),
+            valid=valid,
+            offered=[count - 1 for count in counts],
+            depth_offered=deepest,
+            is_chain=all(parents == list(range(-1, len(parents) - 1)) for _, parents, _ in rows),
+        )
+
+    def _trie(self, history: History, request: Request) -> Trie:
+        trie = Trie(request.output_ids[-1])
+        if not request.speculative:
+            return trie
+        known = len(history.tokens) - len(request.prompt_ids)
+        history.extend(request.output_ids[known:] if known >= 0 else request.prompt_ids + request.output_ids)
+        shape = self.shape if request.shape is None else request.shape.within(self.shape)
+        for place in islice(history.places(), 1 if shape.is_chain else PLACES_PER_BRANCH * shape.top_k):
+            trie.add(history.continuation(place, shape.num_steps), shape)
+        return trie

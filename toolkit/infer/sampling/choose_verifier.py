@@ -1,0 +1,25 @@
+"""Which verifier serves the name that was given, and whether it goes with what drafts."""
+
+from __future__ import annotations
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.errors import EngineError
+from toolkit.infer.sampling.verifiers import VERIFIERS, Verifier
+
+
+def choose_verifier(name: str, draft: Draft | None, shape: DraftShape | None) -> Verifier:
+    """Raises EngineError for an unknown name and for drafts without a law, DraftShapeError for a tree where only a
+    chain will do."""
+    verifier = VERIFIERS.get(name)
+    if verifier is None:
+        raise EngineError(f'verify="{name}": no such verifier; there are {", ".join(VERIFIERS)}')
+    if not verifier.draws_drafts:
+        return verifier
+    if draft is None or isinstance(draft, NgramLookup):
+        came = "no draft head" if draft is None else "n-gram lookup, whose drafts are not drawn from a law"
+        raise EngineError(f'verify="{name}" came with {came}; give a draft head, or take verify="follow"')
+    if shape is not None:
+        verifier.check_shape(shape)
+    return verifier

@@ -1,0 +1,127 @@
+"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from toolkit.infer.server.engine_thread import EngineFailure
+
+MAX_SHOWN = 5  # problems named in one message
+
+
+class ApiError(Exception):
+    """An answer other than 200; `param` is the field at fault, `code` is for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON to send."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, max_context: int, param: str) -> ApiError:
+    """The 400 for a prompt (and answer) that does not fit, with the numbers. Sizes in tokens."""
+    if max_tokens is None:
+        asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
+    else:
+        asked = f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}"
+    message = f"this model's context is {max_context} tokens, but {asked}; shorten the prompt or lower max_tokens"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """pydantic's list of problems as one 400 that names the fields. `errors` as of ValidationError.errors()."""
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
+    if tuple(errors[0]["loc"]) == ("body",) and errors[0]["type"] == "model_attributes_type":
+        message = "the body is not a JSON object; send one with the header Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
+    described = [_describe(error) for error in _deepest(errors)]
+    message = "; ".join(text for _, text, _ in described[:MAX_SHOWN])
+    if len(described) > MAX_SHOWN:
+        message += f"; and {len(described) - MAX_SHOWN} more"
+    return ApiError(400, message, param=described[0][0], code=described[0][2])
+
+
+def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One problem a field: of a union's branches, the one that got furthest into the value."""
+    best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for error in errors:
+        branches = [i for i, part in enumerate(error["loc"]) if _is_branch(part)]
+        field = tuple(error["loc"][: branches[0]]) if branches else tuple(error["loc"])
+        if field not in best or len(error["loc"]) > len(best[field]["loc"]):
+            best[field] = error
+    return list(best.values())
+
+
+def _is_branch(part: str | int) -> bool:
+    """True for the tags that pydantic puts into a location for a union's branches ("str", "list[int]")."""
+    return part == "str" or (isinstance(part, str) and part.endswith("]"))
+
+
+def _describe(error: Mapping[str, Any]) -> tuple[str | None, str, str | None]:
+    """(param, message, code) of one problem."""
+    parts = [part for part in error["loc"] if part != "body" and not _is_branch(part)]
+    context = error.get("ctx") or {}
+    param = context.get("param") or _path(parts)
+    if error["type"] == "extra_forbidden":
+        return param, f"unknown field '{param}'", "unknown_parameter"
+    if error["type"] == "missing":
+        return param, f"the field '{param or 'body'}' is missing", "missing_required_parameter"
+    if error["type"] == "unsupported_parameter":
+        return _path([*parts, param]), error["msg"], "unsupported_parameter"
+    if error["type"] == "too_short":
+        return param, f"'{param}' is empty", "invalid_value"
+    if "param" in context:
+        return param, error["msg"], "invalid_value"
+    return param, f"'{param or 'body'}': {error['msg']}, got {_short(error.get('input'))}", "invalid_value"
+
+
+def _path(parts: Sequence[Any]) -> str | None:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    return text or None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def install(app: FastAPI) -> None:
+    """Makes the app answer every error, FastAPI's own too, in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        answer = from_validation(error.errors())
+        return JSONResponse(answer.body, answer.status)
+
+    @app.exception_handler(EngineFailure)
+    async def _engine(_: Request, error: EngineFailure) -> JSONResponse:
+        return JSONResponse(ApiError(500, str(error), code="engine_failure").body, 500)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _any(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}: {error}").body, 500)

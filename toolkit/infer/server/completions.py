@@ -1,0 +1,222 @@
+"""What /v1/chat/completions and /v1/completions do: request -> prompt ids -> engine -> answer, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from toolkit.infer.answer import Answer, usage
+from toolkit.infer.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids
+from toolkit.infer.detokenize import Detokenizer
+from toolkit.infer.errors import SamplingError
+from toolkit.infer.request import TokenLogprob
+from toolkit.infer.server.api_errors import ApiError, context_length_exceeded
+from toolkit.infer.server.default_sampling import DefaultSampling
+from toolkit.infer.server.engine_thread import EngineFailure, EngineThread, Ticket
+from toolkit.infer.server.http_client import EventStream, unless_disconnected
+from toolkit.infer.server.openai_logprobs import LogprobForm
+from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
+from toolkit.infer.server.openai_replies import ReplyForm, sse
+from toolkit.infer.server.request_params import for_answer, request_params, wrong_setting
+from toolkit.infer.server.server_metrics import ServerMetrics
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
+
+CLIENT_CLOSED = 499  # nobody reads this answer; the code is nginx's
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one server serves. `shape_name` is None where nothing is drafted; `max_context` in tokens."""
+
+    model_name: str
+    tokenizer: Any
+    engine: Any
+    max_context: int
+    fingerprint: str
+    shape_name: str | None
+    defaults: DefaultSampling
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """One of a request's n answers while it is written."""
+
+    index: int
+    ticket: Ticket
+    answer: Answer
+
+
+class Completions:
+    """What the two endpoints do; one instance an app."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.engine = EngineThread(served.engine)
+        self.metrics = ServerMetrics()
+        self.created = int(time.time())
+        self._detokenizer = Detokenizer(served.tokenizer)
+        self._logprob_form = LogprobForm(served.tokenizer)
+
+    async def chat(self, body: ChatRequest, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+        self.check_model(body.model)
+        return await self._reply(body, self._chat_ids(body), "messages", http)
+
+    async def completion(self, body: CompletionRequest, http: Request) -> Response:
+        """POST /v1/completions."""
+        self.check_model(body.model)
+        ids = body.prompt if isinstance(body.prompt, list) else self.served.tokenizer(body.prompt)["input_ids"]
+        return await self._reply(body, ids, "prompt", http)
+
+    def check_model(self, model: str) -> None:
+        if model != self.served.model_name:
+            message = f"the model '{model}' does not exist here; this server has '{self.served.model_name}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _chat_ids(self, body: ChatRequest) -> list[int]:
+        try:
+            return chat_ids(self.served.tokenizer, [message.for_template() for message in body.messages])
+        except NoChatTemplateError as error:
+            raise ApiError(
+                400, "the target's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
+            ) from error
+        except ChatPromptError as error:
+            raise ApiError(400, str(error), param="messages") from error
+
+    async def _reply(self, body: GenerationFields, ids: Sequence[int], param: str, http: Request) -> Response:
+        """`param`: the field that holds the prompt `ids`."""
+        form = ReplyForm(
+            self.served.model_name, self.served.fingerprint, isinstance(body, ChatRequest), body.wants_stream_usage
+        )
+        writing = await self._submit(body, ids, param)
+        if body.stream:
+            return EventStream(self._events(writing, form), lambda: self._end(writing))
+        try:
+            finished, texts = await unless_disconnected(http, self._whole_texts(writing))
+        finally:
+            self._end(writing)
+        if not finished:
+            return Response(status_code=CLIENT_CLOSED)
+        choices = [
+            form.choice(one.index, text, str(one.answer.finish_reason), self._logprobs(one.answer.take_logprobs()))
+            for one, text in zip(writing, texts, strict=True)
+        ]
+        return JSONResponse(form.whole(choices, self._usage(writing)))
+
+    async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
+        """Hand the request's n answers to the engine. Raises ApiError, EngineFailure; then none is left there."""
+        room, limit = self.served.max_context - len(ids), body.token_limit
+        if room < (limit or 1):
+            raise context_length_exceeded(len(ids), limit, self.served.max_context, param)
+        params = request_params(body, self.served.defaults, room)
+        context = () if isinstance(body, ChatRequest) else ids
+        writing: list[_Writing] = []
+        try:
+            for index in range(body.n):
+                settings = for_answer(params, index)
+                ticket = await self.engine.submit(ids, settings, speculative=body.speculative)
+                text = self._detokenizer.stream(body.stops, context, unsearched=body.min_tokens)
+                writing.append(_Writing(index, ticket, Answer(text)))
+        except BaseException as error:
+            self._end(writing)
+            if isinstance(error, SamplingError):
+                raise wrong_setting(error) from error
+            if isinstance(error, ValueError):  # the engine's other checks, e.g. ids outside the vocabulary
+                raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            raise
+        return writing
+
+    async def _whole_texts(self, writing: Sequence[_Writing]) -> list[str]:
+        return await asyncio.gather(*(self._whole_text(one) for one in writing))
+
+    async def _whole_text(self, one: _Writing) -> str:
+        return "".join([text async for text in self._texts(one)])
+
+    async def _texts(self, one: _Writing) -> AsyncIterator[str]:
+        """New text after each engine step, to the answer's end."""
+        async for update in one.ticket.updates():
+            text = one.answer.feed(update)
+            if text:
+                yield text
+            if one.answer.finish_reason is not None:
+                return
+
+    def _end(self, writing: Sequence[_Writing]) -> None:
+        """However answers ended: the engine forgets them, and each is counted and logged once."""
+        for one in writing:
+            self.engine.abort(one.ticket)
+            self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
+            self._log(one)
+
+    async def _events(self, writing: Sequence[_Writing], form: ReplyForm) -> AsyncIterator[str]:
+        for one in writing:
+            for event in form.first(one.index):
+                yield event
+        try:
+            async for one, text, entries in self._merged(writing):
+                logprobs = self._logprobs(entries)
+                if text is not None:
+                    yield form.piece(one.index, text, logprobs)
+                else:
+                    yield form.ended(one.index, str(one.answer.finish_reason), logprobs)
+        except EngineFailure as error:  # the 200 is sent already: OpenAI's clients raise on an event with an error
+            yield sse(ApiError(500, str(error), code="engine_failure").body)
+            return
+        for event in form.last(self._usage(writing)):
+            yield event
+
+    async def _merged(
+        self, writing: Sequence[_Writing]
+    ) -> AsyncIterator[tuple[_Writing, str | None, list[TokenLogprob]]]:
+        """New text of any of the answers as it comes, with its log-probabilities; None when an answer has ended."""
+        ready: asyncio.Queue[tuple[_Writing, str | None, list[TokenLogprob]] | EngineFailure] = asyncio.Queue()
+
+        async def follow(one: _Writing) -> None:
+            try:
+                async for text in self._texts(one):
+                    ready.put_nowait((one, text, one.answer.take_logprobs()))
+                ready.put_nowait((one, None, one.answer.take_logprobs()))
+            except EngineFailure as error:
+                ready.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(one)) for one in writing]
+        try:
+            left = len(tasks)
+            while left:
+                item = await ready.get()
+                if isinstance(item, EngineFailure):
+                    raise item
+                left -= item[1] is None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return self._logprob_form.content(entries) if entries else None
+
+    def _usage(self, writing: Sequence[_Writing]) -> dict[str, Any]:
+        request = writing[0].ticket.request
+        shape = self.served.shape_name if request.speculative else None
+        return usage(len(request.prompt_ids), [(one.answer, list(one.ticket.request.events)) for one in writing], shape)
+
+    def _log(self, one: _Writing) -> None:
+        used = self._usage([one])
+        speculative = used.get("speculative") or {}
+        length = speculative.get("accept_length")
+        logger.info(
+            "%d prompt + %d answer tokens, %s, %.2f s%s",
+            used["prompt_tokens"],
+            used["completion_tokens"],
+            one.answer.finish_reason or "aborted",
+            time.perf_counter() - one.ticket.request.submitted_at,
+            f", accept_length {length:.2f} ({speculative['shape']})" if length is not None else "",
+        )

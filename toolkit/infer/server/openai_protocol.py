@@ -1,0 +1,257 @@
+"""The OpenAI requests we answer and the JSON we answer with.
+
+Strict on purpose: a field that the engine does not honour is refused by name unless it carries its neutral
+value (best_of=1, tools=[], ...), so that nobody gets an answer to another question than the one asked.
+Extensions, named as SGLang and vLLM name them: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+ignore_eos; and `speculative` (false: plain decoding).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from toolkit.infer.sampling.sampling_params import MOST_LOGPROBS
+
+ANY = object()  # fields that only label a request: every value is neutral
+# field -> values that change nothing; null is neutral everywhere
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "user": (ANY,),
+    "metadata": (ANY,),
+    "safety_identifier": (ANY,),
+    "prompt_cache_key": (ANY,),
+    "prompt_cache_retention": (ANY,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "skip_special_tokens": (True,),
+    "refusal": (),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "moderation": (),
+}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (), "top_logprobs": (0,)}
+MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "name": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "tool_calls": ([],),
+    "function_call": (),
+    "tool_call_id": (),
+    "reasoning_content": (),
+}
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
+
+
+def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
+    """The body without nulls and without neutral fields. Raises for a known field that asks for something."""
+    if not isinstance(body, dict):
+        return body
+    kept = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name not in neutral:
+            kept[name] = value
+        elif not any(_same(value, v) for v in neutral[name]):
+            allowed = " or ".join(repr(v) for v in neutral[name]) or "null"
+            message = (
+                f"'{name}' is not supported by this server: got {value!r}, only {allowed} is accepted; leave it out"
+            )
+            raise PydanticCustomError("unsupported_parameter", "{message}", {"message": message, "param": name})
+    return kept
+
+
+def _encodable(text: str) -> str:
+    """JSON can carry half of a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("unicode", "the text is not valid unicode (a lone surrogate)") from error
+    return text
+
+
+def _token_id(text: str) -> str:
+    if not (text.isascii() and text.isdigit()):
+        raise PydanticCustomError("token_id", "a key must be a token id, written in digits")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[str, AfterValidator(_token_id)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPart(_Strict):
+    """One text part of a message. Images and audio are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Strict):
+    """One chat message; the text of several parts is joined."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral(cls, body: Any) -> Any:
+        return _drop_neutral(body, MESSAGE_NEUTRAL)
+
+    @property
+    def text(self) -> str:
+        """The whole text of the message."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        """What chat templates read; OpenAI's `developer` is the older `system`."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationFields(_Strict):
+    """Fields that both endpoints share. None means: not given."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Text | list[Text] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    speculative: bool = True
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral(cls, body: Any) -> Any:
+        return _drop_neutral(body, cls.neutral)
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str]) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > 4:
+            raise PydanticCustomError("too_many", "at most 4 stop strings are allowed")
+        if "" in stops:
+            raise PydanticCustomError("empty", "a stop string is empty; leave it out")
+        return stops
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "'stream_options' needs stream=true", {"param": "stream_options"}
+            )
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_stream_usage(self) -> bool:
+        """True when the stream must end with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many tokens the answer may have; None: until the context is full."""
+        return self.max_tokens
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """Log-probabilities wanted: of every token and of so many most probable ones; None: of none."""
+        return None
+
+
+class ChatRequest(GenerationFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = "'max_tokens' and 'max_completion_tokens' differ; give one of them"
+            raise PydanticCustomError("two_limits", "{message}", {"message": message, "param": "max_completion_tokens"})
+        return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            message = "'top_logprobs' needs logprobs=true"
+            raise PydanticCustomError("top_logprobs", "{message}", {"message": message, "param": "top_logprobs"})
+        return self
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationFields):
+    """Body of POST /v1/completions: one prompt, as text or as token ids."""
+
+    neutral = COMPLETION_NEUTRAL
+    prompt: Text | list[int] = Field(min_length=1)
+
+    @property
+    def token_limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default for this endpoint

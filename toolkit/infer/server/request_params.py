@@ -1,0 +1,53 @@
+"""An OpenAI request as the engine's sampling settings."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from toolkit.infer.errors import SamplingError
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.server.api_errors import ApiError
+from toolkit.infer.server.default_sampling import DefaultSampling
+from toolkit.infer.server.openai_protocol import GenerationFields
+
+FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # the settings that OpenAI names otherwise
+
+
+def request_params(body: GenerationFields, defaults: DefaultSampling, room: int) -> SamplingParams:
+    """The settings of the first of the request's answers; room: tokens that the context leaves for an answer.
+
+    Raises `ApiError`.
+    """
+    try:
+        return SamplingParams(
+            temperature=defaults.temperature if body.temperature is None else body.temperature,
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
+            min_p=defaults.min_p if body.min_p is None else body.min_p,
+            repetition_penalty=(
+                defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+            ),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.biases,
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            max_tokens=room if body.token_limit is None else body.token_limit,
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            stop_ids=body.stop_token_ids,
+            stop=body.stops,
+            logprobs=body.most_logprobs,
+        )
+    except SamplingError as error:
+        raise wrong_setting(error) from error
+
+
+def for_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """The settings of the request's answer number `index`: its seed is `index` higher, within 64 bits."""
+    return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+def wrong_setting(error: SamplingError) -> ApiError:
+    """The 400 for a setting that the engine refuses."""
+    return ApiError(400, str(error), param=FIELD_OF.get(error.field, error.field), code="invalid_value")
