@@ -191,7 +191,15 @@ class OracleDrafter:
             above, true_node = here, found if found is not None else -1
         return tokens, parents, depths
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: torch.Tensor) -> None:
+    lookahead = 0
+
+    def reach(self, shape: DraftShape) -> int:
+        return 0
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return request.length
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         pass
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:

@@ -85,5 +85,5 @@ def test_moved_entries_name_the_places_of_accepted_nodes():
     choices = torch.tensor([[4, 0, 7, 0, 0, 9], [3, 9, 0, 0, 0, 0]])
     found = walk(tree, choices)
     assert found.accepted == [2, 1] and found.tokens.tolist()[0] == [4, 7, 9]
-    to, source = moved_entries(found, torch.tensor([10, 3]), span=32)
-    assert to.tolist() == [11, 12] and source.tolist() == [12, 15]
+    rows, to, source = moved_entries(found, torch.tensor([10, 3]))
+    assert rows.tolist() == [0, 0] and to.tolist() == [11, 12] and source.tolist() == [12, 15]

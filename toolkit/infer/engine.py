@@ -8,32 +8,38 @@ A row whose sequence has L tokens holds the target's keys of the first L-1; the 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.attention.attention_plan import TreePlan, prompt_plan
 from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.page_pool import PAGE_SIZE, PagePool
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.drafters.drafter import NoDrafter
+from toolkit.infer.drafters.drafter import NoDrafter, unread_tokens
 from toolkit.infer.errors import DraftShapeError, EngineError
+from toolkit.infer.kv_memory import KVMemory
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.sampler import Choices, Sampler
 from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.infer.scheduler import Scheduler
+from toolkit.infer.scheduler import Move, Scheduler
 from toolkit.infer.verify import Walk, moved_entries, walk
 from toolkit.target.load import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
 
 DEFAULT_SHAPE = DraftShape.chain(4)
+CHUNK = 1024  # prompt tokens between two rounds of those who already write
+ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
+MEMORY_SHARE = 0.25  # of the machine's (or GPU's) memory for the target's cache, unless told
 
 
 class Engine:
@@ -46,6 +52,12 @@ class Engine:
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
     always `shape`, as measurements of a shape need it.
+
+    max_total_tokens: tokens that running requests and cached prefixes hold together; where they do not suffice,
+    prefixes go first, then the youngest requests wait and are read again. None: whole contexts for max_batch requests,
+    at most a quarter of the memory. prefix_cache: prompts that begin like earlier texts are not read again there.
+    chunked_prefill_size: prompt tokens read between two rounds of running answers. scattered_pages: the layout of
+    page_pool.py; None: on a GPU.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -59,26 +71,36 @@ class Engine:
         max_context: int | None = None,
         verify: str = "follow",
         adaptive: bool = False,
+        max_total_tokens: int | None = None,
+        prefix_cache: bool = True,
+        chunked_prefill_size: int = CHUNK,
+        scattered_pages: bool | None = None,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
+        if max_batch < 1:
+            raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.target = target
-        self.scheduler = Scheduler(max_batch)
         with torch.inference_mode():
             self._forward = TargetForward(target)
-            self._cache = KVCache(self._forward.kv_shape)
+            limit = self._forward.max_context
+            self.max_context = limit if max_context is None else min(max_context, limit)
+            row = self.max_context + max(ROOM, chunked_prefill_size)
+            scattered = target.device.type != "cpu" if scattered_pages is None else scattered_pages
+            pool = PagePool(max_batch, row, self._pages(max_batch, max_total_tokens), homes=not scattered)
+            self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
-            self.drafter = choose_drafter(target, draft, self.shape, drawn=self.verifier.draws_drafts)
+            self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=self.verifier.draws_drafts)
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
-        limit = self._forward.max_context
-        self.max_context = limit if max_context is None else min(max_context, limit)
+        self._memory = KVMemory(pool, self.drafter.lookahead, self._slack(self.shape), prefix_cache)
+        self.scheduler = Scheduler(max_batch, chunked_prefill_size, self._memory)
         self._sampler: Sampler | None = None  # None: the rows changed
         self._detokenizer = Detokenizer(target.tokenizer)
-        self._names = itertools.count()
+        self._names, self._arrivals = itertools.count(), itertools.count()
 
     # -- for callers ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +144,7 @@ class Engine:
             params=params,
             speculative=speculative and not isinstance(self.drafter, NoDrafter),
             shape=shape,
+            arrival=next(self._arrivals),
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
             token_limit=min(params.max_tokens, self.max_context - len(prompt)),
             text=self._detokenizer.stream(params.stop, unsearched=params.min_tokens) if params.stop else None,
@@ -135,7 +158,7 @@ class Engine:
         if request.finished:
             return
         request.finish_reason, request.finished_at = "abort", time.perf_counter()
-        if not self.scheduler.drop_waiting(request):
+        if not self.scheduler.drop_unstarted(request):
             self._finish()
 
     @property
@@ -155,8 +178,9 @@ class Engine:
 
         Raises `EngineError` when there is no draft head, DraftShapeError for one that head or verifier cannot do."""
         self.verifier.check_shape(shape)
+        slack = self._slack(shape)
         self.drafter.set_shape(shape)
-        self.shape = shape
+        self.shape, self._memory.slack = shape, slack
 
     def close(self) -> None:
         """Take the engine's hooks off the target. The engine must not be stepped afterwards."""
@@ -215,14 +239,46 @@ class Engine:
     # -- the five verbs ------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Request]:
-        """Move waiting requests into free rows, read their prompts and sample their first tokens."""
+        """Pages for the running rows; then prompts are read, and their first tokens sampled, as far as it is due."""
+        self._change_rows(self.scheduler.make_room)
+        budget = self.scheduler.chunk if self._running else None  # nobody waits for a token: read all
         admitted: list[Request] = []
-        for group in self.scheduler.groups():
-            self._read_prompts(group)
+        while budget is None or budget > 0:
+            group, tokens = self._read_some(budget or self.scheduler.chunk)
+            if not tokens:
+                break
             admitted += group
+            if budget is not None:
+                budget -= tokens
         if admitted:
             self._finish()
         return admitted
+
+    def _read_some(self, most: int) -> tuple[list[Request], int]:
+        """Read the prompts whose turn it is. Returns those that are complete now, and the padded tokens read."""
+        scheduler = self.scheduler
+        group = scheduler.next_group(most)
+        if group:
+            tokens = max(request.unread for request in group)
+            self._read(len(self._running) - len(group), group, tokens)
+            return group, tokens * len(group)
+        request = scheduler.reading
+        if request is None:
+            return [], 0
+        tokens = self._chunk_of(request, most)
+        row = len(self._running)
+        if tokens == request.unread:
+            group = [scheduler.reading_is_complete()]
+        self._read(row, [request], tokens)
+        return group, tokens
+
+    def _chunk_of(self, request: Request, most: int) -> int:
+        """How much of its prompt is read now. The last part has the tokens that a drafter has to see together."""
+        left = request.unread - most
+        if left <= 0:
+            return request.unread
+        behind = max(left, self.drafter.lookahead)
+        return request.unread - behind if request.unread > behind else request.unread
 
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
@@ -259,37 +315,81 @@ class Engine:
 
     def _finish(self) -> None:
         """Free the rows of ended requests: the last row moves into each hole."""
-        before = len(self._running)
-        for row, last in self.scheduler.retire():
-            self._cache.move_row(row, last, self._running[row].length - 1)
-            self.drafter.move_row(row, last)
-        if len(self._running) < before:
-            self._sampler = None
+        self._change_rows(lambda: self.scheduler.retire(self._keep))
 
     # -- their parts ---------------------------------------------------------------------------------------------------
 
-    def _read_prompts(self, group: list[Request]) -> None:
-        """Read the prompts of `group`, which holds the last rows, and sample the first tokens."""
+    def _read(self, first_row: int, group: list[Request], tokens: int) -> None:
+        """Read the next `tokens` tokens of the rows from first_row on; those that are complete get their first one."""
         device = self.target.device
-        rows = len(group)
-        first_row = len(self._running) - rows
-        lengths = torch.tensor([len(request.prompt_ids) for request in group], device=device)
-        longest = max(len(request.prompt_ids) for request in group)
-        padded = [request.prompt_ids + [0] * (longest - len(request.prompt_ids)) for request in group]
-        input_ids = torch.tensor(padded, device=device)
-        positions = torch.arange(longest, device=device).expand(rows, -1)
-        hidden = self._forward(input_ids, positions, PromptPlan(self._cache, first_row, rows, longest))
-        self.drafter.admit(first_row, group, input_ids)
-        last = hidden[torch.arange(rows, device=device), lengths - 1]
-        roots = root_only(input_ids[torch.arange(rows, device=device), lengths - 1])
-        first = Sampler(group, self.target.vocab_size, device)(
-            self.target.logits(last)[:, None], lengths[:, None], roots
-        )
-        for request, token in zip(group, first.tokens[:, 0].tolist(), strict=True):
+        starts = [request.n_read for request in group]
+        input_ids = unread_tokens(group, tokens, device)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
+        plan = prompt_plan(self._cache, first_row, starts, tokens)
+        hidden = self._forward(input_ids, positions.clamp(max=self.max_context - 1), plan)
+        self.drafter.admit(first_row, group, tokens)
+        whole = group[0].unread <= tokens
+        last = [request.unread - 1 for request in group]
+        for request in group:
+            request.n_read += min(tokens, request.unread)
+        if whole:
+            self._sampler = None
+            self._first_tokens(group, input_ids, hidden, last)
+            for row, request in enumerate(group, start=first_row):
+                request.ready = True
+                self._keep(row, request)
+
+    def _first_tokens(self, group: list[Request], input_ids: Tensor, hidden: Tensor, last: list[int]) -> None:
+        """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
+
+        Requests that had lost their pages have tokens already."""
+        fresh = [row for row, request in enumerate(group) if not request.output_ids]
+        if not fresh:
+            return
+        rows, ends = (torch.tensor(numbers, device=hidden.device) for numbers in (fresh, [last[row] for row in fresh]))
+        requests = [group[row] for row in fresh]
+        positions = torch.tensor([[len(request.prompt_ids)] for request in requests], device=hidden.device)
+        roots = root_only(input_ids[rows, ends])
+        logits = self.target.logits(hidden[rows, ends])[:, None]
+        first = Sampler(requests, self.target.vocab_size, hidden.device)(logits, positions, roots)
+        for request, token in zip(requests, first.tokens[:, 0].tolist(), strict=True):
             request.append_run([token], 0)
         if first.logprobs is not None:
-            first.logprobs.record(group, walk(roots, first.tokens))
-        self._sampler = None
+            first.logprobs.record(requests, walk(roots, first.tokens))
+
+    def _keep(self, row: int, request: Request) -> None:
+        """Let what a row has read be found again."""
+        if request.ready:
+            read = min(request.length - 1, self.drafter.positions_read(row, request))
+            self._memory.keep(row, request.prompt_ids + request.output_ids, read)
+
+    def _change_rows(self, change: Callable[[], list[Move]]) -> None:
+        """Let the scheduler take rows away; the drafter and the sampler follow."""
+        before = len(self._running)
+        for row, source in change():
+            self.drafter.move_row(row, source)
+        if len(self._running) < before:
+            self._sampler = None
+
+    def _slack(self, shape: DraftShape | None) -> int:
+        """Positions that a step may write behind a row's tokens. Raises DraftShapeError when they have no place."""
+        slack = 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
+        if slack > ROOM or self._cache.pool.capacity < self._cache.pool.pages_of(self.max_context + slack):
+            held = self._cache.pool.capacity * self._cache.pool.page_size
+            raise (EngineError if shape is None else DraftShapeError)(
+                f"one request may need {self.max_context} tokens of context and {slack} for drafted nodes "
+                f"({ROOM} at most); the cache holds {held}: draft less, give it more tokens (max_total_tokens), "
+                "or lower max_context"
+            )
+        return slack
+
+    def _pages(self, max_batch: int, max_total_tokens: int | None) -> int:
+        """How many pages there are."""
+        if max_total_tokens is not None:
+            return max_total_tokens // PAGE_SIZE
+        whole = max_batch * (self.max_context + ROOM)
+        fits = int(_memory_bytes(self.target.device) * MEMORY_SHARE) // self._forward.kv_shape.bytes_per_token
+        return max(min(whole, fits), self.max_context + ROOM) // PAGE_SIZE
 
     def _lengths(self) -> list[int]:
         """Per row: positions whose target keys are cached."""
@@ -307,13 +407,19 @@ class Engine:
 
     def _compact(self, found: Walk, lengths: list[int]) -> None:
         """Move the keys of accepted nodes to the places they would have in plain decoding."""
-        to, source = moved_entries(found, torch.tensor(lengths, device=self.target.device), self._cache.span)
-        if len(to):
-            self._cache.move_entries(to, source)
+        rows, to, source = moved_entries(found, torch.tensor(lengths, device=self.target.device))
+        if len(rows):
+            places = self._cache.pool.places
+            self._cache.move_entries(places(rows, to), places(rows, source))
 
     def check_integrity(self) -> None:
-        """Assert that queue, rows and caches agree; tests call it after every step."""
+        """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity()
-        needed = max(self._lengths(), default=0)
-        assert needed < self.max_context, "a request outgrew the context"
-        assert self._cache.rows >= len(self._running) and self._cache.span >= needed, "the cache lacks rows or places"
+        assert max(self._lengths(), default=0) < self.max_context, "a request outgrew the context"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Of the GPU, free now; of the machine, all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -58,6 +58,7 @@ class Request:
     params: SamplingParams
     speculative: bool = True
     shape: DraftShape | None = None  # what is drafted for it, as far as the engine's own shape allows; None: that one
+    arrival: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     # written by Engine only
     output_ids: list[int] = field(default_factory=list)
@@ -71,6 +72,11 @@ class Request:
     stop_set: frozenset[int] = frozenset()
     token_limit: int = 0  # output tokens at most: max_tokens, or less where the context ends first
     text: TextStream | None = None  # where stop strings are searched; None without any
+    # written by Engine and Scheduler
+    n_read: int = 0  # tokens of `context_ids` whose keys the row holds, as long as it is read
+    ready: bool = False  # all of `context_ids` is read: it may be drafted for
+    cached_tokens: int = 0  # of the prompt: found in the prefix cache, not read
+    preemptions: int = 0  # times it lost its pages to older requests
 
     @property
     def finished(self) -> bool:
@@ -80,6 +86,15 @@ class Request:
     def length(self) -> int:
         """Tokens in the sequence so far, prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def context_ids(self) -> list[int]:
+        """The tokens whose keys must be in the cache before the next round: all but the newest one written."""
+        return self.prompt_ids + self.output_ids[:-1]
+
+    @property
+    def unread(self) -> int:
+        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1) - self.n_read
 
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
         """Append `accepted` drafted tokens and the target's own behind them, as far as stops and the limit allow.

@@ -1,80 +1,152 @@
-"""Which request holds which row, and who comes next. Knows no tensors.
+"""Which request holds which row and its pages, who comes next, and who steps back when pages run out. Knows no tensors.
 
-Running requests hold rows 0..B-1; new ones are appended, and the last row moves into the hole of an ended one.
+Running requests hold rows 0..B-1; new ones are appended, and the last row moves into the hole of an ended one. A prompt
+too long for one forward is read in chunks; until it is complete its request, `reading`, holds row B.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kv_memory import KVMemory
 from toolkit.infer.request import Request
 
-PROMPT_TOKENS = 4096  # padded prompt tokens read in one forward, unless a single prompt is longer
+Move = tuple[int, int]  # row, and the row whose place it takes over
 
 
 class Scheduler:
-    """The queue and the rows of one engine."""
+    """The queue and the rows of one engine. chunk: padded prompt tokens read in one forward, at most."""
 
-    def __init__(self, max_batch: int) -> None:
-        if max_batch < 1:
-            raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
-        self.max_batch = max_batch
-        self.waiting: deque[Request] = deque()
+    def __init__(self, max_batch: int, chunk: int, memory: KVMemory) -> None:
+        if chunk < 1:
+            raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 token must be read at a time")
+        self.max_batch, self.chunk, self.memory = max_batch, chunk, memory
+        self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
+        self.reading: Request | None = None
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.reading)
 
-    def groups(self) -> Iterator[list[Request]]:
-        """Waiting requests whose prompts are read together, first come first served; each group is put into rows.
+    def next_group(self, budget: int) -> list[Request]:
+        """Waiting requests whose prompts are read together now, first come first served, put into rows.
 
+        Together they take `budget` padded tokens at most. A single one that takes more becomes `reading` instead.
         While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
         """
         free = self.max_batch - len(self.running)
-        if free < min(len(self.waiting), max(1, self.max_batch // 8)):
-            return
-        while self.waiting and len(self.running) < self.max_batch:
-            group = self._next_group(self.max_batch - len(self.running))
-            self.running += group
-            yield group
-
-    def _next_group(self, free: int) -> list[Request]:
+        if self.reading is not None or free < min(len(self.waiting), max(1, self.max_batch // 8)):
+            return []
         group: list[Request] = []
         longest = 0
-        while self.waiting and len(group) < free:
-            longest = max(longest, len(self.waiting[0].prompt_ids))
-            if group and longest * (len(group) + 1) > PROMPT_TOKENS:
+        while self.waiting and len(group) < free and self._admit(self.waiting[0]):
+            longest = max(longest, self.waiting[0].unread)
+            if longest * (len(group) + 1) > budget:
+                if group:
+                    self.memory.release(len(self.running))
+                else:
+                    self.reading = self.waiting.popleft()
                 break
             group.append(self.waiting.popleft())
+            self.running.append(group[-1])
         return group
 
-    def drop_waiting(self, request: Request) -> bool:
-        """Take a request out of the queue; False if it is not there."""
-        if request not in self.waiting:
+    def _admit(self, request: Request) -> bool:
+        """Give the next row's pages to a request. A page more for everyone who runs is left over."""
+        known = self.memory.admit(len(self.running), request.context_ids, reserve=len(self.running))
+        if known is None:
             return False
-        self.waiting.remove(request)
+        request.n_read, request.ready = known, False
+        request.cached_tokens = max(request.cached_tokens, min(known, len(request.prompt_ids)))
         return True
 
-    def retire(self) -> Iterator[tuple[int, int]]:
-        """Free the rows of ended requests, last row first. Yields (row, last row) for every row that has to move."""
-        for row in reversed(range(len(self.running))):
-            if not self.running[row].finished:
-                continue
-            last = self.running.pop()
-            if row < len(self.running):
-                self.running[row] = last
-                yield row, len(self.running)
+    def reading_is_complete(self) -> Request:
+        """The request that was being read runs from now on, in the row it holds."""
+        assert self.reading is not None
+        request, self.reading = self.reading, None
+        self.running.append(request)
+        return request
+
+    def drop_unstarted(self, request: Request) -> bool:
+        """Take a request out that waits or is being read; False if it does neither."""
+        if request is self.reading:
+            self.memory.release(len(self.running))
+            self.reading = None
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            return False
+        return True
+
+    def retire(self, keep: Callable[[int, Request], None]) -> list[Move]:
+        """Free the rows of ended requests, after `keep(row, request)`. Returns which running rows moved, in order."""
+        before = len(self.running)
+        for row, request in enumerate(self.running):
+            if request.finished:
+                keep(row, request)
+                self.memory.release(row)
+        moves = [move for row in reversed(range(before)) if self.running[row].finished for move in self._close(row)]
+        self._follow(before)
+        return moves
+
+    def make_room(self) -> list[Move]:
+        """Pages for the next step of every running row. Where they do not suffice the youngest requests step back into
+        the queue; what they have read is read again later. Returns which rows moved, in order."""
+        moves: list[Move] = []
+        row = 0
+        while row < len(self.running):
+            if self.memory.grow(row, self.running[row].length):
+                row += 1
+            else:
+                moves += self._step_back()
+                row = 0  # another request may be here now
+        return moves
+
+    def _step_back(self) -> list[Move]:
+        before = len(self.running)
+        if self.reading is not None:
+            victim, row, self.reading = self.reading, before, None
+        else:
+            row = max(range(before), key=lambda number: self.running[number].arrival)
+            victim = self.running[row]
+            assert before > 1, "one request alone has no room: the engine let in more than its memory holds"
+        victim.n_read, victim.ready = 0, False
+        victim.preemptions += 1
+        self.memory.release(row)
+        self.waiting.appendleft(victim)  # it is older than all that wait
+        return self._close(row) if row < before else []
+
+    def _close(self, row: int) -> list[Move]:
+        """The last row moves into the hole."""
+        last = self.running.pop()
+        if row == len(self.running):
+            return []
+        self.running[row] = last
+        self.memory.move(row, len(self.running))
+        return [(row, len(self.running))]
+
+    def _follow(self, before: int) -> None:
+        """The request that is being read stays behind the running ones, of which there were `before`."""
+        if self.reading is not None and len(self.running) < before:
+            self.memory.move(len(self.running), before)
 
     def check_integrity(self) -> None:
-        """Assert that every request is in one place and that its log accounts for its tokens."""
+        """Assert that every request is in one place, with pages for its tokens, and that its log accounts for them."""
         running, waiting = self.running, list(self.waiting)
+        held = running if self.reading is None else [*running, self.reading]
         assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
-        assert len(set(running) | set(waiting)) == len(running) + len(waiting), "a request is in two places"
-        assert not any(request.finished for request in running + waiting), "an ended request still holds a place"
-        assert all(request.output_ids for request in running), "a running request has not read its prompt"
-        assert not any(request.output_ids for request in waiting), "a waiting request has tokens"
+        assert len(set(held) | set(waiting)) == len(held) + len(waiting), "a request is in two places"
+        assert not any(request.finished for request in held + waiting), "an ended request still holds a place"
+        assert all(request.output_ids and request.ready for request in running), "a running request has no token"
+        assert [one.arrival for one in waiting] == sorted(one.arrival for one in waiting), "the queue is out of order"
         for request in running:
             assert len(request.output_ids) == len(request.token_from_draft), "tokens and their origins differ in number"
             assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"
+        pool = self.memory.pool
+        for row in range(pool.rows):
+            length = held[row].length - 1 if row < len(running) else held[row].n_read if row < len(held) else 0
+            enough = len(pool.tables[row]) >= pool.pages_of(length)
+            assert enough and (row < len(held) or not pool.tables[row]), f"row {row} has not the pages it needs"
+        self.memory.check_integrity()

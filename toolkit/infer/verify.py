@@ -49,14 +49,12 @@ def walk(tree: DraftTree, choices: Tensor) -> Walk:
     return Walk(path, choices.gather(1, path), accepted)
 
 
-def moved_entries(found: Walk, lengths: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Flat cache places (row * span + position) that accepted nodes have to move to, and come from; both [M].
+def moved_entries(found: Walk, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cache entries that accepted nodes have to move to, and come from: rows, positions to, positions from; all [M].
 
     Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
     """
-    rows, longest = found.path.shape
-    step = torch.arange(longest, device=found.path.device)
+    step = torch.arange(found.path.shape[1], device=found.path.device)
     last = torch.tensor(found.accepted, device=found.path.device)[:, None]
     row, place = ((found.path != step) & (step <= last)).nonzero(as_tuple=True)
-    start = row * span + lengths[row]
-    return start + place, start + found.path[row, place]
+    return row, lengths[row] + place, lengths[row] + found.path[row, place]

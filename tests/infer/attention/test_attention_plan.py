@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.attention.attention_plan import TreePlan, prompt_plan
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.draft_tree import ancestor_mask
 
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 1.0, -0.5, 2.0])
@@ -22,8 +23,27 @@ KNOBS = [  # window, softcap, sinks, width of values
 ]
 
 
-def empty_cache(value_dim):
-    return KVCache(KVShape(1, 2, 8, torch.float32, torch.device("cpu"), value_dim))
+@pytest.fixture(params=[True, False], ids=["homes", "scattered"])
+def make_cache(request):
+    """A cache of three rows full of noise, with pages for 40 positions each; scattered: taken in an odd order."""
+
+    def make(value_dim) -> KVCache:
+        pool = PagePool(3, 40, homes=request.param, page_size=4)
+        cache = KVCache(KVShape(1, 2, 8, torch.float32, torch.device("cpu"), value_dim), pool)
+        for length in range(4, 41, 4):
+            assert all(pool.grow(row, length) for row in (2, 0, 1))
+        generator = torch.Generator().manual_seed(2)
+        for store in (*cache.keys, *cache.values):
+            store.copy_(torch.randn(store.shape, generator=generator))
+        return cache
+
+    return make
+
+
+def row_of(cache: KVCache, store: torch.Tensor, row: int) -> torch.Tensor:
+    """[40, Hkv, D or Dv]: the entries of one row in their order."""
+    at = torch.arange(40)
+    return store[cache.pool.places(torch.full_like(at, row), at)]
 
 
 def one_query(q, keys, values, scaling, softcap, sinks):
@@ -41,31 +61,32 @@ def one_query(q, keys, values, scaling, softcap, sinks):
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "value_dim"), KNOBS)
-def test_prompt_plan(window, softcap, sinks, value_dim):
-    """Right-padded prompts behind a running row: causal, windowed, capped, with sinks; heads in the right order."""
+@pytest.mark.parametrize("starts", [[0, 0], [5, 5], [0, 11]])
+def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
+    """Prompts behind a running row, and behind what was read of them: causal, windowed, capped, with sinks."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 9, 8, generator=generator)
     k, v = (torch.randn(2, 2, 9, width, generator=generator) for width in (8, value_dim))
-    cache = empty_cache(value_dim)
-    out = PromptPlan(cache, 1, 2, 9).attend(0, q, k, v, 0.3, window, softcap, sinks)
-    for row in range(2):
-        assert torch.equal(cache.keys[0][1 + row, :9], k[row].transpose(0, 1))
+    cache = make_cache(value_dim)
+    before = [row_of(cache, cache.keys[0], row) for row in range(3)]
+    out = prompt_plan(cache, 1, starts, 9).attend(0, q, k, v, 0.3, window, softcap, sinks)
+    assert torch.equal(row_of(cache, cache.keys[0], 0), before[0])
+    for row, start in enumerate(starts):
+        all_keys, all_values = (row_of(cache, store[0], 1 + row) for store in (cache.keys, cache.values))
+        assert torch.equal(all_keys[:start], before[1 + row][:start])
+        assert torch.equal(all_keys[start : start + 9], k[row].transpose(0, 1))
         for at in range(9):
-            see = slice(max(0, at + 1 - window) if window else 0, at + 1)
-            keys, values = k[row].transpose(0, 1)[see], v[row].transpose(0, 1)[see]
-            wanted = one_query(q[row, :, at], keys, values, 0.3, softcap, sinks)
+            see = slice(max(0, start + at + 1 - window) if window else 0, start + at + 1)
+            wanted = one_query(q[row, :, at], all_keys[see], all_values[see], 0.3, softcap, sinks)
             assert torch.allclose(out[row, at], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "value_dim"), KNOBS)
 @pytest.mark.parametrize("lengths", [[7, 7], [3, 11]])
-def test_tree_plan(window, softcap, sinks, value_dim, lengths):
+def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
     """A node sees its row's prefix and its ancestors, by their positions where there is a window (depth, not place)."""
     generator = torch.Generator().manual_seed(1)
-    cache = empty_cache(value_dim)
-    cache.reserve(2, 64)
-    for store in cache.stores:
-        store.copy_(torch.randn(store.shape, generator=generator))
+    cache = make_cache(value_dim)
     parents = torch.tensor([[0, 0, 1, 1, 3], [0, 1, 1, 2, 4]])
     depths = torch.tensor([[0, 1, 1, 2, 2, 3], [0, 1, 2, 2, 3, 4]])
     mask = ancestor_mask(parents, 4)
@@ -77,7 +98,7 @@ def test_tree_plan(window, softcap, sinks, value_dim, lengths):
             at = length + depths[row, node].item()
             near = [p for p in range(length) if not window or at - p < window]
             kin = [n for n in range(6) if mask[row, node, n] and (not window or at - length - depths[row, n] < window)]
-            keys = torch.cat((cache.keys[0][row, near], k[row].transpose(0, 1)[kin]))
-            values = torch.cat((cache.values[0][row, near], v[row].transpose(0, 1)[kin]))
+            keys = torch.cat((row_of(cache, cache.keys[0], row)[near], k[row].transpose(0, 1)[kin]))
+            values = torch.cat((row_of(cache, cache.values[0], row)[near], v[row].transpose(0, 1)[kin]))
             wanted = one_query(q[row, :, node], keys, values, 0.3, softcap, sinks)
             assert torch.allclose(out[row, node], wanted, atol=1e-5)

@@ -141,7 +141,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft):
         count = len(tokens) - 1
         with torch.no_grad():
             dense.head(dense.embed(torch.tensor(tokens[1:])), dense.features[:-1], torch.arange(count), keep, count)
-        assert torch.allclose(drafter.reader.caches[0].keys[0][row, :count], kept["keys"], atol=1e-4)
+        assert torch.allclose(drafter.reader.caches[0].home_keys[0][row, :count], kept["keys"], atol=1e-4)
     engine.close()
 
 

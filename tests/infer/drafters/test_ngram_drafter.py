@@ -47,7 +47,7 @@ def proposed(text: list[int], shape: str, min_n: int = 1):
     lookup = NgramLookup(3, min_n)
     drafter = NgramDrafter(lookup, DraftShape.parse(shape), torch.device("cpu"))
     request = Request("r", text[:-1], SamplingParams(), output_ids=text[-1:])
-    drafter.admit(0, [request], torch.tensor([text[:-1]]))
+    drafter.admit(0, [request], len(text) - 1)
     return drafter.propose([request])
 
 

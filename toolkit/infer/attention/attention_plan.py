@@ -50,9 +50,7 @@ class PromptPlan:
     """
 
     def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
-        cache.reserve(first_row + rows, tokens)
-        self._cache = cache
-        self._rows = slice(first_row, first_row + rows)
+        self._window = cache.window(first_row, [0] * rows, tokens, tokens)
         self._tokens = tokens
         self._masks: dict[int | None, Tensor] = {}
 
@@ -67,8 +65,7 @@ class PromptPlan:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        self._cache.keys[layer][self._rows, : self._tokens] = k.transpose(1, 2)
-        self._cache.values[layer][self._rows, : self._tokens] = v.transpose(1, 2)
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         if softcap is None and sinks is None and (window is None or window >= self._tokens):
             return attend_causal(q, k, v, scaling=scaling)
         if window not in self._masks:
@@ -80,29 +77,29 @@ class PromptPlan:
 
 
 class TreePlan:
-    """N new nodes per row behind prefixes of `lengths` tokens, in rows 0..B-1.
+    """N new nodes per row behind prefixes of `lengths` tokens, in rows first_row .. first_row+B-1.
 
     node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
     depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
     """
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        lengths: Sequence[int],
+        node_mask: Tensor,
+        depths: Tensor | None = None,
+        first_row: int = 0,
+    ) -> None:
         rows, new, nodes = node_mask.shape
         longest = max(lengths)
-        cache.reserve(rows, longest + nodes)
-        self._cache = cache
         self._rows, self._new, self._span = rows, new, longest + nodes
-        self._uniform = longest if min(lengths) == longest else None
-        self._start = longest + nodes - new
+        self._window = cache.window(first_row, [length + nodes - new for length in lengths], new, self._span)
+        self._one_for_all = nodes == 1 and min(lengths) == longest  # every query sees every key
         self._node_mask, self._depths = node_mask, depths
         self._lengths = torch.tensor(lengths, device=node_mask.device)
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
-        if self._uniform is None:
-            self._places = (
-                (torch.arange(rows, device=node_mask.device) * cache.span + self._lengths + (nodes - new))[:, None]
-                + torch.arange(new, device=node_mask.device)
-            ).view(-1)
 
     def attend(
         self,
@@ -115,26 +112,17 @@ class TreePlan:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        self._store(self._cache.keys[layer], self._cache.flat_keys[layer], k)
-        self._store(self._cache.values[layer], self._cache.flat_values[layer], v)
-        keys = self._cache.keys[layer][: self._rows, : self._span].transpose(1, 2)
-        values = self._cache.values[layer][: self._rows, : self._span].transpose(1, 2)
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window is not None and window >= self._span:
             window = None
         if window not in self._masks:
             self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
         return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
 
-    def _store(self, rows: Tensor, flat: Tensor, new: Tensor) -> None:
-        """Write `new` [B, Hkv, N, D or Dv] into one layer's keys or values."""
-        if self._uniform is not None:
-            rows[: self._rows, self._start : self._start + self._new] = new.transpose(1, 2)
-        else:
-            flat.index_copy_(0, self._places, new.transpose(1, 2).reshape(-1, *flat.shape[1:]))
-
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        if window is None and self._uniform is not None and self._span == self._uniform + 1:
-            return None  # one node a row and equal lengths: every key is seen
+        if window is None and self._one_for_all:
+            return None
         allowed = self._allowed_keys()
         if window is not None:
             allowed = allowed & (self._distances() < window)
@@ -161,3 +149,16 @@ class TreePlan:
         at = self._lengths[:, None] + self._depths
         stands.scatter_(2, self._node_places(), at[:, None])
         return at[:, -self._new :, None] - stands
+
+
+def prompt_plan(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionPlan:
+    """The next `tokens` tokens (padded on the right) of prompts of which the first starts[b] are in the cache already.
+
+    Rows first_row .. first_row+B-1.
+    """
+    if max(starts) == 0:
+        return PromptPlan(cache, first_row, len(starts), tokens)
+    device = cache.shape.device
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
+    depths = torch.arange(tokens, device=device).expand(len(starts), -1)
+    return TreePlan(cache, starts, causal, depths, first_row)

@@ -1,19 +1,23 @@
-"""The key/value cache: one slot per running request, its positions side by side.
+"""Keys and values at the addresses of a page pool, and windows: what one forward writes and reads of them.
 
-Shapes: L layers, R rows (slots), S positions a row, Hkv key heads, D head dim of keys, Dv of values.
-
-Running requests always hold rows 0..B-1: a new one is appended, and the last row fills the hole of a finished one.
-So every forward works on a contiguous range of rows and on a view of the first positions; nothing is gathered.
+Shapes: L layers, E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values; of a window B
+rows, N new positions a row, S positions read.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-ROW_STEP = 64  # positions are allocated in multiples of this
+from toolkit.infer.attention.page_pool import PagePool
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone do not count as memory
 
 
 @dataclass(frozen=True)
@@ -27,47 +31,123 @@ class KVShape:
     device: torch.device
     value_dim: int | None = None
 
+    @property
+    def bytes_per_token(self) -> int:
+        width = self.head_dim + (self.value_dim or self.head_dim)
+        return self.layers * self.kv_heads * width * self.dtype.itemsize
+
+
+class Window(Protocol):
+    """Rows of a cache as one forward sees them, built once for all its layers."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] at the window's new positions."""
+        ...
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Positions 0..S-1 of the rows: [B, S, Hkv, D] and [B, S, Hkv, Dv]."""
+        ...
+
 
 class KVCache:
-    """Keys [L, R, S, Hkv, D] and values [L, R, S, Hkv, Dv]; rows and positions grow geometrically, as needed."""
+    """keys and values: per layer [E, Hkv, D or Dv]."""
 
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
-        self.rows = 0
-        self.span = 0
-        self._allocate(0, 0)
-
-    def _allocate(self, rows: int, span: int) -> None:
-        self.rows, self.span = rows, span
-        self.stores = (self._zeros(self.shape.head_dim), self._zeros(self.shape.value_dim or self.shape.head_dim))
-        self.keys, self.values = (list(store.unbind(0)) for store in self.stores)  # per layer [R, S, Hkv, D or Dv]
-        self.flat_keys, self.flat_values = (list(store.flatten(1, 2).unbind(0)) for store in self.stores)
-
-    def _zeros(self, width: int) -> Tensor:
-        # Zeros, not garbage: a masked key is multiplied by 0, and 0 * nan is nan.
-        shape = self.shape
-        return torch.zeros(
-            shape.layers, self.rows, self.span, shape.kv_heads, width, dtype=shape.dtype, device=shape.device
+    def __init__(self, shape: KVShape, pool: PagePool) -> None:
+        self.shape, self.pool = shape, pool
+        widths = (shape.head_dim, shape.value_dim or shape.head_dim)
+        entries = pool.page_count * pool.page_size
+        # One allocation a layer: a system that limits single ones would refuse all layers in one.
+        self.keys, self.values = (
+            [_zeros((entries, shape.kv_heads, width), shape.dtype, shape.device) for _ in range(shape.layers)]
+            for width in widths
         )
+        rows, size = pool.rows, pool.pages_per_row * pool.page_size
+        # [R, S, Hkv, D or Dv] of rows at home, made once: 60 views a step would be felt at batch 1.
+        self.home_keys, self.home_values = (
+            [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.homes else []
+            for stores in (self.keys, self.values)
+        )
+        pool.attach(self)
 
-    def reserve(self, rows: int, span: int) -> None:
-        """Make room for `rows` rows of `span` positions; what is cached is kept."""
-        if rows <= self.rows and span <= self.span:
-            return
-        before, old_rows, old_span = self.stores, self.rows, self.span
-        rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
-        span = self.span if span <= self.span else max(span, self.span * 3 // 2)
-        self._allocate(rows, -(-span // ROW_STEP) * ROW_STEP)
-        for store, old in zip(self.stores, before, strict=True):
-            store[:, :old_rows, :old_span] = old
+    def window(self, first_row: int, starts: Sequence[int], new: int, span: int) -> Window:
+        """Rows first_row .. first_row+B-1, of which row b is written at starts[b] .. starts[b]+new-1; S = span."""
+        kind = HomeWindow if self.pool.homes else PagedWindow
+        return kind(self, first_row, starts, new, span)
 
-    def move_row(self, destination: int, source: int, length: int) -> None:
-        """Copy the first `length` positions of row `source` over row `destination`."""
-        for store in self.stores:
-            store[:, destination, :length] = store[:, source, :length]
+    def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
+        """Copy whole pages, all layers."""
+        to, of = (torch.tensor(pages, device=self.shape.device) for pages in (destination, source))
+        for store in (*self.keys, *self.values):
+            pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
+            pages.index_copy_(0, to, pages.index_select(0, of))
 
     def move_entries(self, destination: Tensor, source: Tensor) -> None:
-        """Copy entries between flat places (row * S + position), [M] each, in every layer."""
-        for store in self.stores:
-            flat = store.flatten(1, 2)
-            flat.index_copy_(1, destination, flat.index_select(1, source))
+        """Copy entries between places [M] of all layers; all are read before any is written."""
+        for store in (*self.keys, *self.values):
+            store.index_copy_(0, destination, store.index_select(0, source))
+
+
+class HomeWindow:
+    """Rows that lie side by side at their homes: reading is a view."""
+
+    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
+        self._cache = cache
+        rows = slice(first_row, first_row + len(starts))
+        self._seen = (rows, slice(0, span))
+        self._new = (rows, slice(starts[0], starts[0] + new))
+        ragged = min(starts) != max(starts)
+        self._places = _places(cache.pool, first_row, starts, new, cache.shape.device) if ragged else None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self._places is None:
+            self._cache.home_keys[layer][self._new] = keys
+            self._cache.home_values[layer][self._new] = values
+        else:
+            _scatter(self._cache.keys[layer], self._places, keys)
+            _scatter(self._cache.values[layer], self._places, values)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._cache.home_keys[layer][self._seen], self._cache.home_values[layer][self._seen]
+
+
+class PagedWindow:
+    """Rows whose pages lie anywhere: reading gathers them. The definition that a paged kernel has to equal."""
+
+    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
+        pool, device = cache.pool, cache.shape.device
+        self._cache, self._span = cache, span
+        self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
+        self._places = _places(pool, first_row, starts, new, device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        _scatter(self._cache.keys[layer], self._places, keys)
+        _scatter(self._cache.values[layer], self._places, values)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._gather(self._cache.keys[layer]), self._gather(self._cache.values[layer])
+
+    def _gather(self, store: Tensor) -> Tensor:
+        pages = store.view(-1, self._cache.pool.page_size, *store.shape[1:])[self._table]  # [B, pages, size, Hkv, D]
+        return pages.flatten(1, 2)[:, : self._span]
+
+
+def _scatter(store: Tensor, places: Tensor, entries: Tensor) -> None:
+    store.index_copy_(0, places, entries.reshape(-1, *store.shape[1:]))
+
+
+def _places(pool: PagePool, first_row: int, starts: Sequence[int], new: int, device: torch.device) -> Tensor:
+    """[B * N]: where the entries at starts[b] .. starts[b]+new-1 of each row lie."""
+    rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
+    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
+    return pool.places(rows.expand_as(positions), positions).flatten()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    if device.type != "cpu" or sys.platform != "linux" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)

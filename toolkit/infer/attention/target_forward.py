@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from toolkit.infer.attention.attention_plan import AttentionPlan, PromptPlan, TreePlan
 from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.errors import UnsupportedTargetError
 from toolkit.target.load import Target, TargetError
 
@@ -112,7 +113,7 @@ class TargetForward:
         device = self.target.device
         ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
         at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
-        cache = KVCache(self.kv_shape)
+        cache = KVCache(self.kv_shape, PagePool(1, PROBE_TOKENS))
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
         first = self(ids[:, :half], at[:, :half], PromptPlan(cache, 0, 1, half))
         rest = self(ids[:, half:], at[:, half:], TreePlan(cache, [half], chain, at[:, :half]))

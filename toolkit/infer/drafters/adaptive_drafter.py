@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.drafter import Drafter
@@ -34,8 +32,18 @@ class AdaptiveDrafter:
         self.chooser = AdaptiveShape(shape)
         self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
-        self.inner.admit(first_row, requests, input_ids)
+    @property
+    def lookahead(self) -> int:
+        return self.inner.lookahead
+
+    def reach(self, shape: DraftShape) -> int:
+        return self.inner.reach(shape)
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        self.inner.admit(first_row, requests, tokens)
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return self.inner.positions_read(row, request)
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
         self._round = None

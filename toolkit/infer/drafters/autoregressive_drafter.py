@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.attention.attention_plan import PromptPlan
+from toolkit.infer.attention.attention_plan import prompt_plan
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
 from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Picks
-from toolkit.infer.drafters.drafter import root_tokens
+from toolkit.infer.drafters.drafter import root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
 from toolkit.infer.drafters.pending import Pending
@@ -43,8 +44,11 @@ CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them 
 class AutoregressiveDrafter:
     """Owns the head's caches, the target features it still has to read, and the hooks that bring them."""
 
-    def __init__(self, target: Target, draft: DraftCheckpoint, shape: DraftShape, *, drawn: bool = False) -> None:
-        """drawn: requests with a temperature get drafts drawn from the head's law, and the laws with them (chains)."""
+    def __init__(
+        self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, drawn: bool = False
+    ) -> None:
+        """pool: where the head's caches lie. drawn: requests with a temperature get drafts drawn from the head's law,
+        and the laws with them (chains)."""
         check_draft_matches(draft, target)
         self._head = drafting_head(draft, target)
         # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
@@ -52,9 +56,10 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self._to_target = draft.token_map.ids.to(self._device)
-        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device)
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self._pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self._read: list[int] = []  # by row: positions that every stage has read
         self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
         self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
         self.set_shape(shape)
@@ -70,34 +75,55 @@ class AutoregressiveDrafter:
     def close(self) -> None:
         self._unhook()
 
+    @property
+    def lookahead(self) -> int:
+        return self._head.stages
+
+    def reach(self, shape: DraftShape) -> int:
+        """Drafted nodes lie behind the longest row of pending positions."""
+        return CATCH_UP + shape.num_steps + 1 + shape.top_k * (shape.num_steps - 1)
+
     def _drafts(self, request: Request) -> bool:
         """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
         return request.speculative and len(request.prompt_ids) >= self._head.stages
 
     # -- following the target ------------------------------------------------------------------------------------------
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
-        """Read the prompts but for their last positions, whose next tokens are the first ones sampled."""
-        rows, tokens = input_ids.shape
-        pending = self._pending
-        pending.hold(first_row + rows, 1)
-        pending.counts[first_row:] = [1] * rows
-        if not any(map(self._drafts, requests)):
-            return
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        """Read what the target has read; of the last position what follows is only known when something was sampled."""
+        pending, rows, stages = self._pending, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
-        last = torch.tensor([len(request.prompt_ids) - 1 for request in requests], device=self._device)
+        whole = requests[0].unread <= tokens
+        drafted = any(map(self._drafts, requests))
+        if whole:
+            pending.hold(first_row + rows, 1)
+            pending.counts[first_row:] = [1] * rows
+            self._read[first_row:] = [max(0, len(one.context_ids) - stages) if drafted else 0 for one in requests]
+        if not drafted:
+            return
         features = self._head.features().to(self._dtype)
-        pending.features[here, 0] = features[every, last]
-        hidden = self._head.first_hidden(features[:, :-1])
+        last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
+        if whole:
+            pending.features[here, 0] = features[every, last]
+            for row, request in enumerate(requests, start=first_row):
+                if request.output_ids:  # it comes back after it had lost its pages
+                    pending.tokens[row, 0] = request.output_ids[-1]
+        starts = [request.n_read for request in requests]
+        texts = unread_tokens(requests, tokens + stages, self._device)
+        at = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+        hidden = self._head.first_hidden(features)
         for stage, cache in enumerate(self.reader.caches):
-            count = tokens - 1 - stage  # the token after position i of stage k is i + 1 + k
+            count = tokens - 1 - stage if whole else tokens  # the token after position i of stage k is i + 1 + k
             if count < 1:
                 break
-            positions = torch.arange(count, device=self._device).expand(rows, -1)
-            plan = PromptPlan(cache, first_row, rows, count)
-            hidden = self.reader.read(stage, input_ids[:, 1 + stage :], hidden[:, :count], positions, plan, count)
-            if stage + 1 < self._head.stages:
+            after = texts[:, 1 + stage : 1 + stage + count]
+            plan = prompt_plan(cache, first_row, starts, count)
+            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], plan, max(starts) + count)
+            if whole and stage + 1 < stages:
                 pending.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return self._read[row]
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
@@ -115,10 +141,8 @@ class AutoregressiveDrafter:
         pending.append(features.gather(1, path), found.tokens, [accepted + 1 for accepted in found.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
-        for cache in self.reader.caches:
-            if source < cache.rows:
-                cache.move_row(destination, source, cache.span)
         self._pending.move_row(destination, source)
+        self._read[destination] = self._read[source]
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -172,7 +196,11 @@ class AutoregressiveDrafter:
         longest = max(counts)
         hidden = self._head.first_hidden(pending.features[:rows, :longest])
         tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
-        return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+        found = Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+        for row, request in enumerate(requests):
+            if self._drafts(request):
+                self._read[row] = request.length - self._head.stages
+        return found
 
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
@@ -12,14 +13,16 @@ from toolkit.target.load import Target
 Draft = DraftCheckpoint | NgramLookup
 
 
-def choose_drafter(target: Target, draft: Draft | None, shape: DraftShape | None, *, drawn: bool = False) -> Drafter:
+def choose_drafter(
+    target: Target, draft: Draft | None, shape: DraftShape | None, pool: PagePool, *, drawn: bool = False
+) -> Drafter:
     """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None.
 
-    drawn: a head's drafts are drawn from its law, for requests with a temperature.
+    pool: where a head's cache lies. drawn: a head's drafts are drawn from its law, for requests with a temperature.
     """
     if draft is None:
         return NoDrafter(target.device)
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
-    return AutoregressiveDrafter(target, draft, shape, drawn=drawn)
+    return AutoregressiveDrafter(target, draft, shape, pool, drawn=drawn)

@@ -17,8 +17,24 @@ from toolkit.infer.verify import Walk
 class Drafter(Protocol):
     """Proposes trees. It sees the target only through what the engine's forwards left in its own hooks."""
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
-        """The target has just read the prompts input_ids [B, P] (right-padded) of rows first_row .. first_row+B-1."""
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a position that its entry in the drafter's cache depends on; 0 without a cache."""
+        ...
+
+    def reach(self, shape: DraftShape) -> int:
+        """Positions behind a row's tokens that drafting `shape` may write in the drafter's cache."""
+        ...
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        """The target has just read the next `tokens` tokens (right-padded) of the requests in rows first_row ..
+
+        Those from n_read on, of context_ids: to its end for all of them, or (a chunk) for none.
+        """
+        ...
+
+    def positions_read(self, row: int, request: Request) -> int:
+        """How many of the row's first positions its cache holds as reading the tokens anew would leave them."""
         ...
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
@@ -54,14 +70,28 @@ def root_tokens(requests: Sequence[Request], device: torch.device) -> Tensor:
     return torch.tensor([request.output_ids[-1] for request in requests], device=device)
 
 
+def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
+    """[B, count]: the next tokens of the texts being read, padded on the right with 0."""
+    parts = (request.context_ids[request.n_read : request.n_read + count] for request in requests)
+    return torch.tensor([part + [0] * (count - len(part)) for part in parts], device=device)
+
+
 class NoDrafter:
     """Plain decoding as a drafter: every tree is its root."""
+
+    lookahead = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+    def reach(self, shape: DraftShape) -> int:
+        return 0
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         pass
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return request.length
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
         return root_only(root_tokens(requests, self._device))

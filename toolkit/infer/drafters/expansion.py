@@ -26,19 +26,22 @@ from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan
 from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.drafters.drafting_head import DraftingHead, stage_shape
 
 
 class HeadReader:
     """A head with its caches, one for each stage: what is read is also remembered."""
 
-    def __init__(self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device, pool: PagePool
+    ) -> None:
         self.head = head
         self._embed = embed
         self._scaling = head.config.head_dim**-0.5
         self.dtype = dtype
         shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
-        self.caches = [KVCache(shape) for _ in range(head.stages)]
+        self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int

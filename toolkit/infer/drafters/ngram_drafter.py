@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, root_only, without_padding
 from toolkit.infer.drafters.drafter import root_tokens
@@ -117,6 +116,8 @@ class Trie:
 class NgramDrafter:
     """Knows nothing but the requests' own tokens; a row for which nothing is found gets its root only."""
 
+    lookahead = 0
+
     def __init__(self, lookup: NgramLookup, shape: DraftShape, device: torch.device) -> None:
         self._lookup, self._device = lookup, device
         self._histories: list[History] = []  # by row
@@ -125,8 +126,14 @@ class NgramDrafter:
     def set_shape(self, shape: DraftShape) -> None:
         self.shape = shape
 
-    def admit(self, first_row: int, requests: Sequence[Request], input_ids: Tensor) -> None:
+    def reach(self, shape: DraftShape) -> int:
+        return 0
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self._histories[first_row:] = [History(self._lookup) for _ in requests]
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return request.length
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return root_only(root_tokens(requests, self._device))

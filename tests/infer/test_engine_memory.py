@@ -1,0 +1,196 @@
+"""Pages, prefixes, chunks and preemption: none of them may change a token, or lose a page."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.errors import DraftShapeError, EngineError
+from toolkit.infer.sampling.sampling_params import SamplingParams
+
+TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240, "max_context": 150}
+LAYOUTS = {
+    "homes": {"scattered_pages": False},
+    "scattered": {"scattered_pages": True},
+    "tight": TIGHT,
+    "tight-scattered": {**TIGHT, "scattered_pages": True},
+    "tight-no-prefixes": {**TIGHT, "prefix_cache": False},
+}
+
+
+def families(seed: int, count: int, chance: random.Random) -> list[list[int]]:
+    """Prompts that share beginnings of various lengths, some of them whole prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    stems = [torch.randint(1, 24, (n,), generator=generator).tolist() for n in (60, 33, 16)]
+    prompts = []
+    for _ in range(count):
+        stem = chance.choice(stems)
+        tail = [chance.randrange(1, 24) for _ in range(chance.randint(1, 20))]
+        prompts.append(stem[: chance.randint(1, len(stem))] + (tail if chance.random() < 0.8 else []))
+    return prompts
+
+
+def run_checked(engine: Engine, prompts, params, *, at_once: int) -> list:
+    """All prompts, `at_once` of them queued at a time, with the integrity check after every step."""
+    requests, left = [], list(zip(prompts, params, strict=True))
+    while left or engine.has_work():
+        while left and len(engine.scheduler.waiting) < at_once:
+            requests.append(engine.add_request(*left.pop(0)))
+        engine.step()
+        engine.check_integrity()
+    return requests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["none", "eagle3", "eagle2", "mtp-three-layers", "ngram"])
+def test_tokens_are_those_of_plain_decoding(small_target, build, name, layout):
+    """Every drafter, chain and tree, greedy and sampled, on shared prefixes, in chunks, with too few pages."""
+    chance = random.Random(5)
+    prompts = families(1, 24, chance)
+    params = [
+        SamplingParams(max_tokens=chance.randint(1, 70), temperature=chance.choice((0.0, 0.9)), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    plain = Engine(small_target, max_batch=4, prefix_cache=False)
+    wanted = [one.output_ids for one in plain.generate(prompts, params)]
+    for shape in ("3,1,4", "3,3,8"):
+        draft = None if name == "none" else build(name)
+        engine = Engine(
+            small_target, draft, None if draft is None else DraftShape.parse(shape), max_batch=4, **LAYOUTS[layout]
+        )
+        requests = run_checked(engine, prompts, params, at_once=6)
+        engine.close()
+        assert [request.output_ids for request in requests] == wanted
+        reused = sum(request.cached_tokens for request in requests)
+        assert (reused == 0) == (layout == "tight-no-prefixes")
+        if layout.startswith("tight"):
+            assert sum(request.preemptions for request in requests) > 0
+        if name in ("eagle3", "mtp-three-layers"):  # heads that were fed wrong entries would still be lossless
+            fresh = Engine(small_target, draft, DraftShape.parse(shape), max_batch=4, prefix_cache=False)
+            again = fresh.generate(prompts, params)
+            fresh.close()
+            if layout in ("homes", "scattered"):
+                ours, theirs = ([[e.accepted for e in one.events] for one in many] for many in (requests, again))
+                assert ours == theirs
+
+
+def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
+    """The conversation so far, answer included, is found again: all whole pages but those the head had not read."""
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), max_batch=2)
+    prompt = families(2, 1, random.Random(1))[0][:1] * 3 + [5, 6, 7] * 12
+    first = engine.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    turn = prompt + first.output_ids + [3, 4]
+    second = engine.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    engine.close()
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= (len(turn) - 2 - 5) // 16 * 16 > len(prompt)
+    plain = Engine(small_target, max_batch=1, prefix_cache=False)
+    assert second.output_ids == plain.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
+
+
+def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, small_draft):
+    """A page of the same tokens before another successor must not be used: its draft entries would be wrong."""
+    stem = [(7 * i) % 23 + 1 for i in range(48)]
+    prompts = [stem + [1, 2, 3], stem + [9, 8, 7]]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    shared = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1)
+    ours = [shared.generate([prompt], params)[0] for prompt in prompts]
+    shared.close()
+    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1, prefix_cache=False)
+    wanted = [fresh.generate([prompt], params)[0] for prompt in prompts]
+    fresh.close()
+    assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
+    assert [[e.accepted for e in one.events] for one in ours] == [[e.accepted for e in one.events] for one in wanted]
+
+
+def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
+    """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
+    engine = Engine(small_target, max_batch=2, chunked_prefill_size=8)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = engine.add_request([5, 6, 7], params)
+    engine.step()
+    second = engine.add_request([3] * 50, params)
+    written = len(first.output_ids)
+    seen = []
+    while not second.output_ids:
+        engine.step()
+        engine.check_integrity()
+        seen.append(second.n_read)
+    assert seen == [8, 16, 24, 32, 40, 48, 50]
+    assert len(first.output_ids) == written + len(seen)
+
+
+def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
+    """Its row and pages are free at once, and nothing half-read is ever found again."""
+    engine = Engine(small_target, small_draft, max_batch=2, chunked_prefill_size=8)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.add_request([5, 6, 7], params)
+    engine.step()
+    long = engine.add_request([3] * 90, params)
+    engine.step()
+    assert 0 < long.n_read < 90
+    engine.abort(long)
+    engine.check_integrity()
+    assert long.finish_reason == "abort" and engine.scheduler.reading is None
+    again = engine.add_request([3] * 90, params)
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert again.cached_tokens == 0 and len(again.output_ids) == 30
+
+
+def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
+    """Else a request could stop for ever; the message says what to change."""
+    with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
+        Engine(small_target, max_context=128, max_total_tokens=100)
+    engine = Engine(small_target, small_draft, max_context=128, max_total_tokens=288)
+    with pytest.raises(DraftShapeError, match="draft less"):
+        engine.set_shape(DraftShape.parse("8,20,200"))
+    assert engine.shape == DraftShape.chain(4)
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scattered", [False, True])
+def test_soak(small_target, small_draft, scattered):
+    """5,000 short requests of every kind, aborts and preemptions at random: no page leaks, no answer changes."""
+    chance = random.Random(11)
+    prompts = families(3, 5000, chance)
+    params = [
+        SamplingParams(
+            temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=i, ignore_eos=i % 2 == 0,
+            max_tokens=chance.randint(1, 12),
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    plain = Engine(small_target, max_batch=64, prefix_cache=False)
+    wanted = [one.output_ids for one in plain.generate(prompts, params)]
+    engine = Engine(
+        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, max_total_tokens=640,
+        chunked_prefill_size=48, scattered_pages=scattered, adaptive=True,
+    )  # fmt: skip
+    requests, left = [], list(range(len(prompts)))
+    while left or engine.has_work():
+        for _ in range(min(len(left), chance.randint(0, 6))):
+            i = left.pop(0)
+            requests.append(engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.8))
+        if requests and chance.random() < 0.3:
+            engine.abort(chance.choice(requests[-24:]))
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert sum(request.preemptions for request in requests) > 50
+    assert sum(request.finish_reason == "abort" for request in requests) > 100
+    assert sum(request.cached_tokens for request in requests) > 10_000
+    for request, answer in zip(requests, wanted, strict=True):
+        assert request.output_ids == answer[: len(request.output_ids)]
+        assert request.finish_reason == "abort" or request.output_ids == answer
+    held = engine._memory.pool.held
+    assert engine._memory._prefixes is not None
+    engine._memory._prefixes.evict(engine._memory.pool.capacity)
+    assert held <= 40 and engine._memory.pool.held == 0

@@ -1,0 +1,184 @@
+"""Which page of cache memory holds which positions of which row. Knows no keys; caches attach and copy when told.
+
+A page holds `page_size` positions of the target's cache and of every cache of the drafter: one table serves all. At
+most `capacity` pages are held at a time, by rows (running requests) and by the prefix cache; a page shared by several
+is held once. There are two layouts:
+
+    scattered   any page can follow any other, so a shared page is the same page in several tables. Attention reads
+                through the table (a kernel's work on a GPU; gathered copies in plain torch).
+    homes       every row has addresses of its own for a whole context, side by side, that the operating system backs
+                with memory when they are first touched (the idea of vAttention, arXiv 2405.04437). Attention reads
+                views, so a step copies nothing. Shared pages are copied in when a request is admitted, once.
+
+    homes       | row 0: pages 0 .. n-1 | row 1: pages n .. 2n-1 | ... | spare pages (prefix cache) |
+    scattered   | page 0: never read, takes what is written for padding | pages 1 .. capacity       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 16
+
+
+class PagedStore(Protocol):
+    """A cache whose entries lie at the pool's addresses."""
+
+    def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None: ...
+
+
+class PagePool:
+    """rows: page tables. row_positions: the longest row. capacity: pages held at most; None: enough for every row."""
+
+    def __init__(
+        self,
+        rows: int,
+        row_positions: int,
+        capacity: int | None = None,
+        *,
+        homes: bool = True,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.page_size, self.homes, self.rows = page_size, homes, rows
+        self.pages_per_row = self.pages_of(row_positions)
+        self.capacity = rows * self.pages_per_row if capacity is None else capacity
+        first_spare = rows * self.pages_per_row if homes else 1
+        self.page_count = first_spare + self.capacity
+        self.tables: list[list[int]] = [[] for _ in range(rows)]
+        self._spare = list(range(self.page_count - 1, first_spare - 1, -1))  # taken from the end: low pages first
+        self._holders: dict[int, int] = {}  # page -> how many tables and cached prefixes hold it
+        self._stores: list[PagedStore] = []
+
+    def attach(self, store: PagedStore) -> None:
+        self._stores.append(store)
+
+    def pages_of(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    @property
+    def held(self) -> int:
+        """Pages that somebody holds."""
+        return len(self._holders)
+
+    @property
+    def free(self) -> int:
+        """Pages that can still be taken."""
+        return self.capacity - self.held
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def missing(self, row: int, positions: int) -> int:
+        """Pages that the row lacks for that many positions."""
+        return max(0, self.pages_of(positions) - len(self.tables[row]))
+
+    def grow(self, row: int, positions: int) -> bool:
+        """Give the row pages for that many positions. False, and nothing changed, when they are not free."""
+        missing = self.missing(row, positions)
+        if missing > self.free:
+            return False
+        table = self.tables[row]
+        assert len(table) + missing <= self.pages_per_row, "a row outgrew the context"
+        for _ in range(missing):
+            page = row * self.pages_per_row + len(table) if self.homes else self._spare.pop()
+            self._holders[page] = 1
+            table.append(page)
+        return True
+
+    def release(self, row: int) -> None:
+        """The row ends: it lets go of its pages."""
+        for page in self.tables[row]:
+            self.drop(page)
+        self.tables[row] = []
+
+    def move(self, destination: int, source: int) -> None:
+        """What row `source` holds becomes the empty row `destination`'s."""
+        assert not self.tables[destination], f"row {destination} is not empty"
+        if not self.homes:
+            self.tables[destination], self.tables[source] = self.tables[source], []
+            return
+        pages = self.tables[source]
+        self.release(source)
+        self.grow(destination, len(pages) * self.page_size)
+        self._copy(self.tables[destination], pages)
+
+    # -- shared prefixes -----------------------------------------------------------------------------------------------
+
+    def adopt(self, row: int, pages: Sequence[int]) -> bool:
+        """Start the empty row with these pages of the prefix cache. False, and nothing changed, without room."""
+        assert not self.tables[row], f"row {row} is not empty"
+        if self.homes:
+            if not self.grow(row, len(pages) * self.page_size):
+                return False
+            self._copy(self.tables[row], pages)
+            return True
+        self.hold(pages)
+        self.tables[row] = list(pages)
+        return True
+
+    def share(self, row: int, numbers: range) -> list[int]:
+        """Pages for the prefix cache, holding what the row's pages of those numbers hold; as many as there is room for.
+
+        The caller holds them, and lets go with `drop`.
+        """
+        mine = [self.tables[row][number] for number in numbers]
+        if not self.homes:
+            self.hold(mine)
+            return mine
+        mine = mine[: self.free]
+        spare = [self._spare.pop() for _ in mine]
+        self._holders.update(dict.fromkeys(spare, 1))
+        self._copy(spare, mine)
+        return spare
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One holder more of pages that are held already; it lets go with `drop`."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def drop(self, page: int) -> None:
+        """One holder of the page lets go."""
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            del self._holders[page]
+            if not self.homes or page >= self.rows * self.pages_per_row:
+                self._spare.append(page)
+
+    def _copy(self, destination: Sequence[int], source: Sequence[int]) -> None:
+        if source:
+            for store in self._stores:
+                store.copy_pages(destination, source)
+
+    # -- addresses -----------------------------------------------------------------------------------------------------
+
+    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where entries lie in a cache: rows and positions of one shape, int64 -> places of that shape."""
+        if self.homes:
+            return rows * (self.pages_per_row * self.page_size) + positions
+        table = self.table(0, self.rows, self.pages_per_row, positions.device)
+        page = positions // self.page_size
+        return table[rows, page] * self.page_size + positions % self.page_size
+
+    def table(self, first_row: int, rows: int, pages: int, device: torch.device) -> Tensor:
+        """[rows, pages] int64: page tables, cut or filled up with page 0."""
+        tables = (self.tables[row][:pages] for row in range(first_row, first_row + rows))
+        return torch.tensor([table + [0] * (pages - len(table)) for table in tables], device=device)
+
+    def check_integrity(self, cached: Sequence[int]) -> None:
+        """Assert that every page is held by those who hold it; `cached`: the pages of the prefix cache."""
+        counted: dict[int, int] = {}
+        for page in [page for table in self.tables for page in table] + list(cached):
+            counted[page] = counted.get(page, 0) + 1
+        assert counted == self._holders, "a page leaked, or was let go while held"
+        assert self.held <= self.capacity, "more pages are held than there are"
+        spare_total = self.page_count - (self.rows * self.pages_per_row if self.homes else 1)
+        spare_held = sum(page >= self.page_count - spare_total for page in self._holders)
+        assert len(self._spare) + spare_held == spare_total, "a spare page was lost"
+        assert len(set(self._spare)) == len(self._spare) and not set(self._spare) & self._holders.keys()
+        if self.homes:
+            for row, table in enumerate(self.tables):
+                start = row * self.pages_per_row
+                assert table == list(range(start, start + len(table))), f"row {row} left its home"

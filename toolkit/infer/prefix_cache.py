@@ -1,0 +1,94 @@
+"""Pages of text read before, found again by the tokens they hold.
+
+A drafter's entry at position i depends on tokens up to i + lookahead (EAGLE: 1, since it is read with the token after
+it; MTP: one for every layer). So a page is known by its own tokens and the `lookahead` behind them, below the page
+before it; with pages of 4 and a lookahead of 1:
+
+    tokens   t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ..
+    page 0   t0 t1 t2 t3   t4
+    page 1                 t4 t5 t6 t7   t8
+
+Tokens are compared, not hashes. Least recently used pages go first; a page goes before the one it stands on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toolkit.infer.attention.page_pool import PagePool
+
+
+@dataclass(eq=False)
+class _Node:
+    page: int
+    above: dict[tuple[int, ...], _Node]  # where this node is filed
+    key: tuple[int, ...]
+    below: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Holds pages of `pool` for texts that may come again."""
+
+    def __init__(self, pool: PagePool, lookahead: int) -> None:
+        self._pool, self._lookahead = pool, lookahead
+        self._roots: dict[tuple[int, ...], _Node] = {}
+        self._recency: OrderedDict[_Node, None] = OrderedDict()  # the least recent first, always a leaf
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages it holds."""
+        return [node.page for node in self._recency]
+
+    def find(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Pages that hold the first positions of `tokens`, `most` pages at most; they become the most recent."""
+        path = self._path(tokens, most)
+        self._touch(path)
+        return [node.page for node in path]
+
+    def keep(self, tokens: Sequence[int], row: int, positions: int) -> None:
+        """Keep what the row's pages hold of its first `positions` positions, as far as there is room.
+
+        Only whole pages whose successors are known are kept. `tokens`: the row's text.
+        """
+        complete = min(positions, len(tokens) - self._lookahead) // self._pool.page_size
+        path = self._path(tokens, complete)
+        missing = complete - len(path)
+        for node in path:
+            del self._recency[node]  # not to be evicted for its own continuation
+        if self._pool.homes:  # elsewhere sharing takes no page
+            self.evict(missing)
+        for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
+            key = self._key(tokens, number)
+            above = path[-1].below if path else self._roots
+            node = above[key] = _Node(page, above, key)
+            path.append(node)
+        self._touch(path)
+
+    def evict(self, pages: int) -> bool:
+        """Let go of the least recent pages until that many are free in the pool; False if they do not suffice."""
+        while self._pool.free < pages and self._recency:
+            node, _ = self._recency.popitem(last=False)
+            assert not node.below, "a page would go before those that stand on it"
+            del node.above[node.key]
+            self._pool.drop(node.page)
+        return self._pool.free >= pages
+
+    def _path(self, tokens: Sequence[int], most: int) -> list[_Node]:
+        path: list[_Node] = []
+        while len(path) < most:
+            node = (path[-1].below if path else self._roots).get(self._key(tokens, len(path)))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _key(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
+        size = self._pool.page_size
+        return tuple(tokens[number * size : (number + 1) * size + self._lookahead])
+
+    def _touch(self, path: Sequence[_Node]) -> None:
+        for node in reversed(path):  # what a page stands on is always more recent than the page
+            self._recency[node] = None
+            self._recency.move_to_end(node)
