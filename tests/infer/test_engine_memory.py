@@ -9,7 +9,7 @@ import torch
 
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
-from toolkit.infer.errors import DraftShapeError, EngineError
+from toolkit.infer.errors import EngineError
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240, "max_context": 150}
@@ -149,7 +149,7 @@ def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft
     with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
         Engine(small_target, max_context=128, max_total_tokens=100)
     engine = Engine(small_target, small_draft, max_context=128, max_total_tokens=288)
-    with pytest.raises(DraftShapeError, match="draft less"):
+    with pytest.raises(EngineError, match="draft less"):
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
     engine.close()

@@ -26,7 +26,7 @@ def names(requests) -> str:
 
 def empty(max_batch: int, chunk: int = 64, capacity: int | None = None) -> Scheduler:
     pool = PagePool(max_batch, 64, capacity, page_size=4)
-    return Scheduler(max_batch, chunk, KVMemory(pool, lookahead=0, slack=1, reuse=False))
+    return Scheduler(max_batch, chunk, KVMemory(pool, max_context=20, lookahead=0, slack=1, reuse=False))
 
 
 def scheduler(waiting: str, running: str, max_batch: int) -> Scheduler:

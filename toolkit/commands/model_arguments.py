@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the parser is built without torch
     from toolkit.infer.open_engine import Opened
@@ -57,8 +57,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
-def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
-    """Opens the engine that the arguments name. Raises ValueError with a message for the user."""
+def open_from(args: argparse.Namespace, max_batch: int, **memory: Any) -> Opened:
+    """Opens the engine that the arguments name; memory: open_engine's settings of the cache.
+
+    Raises ValueError with a message for the user."""
     from toolkit.infer.open_engine import open_engine
 
     return open_engine(
@@ -72,6 +74,7 @@ def open_from(args: argparse.Namespace, max_batch: int) -> Opened:
         dtype=args.dtype,
         device=args.device,
         max_batch=max_batch,
+        **memory,
     )
 
 

@@ -26,6 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0: any free one)")
     group.add_argument("--max-batch", type=int, default=16, help="requests decoded at once; more wait (default: 16)")
     group.add_argument(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that all requests and kept prefixes hold together; where they do not suffice, the youngest "
+        "requests wait (default: an eighth of the machine's memory, 0.8 of what a GPU has free)",
+    )
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="prompt tokens read between two steps of answers being written (default: 1024)",
+    )
+    group.add_argument(
+        "--no-prefix-cache", action="store_true", help="read every prompt whole, also its known beginning"
+    )
+    group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
     )
     parser.epilog = (
@@ -42,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
     listener = listen(args.host, args.port)  # before the model: a port in use is found at once
     with listener:
-        opened = open_from(args, args.max_batch)
+        opened = open_from(
+            args,
+            args.max_batch,
+            max_total_tokens=args.max_total_tokens,
+            prefix_cache=not args.no_prefix_cache,
+            chunked_prefill_size=args.chunked_prefill_size,
+        )
         defaults = DefaultSampling.of(opened.target)
         served = Served(
             model_name=args.served_model_name or short_name(opened.target.name),

@@ -73,7 +73,7 @@ def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) 
     from toolkit.data.synthesis import synthesise_prompts
     from toolkit.infer.engine import Engine
 
-    engine = Engine(target, max_batch=settings.batch_size)
+    engine = Engine(target, max_batch=settings.batch_size, prefix_cache=False)
     try:
         with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
             stats = synthesise_prompts(

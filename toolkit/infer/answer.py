@@ -73,11 +73,15 @@ def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[Verif
 
 
 def usage(
-    prompt_tokens: int, answers: Sequence[tuple[Answer, Sequence[VerifyEvent]]], shape: str | None
+    prompt_tokens: int,
+    answers: Sequence[tuple[Answer, Sequence[VerifyEvent]]],
+    shape: str | None,
+    cached_tokens: int = 0,
 ) -> dict[str, Any]:
     """OpenAI's usage of one request: its answers, each with the engine's events, and the prompt counted once.
 
-    shape: names the draft shape, None where nothing was drafted.
+    shape: names the draft shape, None where nothing was drafted. cached_tokens: of the prompt,
+    found in the prefix cache.
     accepted_prediction_tokens: drafted tokens that are in the answer; rejected: drafted nodes that are not.
     `speculative` is ours; accept_length excludes the prefill's token and truncated steps, accept_rate[i] is
     the share of the steps that reached depth i and accepted it.
@@ -90,6 +94,7 @@ def usage(
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
         "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {
             "accepted_prediction_tokens": from_draft,
             "rejected_prediction_tokens": max(0, offered - from_draft),

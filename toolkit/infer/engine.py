@@ -8,24 +8,24 @@ A row whose sequence has L tokens holds the target's keys of the first L-1; the 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.attention_plan import TreePlan, prompt_plan
+from toolkit.infer.attention.attention_plan import TreePlan
 from toolkit.infer.attention.kv_cache import KVCache
-from toolkit.infer.attention.page_pool import PAGE_SIZE, PagePool
+from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.detokenize import Detokenizer
-from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.drafters.drafter import NoDrafter, unread_tokens
+from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.errors import DraftShapeError, EngineError
-from toolkit.infer.kv_memory import KVMemory
+from toolkit.infer.kv_memory import ROOM, KVMemory, page_count
+from toolkit.infer.prompt_reader import PromptReader
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.sampler import Choices, Sampler
@@ -37,9 +37,7 @@ from toolkit.target.load import Target
 __all__ = ["Engine", "PromptTooLongError"]
 
 DEFAULT_SHAPE = DraftShape.chain(4)
-CHUNK = 1024  # prompt tokens between two rounds of those who already write
-ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
-MEMORY_SHARE = 0.25  # of the machine's (or GPU's) memory for the target's cache, unless told
+CHUNK = 1024  # prompt tokens read between two rounds of those who already write
 
 
 class Engine:
@@ -55,9 +53,9 @@ class Engine:
 
     max_total_tokens: tokens that running requests and cached prefixes hold together; where they do not suffice,
     prefixes go first, then the youngest requests wait and are read again. None: whole contexts for max_batch requests,
-    at most a quarter of the memory. prefix_cache: prompts that begin like earlier texts are not read again there.
-    chunked_prefill_size: prompt tokens read between two rounds of running answers. scattered_pages: the layout of
-    page_pool.py; None: on a GPU.
+    at most an eighth of the machine's memory (0.8 of what a GPU has free). prefix_cache: prompts that begin like
+    earlier texts are not read again there. chunked_prefill_size: prompt tokens read between two rounds of running
+    answers. scattered_pages: the layout of page_pool.py; None: on a GPU.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -89,15 +87,18 @@ class Engine:
             self.max_context = limit if max_context is None else min(max_context, limit)
             row = self.max_context + max(ROOM, chunked_prefill_size)
             scattered = target.device.type != "cpu" if scattered_pages is None else scattered_pages
-            pool = PagePool(max_batch, row, self._pages(max_batch, max_total_tokens), homes=not scattered)
+            pages = page_count(self._forward.kv_shape, max_batch, self.max_context, max_total_tokens)
+            pool = PagePool(max_batch, row, pages, homes=not scattered)
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
             self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=self.verifier.draws_drafts)
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
-        self._memory = KVMemory(pool, self.drafter.lookahead, self._slack(self.shape), prefix_cache)
+        lookahead = self.drafter.lookahead
+        self._memory = KVMemory(pool, self.max_context, lookahead, self._slack(self.shape), reuse=prefix_cache)
         self.scheduler = Scheduler(max_batch, chunked_prefill_size, self._memory)
+        self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
         self._sampler: Sampler | None = None  # None: the rows changed
         self._detokenizer = Detokenizer(target.tokenizer)
         self._names, self._arrivals = itertools.count(), itertools.count()
@@ -179,6 +180,7 @@ class Engine:
         Raises `EngineError` when there is no draft head, DraftShapeError for one that head or verifier cannot do."""
         self.verifier.check_shape(shape)
         slack = self._slack(shape)
+        self._memory.check_slack(slack)
         self.drafter.set_shape(shape)
         self.shape, self._memory.slack = shape, slack
 
@@ -244,41 +246,19 @@ class Engine:
         budget = self.scheduler.chunk if self._running else None  # nobody waits for a token: read all
         admitted: list[Request] = []
         while budget is None or budget > 0:
-            group, tokens = self._read_some(budget or self.scheduler.chunk)
+            complete, tokens = self._prompts.read_some(budget or self.scheduler.chunk, self.drafter)
             if not tokens:
                 break
-            admitted += group
+            for request in complete:
+                request.ready = True
+                self._keep(self._running.index(request), request)
+            admitted += complete
             if budget is not None:
                 budget -= tokens
         if admitted:
+            self._sampler = None
             self._finish()
         return admitted
-
-    def _read_some(self, most: int) -> tuple[list[Request], int]:
-        """Read the prompts whose turn it is. Returns those that are complete now, and the padded tokens read."""
-        scheduler = self.scheduler
-        group = scheduler.next_group(most)
-        if group:
-            tokens = max(request.unread for request in group)
-            self._read(len(self._running) - len(group), group, tokens)
-            return group, tokens * len(group)
-        request = scheduler.reading
-        if request is None:
-            return [], 0
-        tokens = self._chunk_of(request, most)
-        row = len(self._running)
-        if tokens == request.unread:
-            group = [scheduler.reading_is_complete()]
-        self._read(row, [request], tokens)
-        return group, tokens
-
-    def _chunk_of(self, request: Request, most: int) -> int:
-        """How much of its prompt is read now. The last part has the tokens that a drafter has to see together."""
-        left = request.unread - most
-        if left <= 0:
-            return request.unread
-        behind = max(left, self.drafter.lookahead)
-        return request.unread - behind if request.unread > behind else request.unread
 
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
@@ -319,44 +299,6 @@ class Engine:
 
     # -- their parts ---------------------------------------------------------------------------------------------------
 
-    def _read(self, first_row: int, group: list[Request], tokens: int) -> None:
-        """Read the next `tokens` tokens of the rows from first_row on; those that are complete get their first one."""
-        device = self.target.device
-        starts = [request.n_read for request in group]
-        input_ids = unread_tokens(group, tokens, device)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
-        plan = prompt_plan(self._cache, first_row, starts, tokens)
-        hidden = self._forward(input_ids, positions.clamp(max=self.max_context - 1), plan)
-        self.drafter.admit(first_row, group, tokens)
-        whole = group[0].unread <= tokens
-        last = [request.unread - 1 for request in group]
-        for request in group:
-            request.n_read += min(tokens, request.unread)
-        if whole:
-            self._sampler = None
-            self._first_tokens(group, input_ids, hidden, last)
-            for row, request in enumerate(group, start=first_row):
-                request.ready = True
-                self._keep(row, request)
-
-    def _first_tokens(self, group: list[Request], input_ids: Tensor, hidden: Tensor, last: list[int]) -> None:
-        """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
-
-        Requests that had lost their pages have tokens already."""
-        fresh = [row for row, request in enumerate(group) if not request.output_ids]
-        if not fresh:
-            return
-        rows, ends = (torch.tensor(numbers, device=hidden.device) for numbers in (fresh, [last[row] for row in fresh]))
-        requests = [group[row] for row in fresh]
-        positions = torch.tensor([[len(request.prompt_ids)] for request in requests], device=hidden.device)
-        roots = root_only(input_ids[rows, ends])
-        logits = self.target.logits(hidden[rows, ends])[:, None]
-        first = Sampler(requests, self.target.vocab_size, hidden.device)(logits, positions, roots)
-        for request, token in zip(requests, first.tokens[:, 0].tolist(), strict=True):
-            request.append_run([token], 0)
-        if first.logprobs is not None:
-            first.logprobs.record(requests, walk(roots, first.tokens))
-
     def _keep(self, row: int, request: Request) -> None:
         """Let what a row has read be found again."""
         if request.ready:
@@ -372,24 +314,8 @@ class Engine:
             self._sampler = None
 
     def _slack(self, shape: DraftShape | None) -> int:
-        """Positions that a step may write behind a row's tokens. Raises DraftShapeError when they have no place."""
-        slack = 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
-        if slack > ROOM or self._cache.pool.capacity < self._cache.pool.pages_of(self.max_context + slack):
-            held = self._cache.pool.capacity * self._cache.pool.page_size
-            raise (EngineError if shape is None else DraftShapeError)(
-                f"one request may need {self.max_context} tokens of context and {slack} for drafted nodes "
-                f"({ROOM} at most); the cache holds {held}: draft less, give it more tokens (max_total_tokens), "
-                "or lower max_context"
-            )
-        return slack
-
-    def _pages(self, max_batch: int, max_total_tokens: int | None) -> int:
-        """How many pages there are."""
-        if max_total_tokens is not None:
-            return max_total_tokens // PAGE_SIZE
-        whole = max_batch * (self.max_context + ROOM)
-        fits = int(_memory_bytes(self.target.device) * MEMORY_SHARE) // self._forward.kv_shape.bytes_per_token
-        return max(min(whole, fits), self.max_context + ROOM) // PAGE_SIZE
+        """Positions that a step may write behind a row's tokens."""
+        return 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
 
     def _lengths(self) -> list[int]:
         """Per row: positions whose target keys are cached."""
@@ -416,10 +342,3 @@ class Engine:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity()
         assert max(self._lengths(), default=0) < self.max_context, "a request outgrew the context"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Of the GPU, free now; of the machine, all."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

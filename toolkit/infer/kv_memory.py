@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
-from toolkit.infer.attention.page_pool import PagePool
+import torch
+
+from toolkit.infer.attention.kv_cache import KVShape
+from toolkit.infer.attention.page_pool import PAGE_SIZE, PagePool
+from toolkit.infer.errors import EngineError
 from toolkit.infer.prefix_cache import PrefixCache
+
+ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
+CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of the machine's memory, or the GPU's free one, for the target's cache
+
+
+def page_count(shape: KVShape, max_batch: int, max_context: int, max_total_tokens: int | None) -> int:
+    """Pages for max_total_tokens; None: for whole contexts of max_batch requests, as far as the memory's share goes."""
+    if max_total_tokens is not None:
+        return max_total_tokens // PAGE_SIZE
+    if shape.device.type == "cuda":
+        share = torch.cuda.mem_get_info(shape.device)[0] * GPU_SHARE
+    else:
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE
+    one = max_context + ROOM
+    return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
 
 
 class KVMemory:
     """pool: the pages. lookahead: tokens behind a position that the drafter's entry there depends on.
 
-    reuse: keep prefixes. slack: positions that a step may write behind a row's tokens (drafted nodes).
+    slack: positions that a step may write behind a row's tokens (drafted nodes). reuse: keep prefixes.
+    Raises EngineError when one request could need more than there is: it could then never end.
     """
 
-    def __init__(self, pool: PagePool, lookahead: int, slack: int, reuse: bool) -> None:
+    def __init__(self, pool: PagePool, max_context: int, lookahead: int, slack: int, *, reuse: bool) -> None:
         self.pool, self.slack = pool, slack
-        self._lookahead = lookahead
+        self._max_context, self._lookahead = max_context, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
+        self.check_slack(slack)
+
+    def check_slack(self, slack: int) -> None:
+        """Raises EngineError when a request of a whole context has no place for that many drafted nodes."""
+        held = self.pool.capacity * self.pool.page_size
+        if slack > ROOM or held < self._max_context + slack:
+            raise EngineError(
+                f"one request may need {self._max_context} tokens of context and {slack} for drafted nodes ({ROOM} at "
+                f"most); the cache holds {held}: draft less, give it more tokens (max_total_tokens), or lower "
+                "max_context"
+            )
 
     def admit(self, row: int, tokens: Sequence[int], reserve: int) -> int | None:
         """Give the empty row pages for `tokens` and a step behind them, starting with what is known of them.

@@ -64,6 +64,7 @@ class LLM:
     decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
     of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
+    max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
     dtype: auto, bfloat16 or float32. device: auto (a GPU if there is one), cpu, cuda, cuda:1.
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
@@ -79,6 +80,8 @@ class LLM:
         token_map: str | Path | None = None,
         max_batch: int = 16,
         max_context: int | None = None,
+        max_total_tokens: int | None = None,
+        prefix_cache: bool = True,
         dtype: str = "auto",
         device: str = "auto",
         revision: str | None = None,
@@ -93,6 +96,8 @@ class LLM:
             device=device,
             max_batch=max_batch,
             max_context=max_context,
+            max_total_tokens=max_total_tokens,
+            prefix_cache=prefix_cache,
         )
         self.engine, self.target, self.shape = opened.engine, opened.target, opened.shape
         self.tokenizer = opened.target.tokenizer

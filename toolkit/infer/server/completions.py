@@ -206,7 +206,8 @@ class Completions:
     def _usage(self, writing: Sequence[_Writing]) -> dict[str, Any]:
         request = writing[0].ticket.request
         shape = self.served.shape_name if request.speculative else None
-        return usage(len(request.prompt_ids), [(one.answer, list(one.ticket.request.events)) for one in writing], shape)
+        answers = [(one.answer, list(one.ticket.request.events)) for one in writing]
+        return usage(len(request.prompt_ids), answers, shape, request.cached_tokens)
 
     def _log(self, one: _Writing) -> None:
         used = self._usage([one])

@@ -13,6 +13,8 @@ from toolkit.infer.request import Request, VerifyEvent
 SERIES = {
     "requests_total": ("counter", "Answers that ended, by finish reason (abort: the client went away)"),
     "prompt_tokens_total": ("counter", "Prompt tokens of ended answers"),
+    "prompt_tokens_cached_total": ("counter", "Prompt tokens of ended answers that the prefix cache held"),
+    "preemptions_total": ("counter", "Times that an ended answer's request lost its pages to older requests"),
     "completion_tokens_total": ("counter", "Tokens of ended answers"),
     "draft_tokens_accepted_total": ("counter", "Drafted tokens that the target accepted, in counted verify steps"),
     "draft_tokens_offered_total": ("counter", "Drafted nodes that were verified, in counted verify steps"),
@@ -34,6 +36,8 @@ class ServerMetrics:
         """Adds one ended answer. `now` on the clock of `request.submitted_at` (perf_counter seconds)."""
         self._values[f'requests_total{{finish_reason="{answer.finish_reason or "abort"}"}}'] += 1
         self._values["prompt_tokens_total"] += len(request.prompt_ids)
+        self._values["prompt_tokens_cached_total"] += request.cached_tokens
+        self._values["preemptions_total"] += request.preemptions
         self._values["completion_tokens_total"] += answer.n_tokens
         self._add_events(events_of_answer(list(request.events), answer.n_tokens))
         self._observe("request_seconds", now - request.submitted_at)

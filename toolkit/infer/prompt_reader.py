@@ -1,0 +1,97 @@
+"""Reads prompts into their rows, whole or in chunks, and samples the first tokens.
+
+Shapes: B rows, N tokens read of each (padded on the right), H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.attention.attention_plan import prompt_plan
+from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.draft_tree import root_only
+from toolkit.infer.drafters.drafter import Drafter, unread_tokens
+from toolkit.infer.request import Request
+from toolkit.infer.sampling.sampler import Sampler
+from toolkit.infer.scheduler import Scheduler
+from toolkit.infer.verify import walk
+from toolkit.target.load import Target
+
+
+class PromptReader:
+    """Takes from the scheduler what is due; target and drafter read it."""
+
+    def __init__(self, target: Target, forward: TargetForward, cache: KVCache, scheduler: Scheduler) -> None:
+        self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
+
+    def read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], int]:
+        """Read prompts of `most` padded tokens together, or that much of a long one.
+
+        Returns the requests that are complete now and have a token, and the padded tokens read: 0 when none are due.
+        """
+        scheduler = self._scheduler
+        group = scheduler.next_group(most)
+        if group:
+            tokens = max(request.unread for request in group)
+            self._read(len(scheduler.running) - len(group), group, tokens, drafter)
+            return group, tokens * len(group)
+        request = scheduler.reading
+        if request is None:
+            return [], 0
+        tokens = chunk_of(request.unread, most, drafter.lookahead)
+        row = len(scheduler.running)
+        if tokens == request.unread:
+            group = [scheduler.reading_is_complete()]
+        self._read(row, [request], tokens, drafter)
+        return group, tokens
+
+    def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> None:
+        """The next `tokens` tokens of the rows from first_row on: to the end of all their texts, or of none."""
+        device = self._target.device
+        starts = [request.n_read for request in group]
+        input_ids = unread_tokens(group, tokens, device)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
+        plan = prompt_plan(self._cache, first_row, starts, tokens)
+        # Padding may lie past the context; clamping only keeps learned position tables in range.
+        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), plan)
+        drafter.admit(first_row, group, tokens)
+        last = [request.unread - 1 for request in group]
+        for request in group:
+            request.n_read += min(tokens, request.unread)
+        if last[0] < tokens:
+            self._first_tokens(group, input_ids, hidden, last)
+
+    def _first_tokens(self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]) -> None:
+        """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
+
+        Requests that had lost their pages have tokens already.
+        """
+        fresh = [row for row, request in enumerate(group) if not request.output_ids]
+        if not fresh:
+            return
+        device = hidden.device
+        rows, ends = torch.tensor(fresh, device=device), torch.tensor([last[row] for row in fresh], device=device)
+        requests = [group[row] for row in fresh]
+        positions = torch.tensor([[len(request.prompt_ids)] for request in requests], device=device)
+        roots = root_only(input_ids[rows, ends])
+        logits = self._target.logits(hidden[rows, ends])[:, None]
+        first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
+        for request, token in zip(requests, first.tokens[:, 0].tolist(), strict=True):
+            request.append_run([token], 0)
+        if first.logprobs is not None:
+            first.logprobs.record(requests, walk(roots, first.tokens))
+
+
+def chunk_of(unread: int, most: int, lookahead: int) -> int:
+    """How many of `unread` tokens are read now; `most` unless the rest is too little.
+
+    The last part needs `lookahead` tokens: the drafter's entries before it depend on as many behind them.
+    """
+    if unread <= most:
+        return unread
+    behind = max(unread - most, lookahead)
+    return unread - behind if unread > behind else unread
