@@ -11,6 +11,7 @@ from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine, PromptTooLongError
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
@@ -228,7 +229,11 @@ def test_generate_leaves_nothing_behind_when_the_callback_raises(tiny_target):
 def test_prompts_beyond_the_token_budget_are_read_in_groups(tiny_target, reference):
     """Groups are cut by padded tokens; a single prompt above the budget is read in chunks."""
     prompts = ragged_prompts(tiny_target.vocab_size)
-    got = run_checked(Engine(tiny_target, max_batch=8, chunked_prefill_size=12), prompts, SamplingParams(max_tokens=8))
+    got = run_checked(
+        Engine(tiny_target, max_batch=8, memory=MemorySettings(chunked_prefill_size=12)),
+        prompts,
+        SamplingParams(max_tokens=8),
+    )
     assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 8) for prompt in prompts]
 
 

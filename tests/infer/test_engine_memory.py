@@ -10,16 +10,18 @@ import torch
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
-TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240, "max_context": 150}
+TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240}
 LAYOUTS = {
-    "homes": {"scattered_pages": False},
-    "scattered": {"scattered_pages": True},
-    "tight": TIGHT,
-    "tight-scattered": {**TIGHT, "scattered_pages": True},
-    "tight-no-prefixes": {**TIGHT, "prefix_cache": False},
+    "homes": MemorySettings(scattered_pages=False),
+    "scattered": MemorySettings(scattered_pages=True),
+    "tight": MemorySettings(**TIGHT),
+    "tight-scattered": MemorySettings(**TIGHT, scattered_pages=True),
+    "tight-no-prefixes": MemorySettings(**TIGHT, prefix_cache=False),
 }
+NO_PREFIXES = MemorySettings(prefix_cache=False)
 
 
 def families(seed: int, count: int, chance: random.Random) -> list[list[int]]:
@@ -55,12 +57,17 @@ def test_tokens_are_those_of_plain_decoding(small_target, build, name, layout):
         SamplingParams(max_tokens=chance.randint(1, 70), temperature=chance.choice((0.0, 0.9)), seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    plain = Engine(small_target, max_batch=4, prefix_cache=False)
+    plain = Engine(small_target, max_batch=4, memory=NO_PREFIXES)
     wanted = [one.output_ids for one in plain.generate(prompts, params)]
     for shape in ("3,1,4", "3,3,8"):
         draft = None if name == "none" else build(name)
         engine = Engine(
-            small_target, draft, None if draft is None else DraftShape.parse(shape), max_batch=4, **LAYOUTS[layout]
+            small_target,
+            draft,
+            None if draft is None else DraftShape.parse(shape),
+            max_batch=4,
+            max_context=150,
+            memory=LAYOUTS[layout],
         )
         requests = run_checked(engine, prompts, params, at_once=6)
         engine.close()
@@ -70,7 +77,9 @@ def test_tokens_are_those_of_plain_decoding(small_target, build, name, layout):
         if layout.startswith("tight"):
             assert sum(request.preemptions for request in requests) > 0
         if name in ("eagle3", "mtp-three-layers"):  # heads that were fed wrong entries would still be lossless
-            fresh = Engine(small_target, draft, DraftShape.parse(shape), max_batch=4, prefix_cache=False)
+            fresh = Engine(
+                small_target, draft, DraftShape.parse(shape), max_batch=4, max_context=150, memory=NO_PREFIXES
+            )
             again = fresh.generate(prompts, params)
             fresh.close()
             if layout in ("homes", "scattered"):
@@ -88,7 +97,7 @@ def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
     engine.close()
     assert first.cached_tokens == 0
     assert second.cached_tokens >= (len(turn) - 2 - 5) // 16 * 16 > len(prompt)
-    plain = Engine(small_target, max_batch=1, prefix_cache=False)
+    plain = Engine(small_target, max_batch=1, memory=NO_PREFIXES)
     assert second.output_ids == plain.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
 
 
@@ -100,7 +109,7 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
     shared = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1)
     ours = [shared.generate([prompt], params)[0] for prompt in prompts]
     shared.close()
-    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1, prefix_cache=False)
+    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1, memory=NO_PREFIXES)
     wanted = [fresh.generate([prompt], params)[0] for prompt in prompts]
     fresh.close()
     assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
@@ -109,7 +118,7 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
 
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
     """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
-    engine = Engine(small_target, max_batch=2, chunked_prefill_size=8)
+    engine = Engine(small_target, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = engine.add_request([5, 6, 7], params)
     engine.step()
@@ -126,7 +135,7 @@ def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
 
 def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
     """Its row and pages are free at once, and nothing half-read is ever found again."""
-    engine = Engine(small_target, small_draft, max_batch=2, chunked_prefill_size=8)
+    engine = Engine(small_target, small_draft, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     engine.add_request([5, 6, 7], params)
     engine.step()
@@ -147,8 +156,8 @@ def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
 def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
     """Else a request could stop for ever; the message says what to change."""
     with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
-        Engine(small_target, max_context=128, max_total_tokens=100)
-    engine = Engine(small_target, small_draft, max_context=128, max_total_tokens=288)
+        Engine(small_target, max_context=128, memory=MemorySettings(100))
+    engine = Engine(small_target, small_draft, max_context=128, memory=MemorySettings(288))
     with pytest.raises(EngineError, match="draft less"):
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
@@ -168,11 +177,11 @@ def test_soak(small_target, small_draft, scattered):
         )
         for i in range(len(prompts))
     ]  # fmt: skip
-    plain = Engine(small_target, max_batch=64, prefix_cache=False)
+    plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
     wanted = [one.output_ids for one in plain.generate(prompts, params)]
     engine = Engine(
-        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, max_total_tokens=640,
-        chunked_prefill_size=48, scattered_pages=scattered, adaptive=True,
+        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, adaptive=True,
+        memory=MemorySettings(640, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
     requests, left = [], list(range(len(prompts)))
     while left or engine.has_work():

@@ -57,8 +57,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
-def open_from(args: argparse.Namespace, max_batch: int, **memory: Any) -> Opened:
-    """Opens the engine that the arguments name; memory: open_engine's settings of the cache.
+def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opened:
+    """Opens the engine that the arguments name; options: further ones of open_engine.
 
     Raises ValueError with a message for the user."""
     from toolkit.infer.open_engine import open_engine
@@ -74,7 +74,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **memory: Any) -> Opened
         dtype=args.dtype,
         device=args.device,
         max_batch=max_batch,
-        **memory,
+        **options,
     )
 
 

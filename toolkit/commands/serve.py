@@ -53,19 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
+    from toolkit.infer.kv_memory import MemorySettings
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.default_sampling import DefaultSampling
 
     listener = listen(args.host, args.port)  # before the model: a port in use is found at once
     with listener:
-        opened = open_from(
-            args,
-            args.max_batch,
-            max_total_tokens=args.max_total_tokens,
-            prefix_cache=not args.no_prefix_cache,
-            chunked_prefill_size=args.chunked_prefill_size,
-        )
+        memory = MemorySettings(args.max_total_tokens, not args.no_prefix_cache, args.chunked_prefill_size)
+        opened = open_from(args, args.max_batch, memory=memory)
         defaults = DefaultSampling.of(opened.target)
         served = Served(
             model_name=args.served_model_name or short_name(opened.target.name),

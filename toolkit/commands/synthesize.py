@@ -72,8 +72,9 @@ def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) 
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.synthesis import synthesise_prompts
     from toolkit.infer.engine import Engine
+    from toolkit.infer.kv_memory import MemorySettings
 
-    engine = Engine(target, max_batch=settings.batch_size, prefix_cache=False)
+    engine = Engine(target, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=False))
     try:
         with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
             stats = synthesise_prompts(

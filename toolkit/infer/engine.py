@@ -16,7 +16,6 @@ from torch import Tensor
 
 from toolkit.infer.attention.attention_plan import TreePlan
 from toolkit.infer.attention.kv_cache import KVCache
-from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree
@@ -24,9 +23,9 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
 from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.errors import DraftShapeError, EngineError
-from toolkit.infer.kv_memory import ROOM, KVMemory, page_count
+from toolkit.infer.kv_memory import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.prompt_reader import PromptReader
-from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent, checked_prompt
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.sampler import Choices, Sampler
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -37,7 +36,6 @@ from toolkit.target.load import Target
 __all__ = ["Engine", "PromptTooLongError"]
 
 DEFAULT_SHAPE = DraftShape.chain(4)
-CHUNK = 1024  # prompt tokens read between two rounds of those who already write
 
 
 class Engine:
@@ -49,13 +47,7 @@ class Engine:
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
-    always `shape`, as measurements of a shape need it.
-
-    max_total_tokens: tokens that running requests and cached prefixes hold together; where they do not suffice,
-    prefixes go first, then the youngest requests wait and are read again. None: whole contexts for max_batch requests,
-    at most an eighth of the machine's memory (0.8 of what a GPU has free). prefix_cache: prompts that begin like
-    earlier texts are not read again there. chunked_prefill_size: prompt tokens read between two rounds of running
-    answers. scattered_pages: the layout of page_pool.py; None: on a GPU.
+    always `shape`, as measurements of a shape need it. memory: how large the cache is, and what is kept there.
     Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
     """
 
@@ -69,10 +61,7 @@ class Engine:
         max_context: int | None = None,
         verify: str = "follow",
         adaptive: bool = False,
-        max_total_tokens: int | None = None,
-        prefix_cache: bool = True,
-        chunked_prefill_size: int = CHUNK,
-        scattered_pages: bool | None = None,
+        memory: MemorySettings = DEFAULT_MEMORY,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -85,19 +74,17 @@ class Engine:
             self._forward = TargetForward(target)
             limit = self._forward.max_context
             self.max_context = limit if max_context is None else min(max_context, limit)
-            row = self.max_context + max(ROOM, chunked_prefill_size)
-            scattered = target.device.type != "cpu" if scattered_pages is None else scattered_pages
-            pages = page_count(self._forward.kv_shape, max_batch, self.max_context, max_total_tokens)
-            pool = PagePool(max_batch, row, pages, homes=not scattered)
+            pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
             self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=self.verifier.draws_drafts)
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
-        lookahead = self.drafter.lookahead
-        self._memory = KVMemory(pool, self.max_context, lookahead, self._slack(self.shape), reuse=prefix_cache)
-        self.scheduler = Scheduler(max_batch, chunked_prefill_size, self._memory)
+        self._memory = KVMemory(
+            pool, self.max_context, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
+        )
+        self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
         self._sampler: Sampler | None = None  # None: the rows changed
         self._detokenizer = Detokenizer(target.tokenizer)
@@ -119,19 +106,7 @@ class Engine:
         Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary,
         SamplingError if a stop id or a biased id is outside.
         """
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
-            raise EngineError("the prompt has no tokens; at least one is needed")
-        if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
-            raise EngineError(
-                f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is "
-                f"0..{self.target.vocab_size - 1}: tokenise with the target's own tokenizer"
-            )
-        if len(prompt) >= self.max_context:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}, the answer included: "
-                f"shorten the prompt to at most {self.max_context - 1} tokens"
-            )
+        prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.max_context)
         if shape is not None and (self.shape is None or not shape.fits_in(self.shape)):
             most = "nothing: it has no drafter" if self.shape is None else f"{self.shape.name} ({self.shape.as_text()})"
             raise DraftShapeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,16 +17,40 @@ ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padd
 CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of the machine's memory, or the GPU's free one, for the target's cache
 
 
-def page_count(shape: KVShape, max_batch: int, max_context: int, max_total_tokens: int | None) -> int:
-    """Pages for max_total_tokens; None: for whole contexts of max_batch requests, as far as the memory's share goes."""
-    if max_total_tokens is not None:
-        return max_total_tokens // PAGE_SIZE
-    if shape.device.type == "cuda":
-        share = torch.cuda.mem_get_info(shape.device)[0] * GPU_SHARE
-    else:
-        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE
-    one = max_context + ROOM
-    return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
+@dataclass(frozen=True)
+class MemorySettings:
+    """How much an engine's cache holds, and how prompts come into it.
+
+    max_total_tokens: tokens that running requests and kept prefixes hold together; where they do not suffice, prefixes
+    go first, then the youngest requests wait and are read again. None: whole contexts for all rows, at most an eighth
+    of the machine's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache: what a prompt shares with
+    an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of running answers.
+    scattered_pages: the layout of page_pool.py; None: on a GPU.
+    """
+
+    max_total_tokens: int | None = None
+    prefix_cache: bool = True
+    chunked_prefill_size: int = 1024
+    scattered_pages: bool | None = None
+
+    def pool(self, shape: KVShape, max_batch: int, max_context: int) -> PagePool:
+        """The pages for entries of `shape`."""
+        scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
+        longest = max_context + max(ROOM, self.chunked_prefill_size)
+        return PagePool(max_batch, longest, self._pages(shape, max_batch, max_context), homes=not scattered)
+
+    def _pages(self, shape: KVShape, max_batch: int, max_context: int) -> int:
+        if self.max_total_tokens is not None:
+            return self.max_total_tokens // PAGE_SIZE
+        if shape.device.type == "cuda":
+            share = torch.cuda.mem_get_info(shape.device)[0] * GPU_SHARE
+        else:
+            share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE
+        one = max_context + ROOM
+        return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
+
+
+DEFAULT_MEMORY = MemorySettings()
 
 
 class KVMemory:

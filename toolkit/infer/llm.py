@@ -14,6 +14,7 @@ from toolkit.infer.answer import Answer, events_of_answer
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.offline_prompts import read_offline_prompts
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.request import Request, TokenLogprob, VerifyEvent
@@ -96,8 +97,7 @@ class LLM:
             device=device,
             max_batch=max_batch,
             max_context=max_context,
-            max_total_tokens=max_total_tokens,
-            prefix_cache=prefix_cache,
+            memory=MemorySettings(max_total_tokens, prefix_cache),
         )
         self.engine, self.target, self.shape = opened.engine, opened.target, opened.shape
         self.tokenizer = opened.target.tokenizer

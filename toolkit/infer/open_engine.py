@@ -11,8 +11,9 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine import CHUNK, DEFAULT_SHAPE, Engine
+from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.log import get_logger
@@ -56,9 +57,7 @@ def open_engine(
     max_batch: int = 16,
     max_context: int | None = None,
     adaptive: bool | None = None,
-    max_total_tokens: int | None = None,
-    prefix_cache: bool = True,
-    chunked_prefill_size: int = CHUNK,
+    memory: MemorySettings = DEFAULT_MEMORY,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -68,7 +67,7 @@ def open_engine(
     matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
-    given. max_total_tokens, prefix_cache, chunked_prefill_size: see Engine.
+    given. memory: how large the cache is.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -101,18 +100,8 @@ def open_engine(
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    engine = Engine(
-        loaded,
-        head,
-        wanted,
-        max_batch=max_batch,
-        max_context=max_context,
-        verify=verify,
-        adaptive=adaptive,
-        max_total_tokens=max_total_tokens,
-        prefix_cache=prefix_cache,
-        chunked_prefill_size=chunked_prefill_size,
-    )
+    options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify}
+    engine = Engine(loaded, head, wanted, adaptive=adaptive, memory=memory, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
 
 

@@ -125,3 +125,21 @@ class Request:
             return None
         self.text.push(token)
         return self.text.hit
+
+
+def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> list[int]:
+    """The prompt as it can be read. Raises EngineError, PromptTooLongError."""
+    prompt = [int(token) for token in prompt_ids]
+    if not prompt:
+        raise EngineError("the prompt has no tokens; at least one is needed")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise EngineError(
+            f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is 0..{vocab_size - 1}: "
+            "tokenise with the target's own tokenizer"
+        )
+    if len(prompt) >= max_context:
+        raise PromptTooLongError(
+            f"the prompt has {len(prompt)} tokens; the context holds {max_context}, the answer included: "
+            f"shorten the prompt to at most {max_context - 1} tokens"
+        )
+    return prompt
