@@ -157,9 +157,7 @@ class OracleDrafter:
         valid[:, 1:] &= torch.tensor(drafted)[:, None]
         mask = ancestor_mask(parents[:, 1:], self.levels)
         mask[~torch.tensor(drafted)] = torch.eye(tokens.shape[1], dtype=torch.bool)
-        offered = [sum(widths) if row else 0 for row in drafted]
-        deepest = [self.levels if row else 0 for row in drafted]
-        return DraftTree(tokens, parents, depths, mask, valid, offered, deepest, is_chain=not self.tree)
+        return DraftTree(tokens, parents, depths, mask, valid, self.levels, is_chain=not self.tree)
 
     def _row(self, request: Request, widths: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Tokens, parents and depths of one tree in level order."""

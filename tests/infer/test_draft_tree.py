@@ -46,7 +46,7 @@ def test_rerank_keeps_the_best_and_their_parents(k, steps, nodes, ties):
     """A child without its parent would be verified behind the wrong prefix; ties (p == 1) are where that happens."""
     for seed in range(20):
         (tokens, parents, scores), levels = random_candidates(2, k, steps, seed, ties)
-        tree = rerank(torch.tensor([900, 901]), tokens, parents, levels, scores, [nodes, nodes])
+        tree = rerank(torch.tensor([900, 901]), tokens, parents, levels, scores, [nodes, nodes], int(levels[-1]))
         for row in range(2):
             kept = tree.tokens[row].tolist()  # a candidate's token is its number
             above = tree.parents[row].tolist()
@@ -67,7 +67,7 @@ def test_certain_chain_beside_equal_siblings():
     tokens = torch.arange(20)[None]
     parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]])
     levels = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
-    tree = rerank(torch.tensor([99]), tokens[:, :10], parents, levels, torch.zeros(1, 10), [5])
+    tree = rerank(torch.tensor([99]), tokens[:, :10], parents, levels, torch.zeros(1, 10), [5], int(levels[-1]))
     assert tree.tokens.tolist() == [[99, 0, 1, 2, 3]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1]]
 
@@ -82,6 +82,7 @@ def test_scores_of_minus_infinity_keep_parents_first():
         torch.tensor([1, 1, 2, 2, 2, 2]),
         torch.full((1, 6), -torch.inf),
         [4],
+        2,
     )
     assert tree.parents.tolist() == [[-1, 0, 0, 1]]
 
@@ -95,13 +96,17 @@ def test_ancestor_mask_is_the_ancestor_relation():
 def test_plain_rows_of_a_batch_keep_their_root_only():
     """Padding nodes are offered to nobody, see themselves only and are not valid."""
     tree = chain_tree(torch.tensor([5, 6]), torch.tensor([[1, 2], [3, 4]]), [2, 0])
-    assert tree.tokens.tolist() == [[5, 1, 2], [6, 3, 4]] and tree.offered == [2, 0] and tree.depth_offered == [2, 0]
+    assert (
+        tree.tokens.tolist() == [[5, 1, 2], [6, 3, 4]]
+        and tree.offered.tolist() == [2, 0]
+        and tree.depth_offered.tolist() == [2, 0]
+    )
     assert tree.valid.tolist() == [[True] * 3, [True, False, False]]
     assert tree.mask[0].tolist() == torch.ones(3, 3).tril().bool().tolist() and torch.equal(
         tree.mask[1], torch.eye(3).bool()
     )
     plain = root_only(torch.tensor([5, 6]))
-    assert plain.nodes == 1 and plain.offered == [0, 0] and plain.parents.tolist() == [[-1], [-1]]
+    assert plain.nodes == 1 and plain.offered.tolist() == [0, 0] and plain.parents.tolist() == [[-1], [-1]]
 
 
 def test_shape_reads_what_it_writes():

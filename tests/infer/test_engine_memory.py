@@ -173,7 +173,7 @@ def test_soak(small_target, small_draft, scattered):
     params = [
         SamplingParams(
             temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=i, ignore_eos=i % 2 == 0,
-            max_tokens=chance.randint(1, 12),
+            max_tokens=chance.choice((1, 4, 8, 12, 40)),
         )
         for i in range(len(prompts))
     ]  # fmt: skip
@@ -181,7 +181,7 @@ def test_soak(small_target, small_draft, scattered):
     wanted = [one.output_ids for one in plain.generate(prompts, params)]
     engine = Engine(
         small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, adaptive=True,
-        memory=MemorySettings(640, chunked_prefill_size=48, scattered_pages=scattered),
+        memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
     requests, left = [], list(range(len(prompts)))
     while left or engine.has_work():
@@ -193,7 +193,7 @@ def test_soak(small_target, small_draft, scattered):
         engine.step()
         engine.check_integrity()
     engine.close()
-    assert sum(request.preemptions for request in requests) > 50
+    assert sum(request.preemptions for request in requests) > 20
     assert sum(request.finish_reason == "abort" for request in requests) > 100
     assert sum(request.cached_tokens for request in requests) > 10_000
     for request, answer in zip(requests, wanted, strict=True):
@@ -202,4 +202,4 @@ def test_soak(small_target, small_draft, scattered):
     held = engine._memory.pool.held
     assert engine._memory._prefixes is not None
     engine._memory._prefixes.evict(engine._memory.pool.capacity)
-    assert held <= 40 and engine._memory.pool.held == 0
+    assert held <= 18 and engine._memory.pool.held == 0

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from toolkit.infer.draft_tree import DraftTree, ancestor_mask, root_only
+from toolkit.infer.draft_tree import DraftTree, ancestor_mask, root_only, without_padding
 from toolkit.infer.verify import moved_entries, walk
 
 
@@ -27,9 +27,7 @@ def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> Dra
         every.append((tokens, parents, depths))
     tokens, parents, depths = (torch.tensor(part) for part in zip(*every, strict=True))
     valid = torch.ones_like(tokens, dtype=torch.bool)
-    return DraftTree(
-        tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, [nodes - 1] * rows, [4] * rows, False
-    )
+    return DraftTree(tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, 4, False)
 
 
 def follow(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
@@ -55,6 +53,8 @@ def test_walk_equals_following_children():
             assert found.accepted[row] == len(path) - 1
             assert found.path[row, : len(path)].tolist() == path
             assert found.tokens[row, : len(path)].tolist() == [choices[row, node] for node in path]
+            assert found.path_nodes[row] == path
+            assert found.path_tokens[row] == [choices[row, node] for node in path]
             deepest = max(deepest, len(path) - 1)
     assert deepest >= 3
 
@@ -84,6 +84,30 @@ def test_moved_entries_name_the_places_of_accepted_nodes():
     tree.mask = ancestor_mask(tree.parents[:, 1:], 2)
     choices = torch.tensor([[4, 0, 7, 0, 0, 9], [3, 9, 0, 0, 0, 0]])
     found = walk(tree, choices)
-    assert found.accepted == [2, 1] and found.tokens.tolist()[0] == [4, 7, 9]
-    rows, to, source = moved_entries(found, torch.tensor([10, 3]))
-    assert rows.tolist() == [0, 0] and to.tolist() == [11, 12] and source.tolist() == [12, 15]
+    assert found.accepted == [2, 1] and found.path_tokens == [[4, 7, 9], [3, 9]]
+    assert moved_entries(found, [10, 3]) == ([0, 0], [11, 12], [12, 15])
+
+
+def test_ranks_of_accepted_nodes():
+    """Children are numbered in the drafter's order, whatever stands between them; padding is nobody's sibling.
+
+    root 0 ── 1, 2, 3;  1 ── 4;  3 ── 5, 6
+    """
+    parents = torch.tensor([[0, 0, 0, 1, 3, 3]] * 2)
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2)
+    depths = torch.tensor([[0, 1, 1, 1, 2, 2, 2]] * 2)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 1] = valid[1, 4] = False
+    tree = DraftTree(
+        tokens=tokens,
+        parents=torch.nn.functional.pad(parents, (1, 0), value=-1),
+        depths=depths,
+        mask=without_padding(ancestor_mask(parents, 2), valid),
+        valid=valid,
+        deepest=2,
+        is_chain=False,
+    )
+    choices = torch.tensor([[3, 0, 0, 6, 0, 0, 8], [3, 0, 0, 7, 0, 0, 0]])
+    found = walk(tree, choices)
+    assert found.accepted == [2, 1]
+    assert found.ranks == [[2, 1], [1]] and found.offered == [6, 4] and found.depth_offered == [2, 2]

@@ -122,7 +122,7 @@ class DraftTree:
     written by the drafter only:
     tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j]: j is i or its ancestor.
     valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
-    offered, depth_offered: drafted nodes of each row, and the depth of its deepest.
+    deepest: no node is deeper; known without looking at `depths`, which may lie on a GPU.
     is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
     proposal: what the drafts were drawn from; None where they were not drawn, in any row.
     """
@@ -132,8 +132,7 @@ class DraftTree:
     depths: Tensor
     mask: Tensor
     valid: Tensor
-    offered: list[int]
-    depth_offered: list[int]
+    deepest: int
     is_chain: bool
     proposal: Proposal | None = None
 
@@ -141,13 +140,23 @@ class DraftTree:
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def offered(self) -> Tensor:
+        """[B]: drafted nodes of each row."""
+        return self.valid.sum(dim=1) - 1
+
+    @property
+    def depth_offered(self) -> Tensor:
+        """[B]: the depth of each row's deepest node."""
+        return self.depths.masked_fill(~self.valid, 0).max(dim=1).values
+
 
 def root_only(roots: Tensor) -> DraftTree:
     """Plain decoding: trees of one node; roots [B]."""
     rows = len(roots)
     one = torch.zeros(rows, 1, dtype=torch.long, device=roots.device)
     seen = torch.ones(rows, 1, 1, dtype=torch.bool, device=roots.device)
-    return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], [0] * rows, [0] * rows, True)
+    return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], 0, True)
 
 
 def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: Proposal | None = None) -> DraftTree:
@@ -161,17 +170,24 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     else:
         valid = at <= torch.tensor(counts, device=tokens.device)[:, None]
         mask = without_padding(mask, valid)
-    return DraftTree(tokens, at - 1, at, mask, valid, list(counts), list(counts), True, proposal)
+    return DraftTree(tokens, at - 1, at, mask, valid, nodes - 1, True, proposal)
 
 
 def rerank(
-    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int]
+    roots: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    scores: Tensor,
+    nodes: Sequence[int],
+    deepest: int,
 ) -> DraftTree:
     """EAGLE-2's second phase (arXiv 2406.16858): of all candidates row b keeps the nodes[b] - 1 of the highest score.
 
     roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
-    levels [C] from 1. A score is a cumulative log-probability, so no child exceeds its parent, and the sort is stable:
-    on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its parent.
+    levels [C] from 1 to `deepest`. A score is a cumulative log-probability, so no child exceeds its parent, and the
+    sort is stable: on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its
+    parent.
     Where rows differ in their number of nodes, candidates of score -inf are not kept either.
     """
     rows, found = tokens.shape
@@ -190,7 +206,7 @@ def rerank(
     minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
     depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
     valid = torch.ones_like(depths, dtype=torch.bool)
-    mask = ancestor_mask(parent_nodes, int(levels[-1]))
+    mask = ancestor_mask(parent_nodes, deepest)
     if not uniform:
         valid[:, 1:] = good.gather(1, places)
         mask = without_padding(mask, valid)
@@ -200,8 +216,7 @@ def rerank(
         depths=depths,
         mask=mask,
         valid=valid,
-        offered=[count] * rows if uniform else (valid.sum(dim=1) - 1).tolist(),
-        depth_offered=depths.masked_fill(~valid, 0).max(dim=1).values.tolist(),
+        deepest=deepest,
         is_chain=False,
     )
 

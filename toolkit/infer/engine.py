@@ -258,14 +258,14 @@ class Engine:
         """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
         batch = len(self._running)
         appended = []
-        for request, tokens, accepted in zip(self._running, found.tokens.tolist(), found.accepted, strict=True):
-            appended.append(request.append_run(tokens[: accepted + 1], accepted))
+        for request, tokens, accepted in zip(self._running, found.path_tokens, found.accepted, strict=True):
+            appended.append(request.append_run(tokens, accepted))
         if choices.logprobs is not None:
             choices.logprobs.record(self._running, found)
         times = (proposed - started, verified - proposed, time.perf_counter() - verified)
         for row, (request, count) in enumerate(zip(self._running, appended, strict=True)):
             accepted = found.accepted[row]
-            offer = (tree.offered[row], tree.depth_offered[row])
+            offer = (found.offered[row], found.depth_offered[row])
             request.events.append(VerifyEvent(*offer, accepted, count, count < accepted + 1, *times, batch))
 
     def _finish(self) -> None:
@@ -308,8 +308,9 @@ class Engine:
 
     def _compact(self, found: Walk, lengths: list[int]) -> None:
         """Move the keys of accepted nodes to the places they would have in plain decoding."""
-        rows, to, source = moved_entries(found, torch.tensor(lengths, device=self.target.device))
-        if len(rows):
+        entries = moved_entries(found, lengths)
+        if entries[0]:
+            rows, to, source = torch.tensor(entries, device=self.target.device)
             places = self._cache.pool.places
             self._cache.move_entries(places(rows, to), places(rows, source))
 

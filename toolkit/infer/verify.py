@@ -10,6 +10,7 @@ carries the chosen token until there is none. The tokens chosen on the way are e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,39 +23,73 @@ from toolkit.infer.draft_tree import DraftTree
 class Walk:
     """The accepted path of every row.
 
-    path [B, A]: nodes on it, root first; A = the longest path of the batch, and entries behind a row's own path are 0.
-    tokens [B, A]: the target's choice at each of them (what is committed). accepted: drafts accepted per row, path
-    length - 1.
+    path [B, A]: nodes on it, root first; A = depth of the tree + 1, and entries behind a row's own path are 0.
+    tokens [B, A]: the target's choice at each of them (what is committed).
+
+    On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
+    ranks: which child of its parent each accepted node was, from 0, in the order in which the drafter prefers them.
+    offered: drafted nodes. depth_offered: depth of the deepest one.
     """
 
     path: Tensor
     tokens: Tensor
     accepted: list[int]
+    path_nodes: list[list[int]]
+    path_tokens: list[list[int]]
+    ranks: list[list[int]]
+    offered: list[int]
+    depth_offered: list[int]
 
 
 def walk(tree: DraftTree, choices: Tensor) -> Walk:
-    """choices [B, N]: the target's token at every node."""
-    nodes = tree.nodes
+    """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once."""
+    nodes, longest = tree.nodes, tree.deepest + 1
     if nodes == 1:
-        return Walk(torch.zeros_like(choices), choices, [0] * len(choices))
+        zeros = [0] * len(choices)
+        return Walk(
+            torch.zeros_like(choices), choices, zeros, [[0] for _ in zeros], choices.tolist(), [[] for _ in zeros],
+            zeros, zeros,
+        )  # fmt: skip
     hit = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
     hit &= tree.valid
     hit[:, 0] = True
     # A node is on the path iff it and all its ancestors were chosen; siblings differ, so these nodes form one path.
     on_path = ((hit[:, None] | ~tree.mask).all(dim=-1)) & tree.valid
-    accepted = (on_path.sum(dim=1) - 1).tolist()
     number = torch.arange(nodes, device=choices.device)
-    path = torch.where(on_path, number, nodes).sort(dim=1).values[:, : max(accepted) + 1]
+    path = torch.where(on_path, number, nodes).sort(dim=1).values[:, :longest]
     path = path.masked_fill(path == nodes, 0)
-    return Walk(path, choices.gather(1, path), accepted)
+    tokens = choices.gather(1, path)
+    ranks = _sibling_ranks(tree).gather(1, path)
+    numbers = torch.stack((on_path.sum(dim=1) - 1, tree.offered, tree.depth_offered), dim=1)
+    rows = torch.cat((numbers, path, tokens, ranks), dim=1).tolist()
+    accepted = [row[0] for row in rows]
+    of_path, of_tokens, of_ranks = (
+        [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
+    )
+    return Walk(
+        path, tokens, accepted, of_path, of_tokens, [row[1:] for row in of_ranks],
+        [row[1] for row in rows], [row[2] for row in rows],
+    )  # fmt: skip
 
 
-def moved_entries(found: Walk, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cache entries that accepted nodes have to move to, and come from: rows, positions to, positions from; all [M].
+def _sibling_ranks(tree: DraftTree) -> Tensor:
+    """[B, N]: how many siblings stand before each node."""
+    if tree.is_chain:
+        return torch.zeros_like(tree.parents)
+    same = tree.parents[:, :, None] == tree.parents[:, None, :]
+    return (same & tree.valid[:, None]).tril(diagonal=-1).sum(dim=-1)
+
+
+def moved_entries(found: Walk, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Cache entries that accepted nodes have to move to, and come from: rows, positions to, positions from.
 
     Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
     """
-    step = torch.arange(found.path.shape[1], device=found.path.device)
-    last = torch.tensor(found.accepted, device=found.path.device)[:, None]
-    row, place = ((found.path != step) & (step <= last)).nonzero(as_tuple=True)
-    return row, lengths[row] + place, lengths[row] + found.path[row, place]
+    rows, to, source = [], [], []
+    for row, (length, path) in enumerate(zip(lengths, found.path_nodes, strict=True)):
+        for place, node in enumerate(path):
+            if node != place:
+                rows.append(row)
+                to.append(length + place)
+                source.append(length + node)
+    return rows, to, source

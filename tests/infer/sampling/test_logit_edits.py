@@ -57,7 +57,7 @@ def test_every_node_of_a_tree_gets_its_own_edits(names):
         roots = torch.tensor([[request.output_ids[-1]] for request in requests])
         tokens = torch.cat((roots, drafts), dim=1)
         mask = ancestor_mask(parents[:, 1:], 3)
-        tree = DraftTree(tokens, parents, depths, mask, mask[:, 0] | True, [5] * 3, [3] * 3, False)
+        tree = DraftTree(tokens, parents, depths, mask, mask[:, 0] | True, 3, False)
         positions = torch.tensor([[r.length] for r in requests])[[0, 2]] + depths[[0, 2]]
         logits = torch.randn(2, 6, VOCAB, generator=generator) * 3
         got = logits.clone()

@@ -69,25 +69,11 @@ class AdaptiveDrafter:
             return
         shape, tree, started, proposed = self._round
         self._round = None
-        ranks = accepted_ranks(tree, found)
         ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
-        self.chooser.record(requests, ran, ranks, proposed - started, self._clock() - proposed)
+        self.chooser.record(requests, ran, found.ranks, proposed - started, self._clock() - proposed)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inner.move_row(destination, source)
 
     def close(self) -> None:
         self.inner.close()
-
-
-def accepted_ranks(tree: DraftTree, found: Walk) -> list[list[int]]:
-    """Of every row: which child of its parent each accepted node was, from 0, root left out.
-
-    Siblings stand in the order in which the drafter prefers them.
-    """
-    if tree.is_chain:
-        return [[0] * accepted for accepted in found.accepted]
-    same = tree.parents[:, :, None] == tree.parents[:, None, :]
-    ranks = (same & tree.valid[:, None]).tril(diagonal=-1).sum(dim=-1)  # siblings before each node
-    on_path = ranks.gather(1, found.path).tolist()  # [B, A]
-    return [row[1 : 1 + accepted] for row, accepted in zip(on_path, found.accepted, strict=True)]

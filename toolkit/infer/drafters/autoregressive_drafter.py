@@ -162,7 +162,7 @@ class AutoregressiveDrafter:
         else:
             limits = None if all(one in (None, shape) for one in own) else own
             found = self._draft_beams(nodes, shape, limits)
-            tree = rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own])
+            tree = rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
         self._next_carry = nodes.finish()
         return tree
 

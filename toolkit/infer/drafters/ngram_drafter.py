@@ -166,15 +166,14 @@ class NgramDrafter:
         ]
         tokens, parents, depths = (torch.tensor(part, device=self._device) for part in zip(*padded, strict=True))
         valid = torch.arange(nodes, device=self._device) < torch.tensor(counts, device=self._device)[:, None]
-        deepest = [depths[-1] for _, _, depths in rows]
+        deepest = max(depths[-1] for _, _, depths in rows)
         return DraftTree(
             tokens=tokens,
             parents=parents,
             depths=depths,
-            mask=without_padding(ancestor_mask(parents[:, 1:], max(deepest)), valid),
+            mask=without_padding(ancestor_mask(parents[:, 1:], deepest), valid),
             valid=valid,
-            offered=[count - 1 for count in counts],
-            depth_offered=deepest,
+            deepest=deepest,
             is_chain=all(parents == list(range(-1, len(parents) - 1)) for _, parents, _ in rows),
         )
 

@@ -27,16 +27,21 @@ class RowLaws:
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
         self._top_k = torch.tensor([p.top_k for p in params], dtype=torch.long, device=device)
         self._min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
+        # Known on the host: where no row is cut, nothing has to be looked up on the device.
+        self._cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
         self._seeds = torch.tensor([p.seed for p in params], dtype=torch.long, device=device)[:, None]
 
     def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
-        drawn = draw(*self._flat(logits), self.target_uniform(positions).flatten())
+        scaled, *settings = self._flat(logits)
+        u = self.target_uniform(positions).flatten()
+        drawn = draw(scaled, *settings, u) if self._cut else draw_from(torch.softmax(scaled, dim=-1), u)
         return drawn.view_as(positions)
 
     def written_out(self, logits: Tensor) -> Tensor:
         """logits [R, n, V] -> probabilities [R, n, V] fp32."""
-        return law(*self._flat(logits)).view(logits.shape)
+        scaled, *settings = self._flat(logits)
+        return (law(scaled, *settings) if self._cut else torch.softmax(scaled, dim=-1)).view(logits.shape)
 
     def target_uniform(self, positions: Tensor) -> Tensor:
         """The target's own numbers in [0, 1) at positions [R, n]: in every round, and in plain decoding, the same."""
