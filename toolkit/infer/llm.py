@@ -64,7 +64,8 @@ class LLM:
     decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
     of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
-    dtype: auto, bfloat16 or float32. device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+    dtype: auto, bfloat16 or float32. quantization: int8 for a target of a byte a weight (CPU), none, or auto (as the
+    draft directory states it). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed.
@@ -80,6 +81,7 @@ class LLM:
         max_batch: int = 16,
         max_context: int | None = None,
         dtype: str = "auto",
+        quantization: str = "auto",
         device: str = "auto",
         revision: str | None = None,
     ) -> None:
@@ -90,6 +92,7 @@ class LLM:
             shape=shape,
             token_map=token_map,
             dtype=dtype,
+            quantization=quantization,
             device=device,
             max_batch=max_batch,
             max_context=max_context,
