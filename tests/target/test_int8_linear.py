@@ -50,6 +50,16 @@ def test_equals_a_float_layer_of_the_same_weights(width, outputs, dtype, direct,
     assert error < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
+def test_tiles_are_put_together_in_order(monkeypatch):
+    """The last tile is shorter than the others."""
+    layer = build(64, 70, torch.float32)
+    rows = torch.randn(9, 64)
+    whole = layer(rows)
+    monkeypatch.setattr(int8_linear, "TILE_SUMS", 1)
+    monkeypatch.setattr(int8_linear, "LEAST_TILE", 16)
+    assert torch.equal(layer(rows), whole)
+
+
 def test_weights_are_rounded_to_the_nearest_of_255():
     linear = nn.Linear(64, 8)
     error = (Int8Linear(linear).weight - linear.weight).abs()

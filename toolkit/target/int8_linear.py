@@ -21,6 +21,8 @@ LARGEST = 127
 DIRECT_PRODUCTS = 4_000_000
 DIRECT_MULTIPLE = 16
 SMALLEST = 1e-30
+# Sums of a tile of outputs, 2 MB of them, stay in the cache until they are put together.
+TILE_SUMS, LEAST_TILE = 2**19, 256
 # A sum of K products of two int8 numbers must fit 31 bits.
 MOST_INPUTS = 2**31 // 128**2 - 1
 
@@ -67,7 +69,7 @@ class Int8Linear(nn.Module):
         if direct:
             out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)
         else:
-            out = integer_product(rows, self.qweight, self.scale).to(rows.dtype)
+            out = integer_product(rows, self.qweight, self.scale)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
@@ -77,14 +79,20 @@ class Int8Linear(nn.Module):
 
 
 def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
-    """rows [M, K] of a dtype of `PLANES`, qweight [N, K] int8, scale [N] -> rows @ (qweight * scale).T [M, N] fp32."""
-    count, planes = rows.shape[0], PLANES[rows.dtype]
+    """rows @ (qweight * scale).T [M, N], in the rows' dtype: rows [M, K] of a dtype of `PLANES`, qweight [N, K] int8,
+    scale [N]."""
+    count, outputs, planes = rows.shape[0], qweight.shape[0], PLANES[rows.dtype]
     digits, step = split_planes(rows, planes)
-    sums = torch._int_mm(digits, qweight.t()).float().view(planes, count, qweight.shape[0])
-    out = sums[0]
-    for place in range(1, planes):
-        out.add_(sums[place], alpha=256**place)
-    return out.mul_(step).mul_(scale)
+    tile = max(TILE_SUMS // max(1, planes * count), LEAST_TILE)
+    parts = []
+    for start in range(0, outputs, tile):
+        end = min(start + tile, outputs)
+        sums = torch._int_mm(digits, qweight[start:end].t()).float().view(planes, count, end - start)
+        part = sums[0]
+        for place in range(1, planes):
+            part.add_(sums[place], alpha=256**place)
+        parts.append(part.mul_(step).mul_(scale[start:end]).to(rows.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def split_planes(rows: Tensor, planes: int) -> tuple[Tensor, Tensor]:
