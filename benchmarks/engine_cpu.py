@@ -94,10 +94,11 @@ def plans_for(args: argparse.Namespace, head: DraftCheckpoint | None) -> tuple[l
     if args.vllm_python is None:
         absent["vllm-cpu"] = "no --vllm-python was given"
     else:
-        plans.append(Plan("vllm-cpu", {"engine": "vllm"}, python=args.vllm_python))
+        same = args.quantization is None
+        plans.append(Plan("vllm-cpu", {"engine": "vllm"}, python=args.vllm_python, compared=same))
         if head is not None and head.kind == "eagle3":
             drafting = {"engine": "vllm", "draft": str(args.draft.resolve()), "num_steps": args.chain}
-            plans.append(Plan("vllm-cpu-eagle3", drafting, chain.as_text(), args.vllm_python))
+            plans.append(Plan("vllm-cpu-eagle3", drafting, chain.as_text(), args.vllm_python, compared=same))
     if args.gguf is None:
         absent["llama.cpp"] = "no --gguf was given"
     else:
@@ -186,6 +187,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draft", type=Path, metavar="DIR", help="draft directory of the head (else none is measured)")
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument(
+        "--quantization",
+        choices=("int8",),
+        help="of the target, for our engine and Hugging Face's; other engines then have other weights (default: none)",
+    )
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
     parser.add_argument(
@@ -235,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = prompts_of(args, tokenizer)
     plans, absent = plans_for(args, head)
     rivals = Rivals(plans, left_out=absent)
-    target = {"target": name, "revision": revision, "dtype": args.dtype}
+    target = {"target": name, "revision": revision, "dtype": args.dtype, "quantization": args.quantization}
     longest = max(len(prompt) for prompt in prompts) + args.max_tokens
     shared = {
         **target, "directory": tokenizer.name_or_path, "draft": None, "shape": None, "lookup": None, "threads": threads,

@@ -23,9 +23,10 @@ class Ours:
     def __init__(self, settings: dict[str, Any]) -> None:
         from toolkit import LLM, __version__
 
-        names = ("target", "revision", "draft", "shape", "dtype", "max_batch")
-        self._llm = LLM(**{name: settings[name] for name in names}, device="cpu")
-        self.version, self.weight_bits = __version__, weight_bits(self._llm.target.model)
+        names = ("target", "revision", "draft", "shape", "dtype", "quantization", "max_batch")
+        kept = {name: settings[name] for name in names}
+        self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu")
+        self.version, self.weight_bits = __version__, self._llm.target.weight_bits
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         from toolkit import SamplingParams
@@ -53,11 +54,12 @@ class HuggingFace:
 
         from toolkit.target.load import load_target
 
-        target = load_target(settings["target"], revision=settings["revision"], dtype=settings["dtype"])
+        names = ("revision", "dtype", "quantization")
+        target = load_target(settings["target"], **{name: settings[name] for name in names})
         self._model, self._lookup = target.model, settings["lookup"]
         # `generate` fills gaps of its settings from here: without this the target's stop ids would come back.
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-        self.version, self.weight_bits = transformers.__version__, weight_bits(self._model)
+        self.version, self.weight_bits = transformers.__version__, target.weight_bits
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         import torch
@@ -145,12 +147,6 @@ class LlamaCpp:
 
 
 ENGINES = {"ours": Ours, "hugging-face": HuggingFace, "vllm": Vllm, "llama.cpp": LlamaCpp}
-
-
-def weight_bits(model: Any) -> float:
-    """Bits per weight as the model holds them, over all of its parameters."""
-    parameters = list(model.parameters())
-    return 8 * sum(one.nbytes for one in parameters) / sum(one.numel() for one in parameters)
 
 
 def peak_memory_bytes() -> int | None:

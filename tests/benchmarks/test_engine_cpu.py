@@ -151,7 +151,8 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
 
 
 def shared_settings(target: Path) -> dict:
-    return {"target": str(target), "revision": None, "dtype": "auto", "draft": None, "shape": None, "max_batch": 2}
+    own = {"target": str(target), "revision": None, "dtype": "auto", "quantization": None}
+    return {**own, "draft": None, "shape": None, "max_batch": 2}
 
 
 def test_an_engine_in_a_process_of_its_own(script, tiny_target_directory, tiny_target, capfd) -> None:
@@ -172,6 +173,15 @@ def test_an_engine_in_a_process_of_its_own(script, tiny_target_directory, tiny_t
         assert reply["peak_memory_bytes"] is None or reply["peak_memory_bytes"] > 10**7
         with pytest.raises(process.EngineProcessError, match="ended with 1: .*no tokens|is empty"):
             ours.answer([[]], 5)
+
+
+@pytest.mark.parametrize("engine", ["ours", "hugging-face"])
+def test_a_quantised_target_has_fewer_bits(script, tiny_target_directory, engine) -> None:
+    """Both rows of the table are then about the same quantised target."""
+    settings = {**shared_settings(tiny_target_directory), "engine": engine, "quantization": "int8", "lookup": None}
+    with script("engine_process").EngineProcess(settings, threads=1) as quantised:
+        quantised.wait_until_loaded()
+        assert 8 < quantised.weight_bits < 16
 
 
 def test_an_engine_that_is_not_installed_says_so(script) -> None:

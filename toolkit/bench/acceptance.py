@@ -155,6 +155,8 @@ def _describe_target(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.quantization,
+        "weight_bits": target.weight_bits,
         "noise_per_unit_of_logit": logit_noise(target.dtype, 1.0),
     }
 

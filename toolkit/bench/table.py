@@ -40,8 +40,10 @@ def header_line(record: dict[str, Any]) -> str:
     settings, rows = record["settings"], [row for row in record["rows"] if row["task"] == ALL]
     steps = " / ".join(f"{row['verify_steps']}" for row in rows)
     target = record.get("target") or {}
+    weights = f"{target['quantization']} weights, " if target.get("quantization") else ""
     return (
-        f"{target.get('name', 'target')} ({target.get('dtype', 'dtype not recorded')}), {prompts_phrase(record)}, "
+        f"{target.get('name', 'target')} ({weights}{target.get('dtype', 'dtype not recorded')}), "
+        f"{prompts_phrase(record)}, "
         f"{rows[0]['answers']} answers of at most {settings['max_tokens']} tokens; "
         f"temperature {settings['temperature']:g}, batch {settings['batch']}, verify steps {steps}"
     )

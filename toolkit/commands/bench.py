@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.launch import set_threads
+from toolkit.commands.model_arguments import add_quantization_argument
 from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.recipe import BenchSettings
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto; float32 makes the comparison exact"
     )
+    add_quantization_argument(group)
     group.add_argument(
         "--out",
         type=Path,
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
             raise ArgumentsError(f"{given} and --draft came together; a recipe's run folder or any head is measured")
         return _measure_any(args)
-    own = (*_SETTINGS, "target", "token_map", "seed", "batch", "no_check", "dtype", "out")
+    own = (*_SETTINGS, "target", "token_map", "seed", "batch", "no_check", "dtype", "quantization", "out")
     stray = next((name for name in own if getattr(args, name) is not None), None)
     if stray is not None:
         how = f"override bench.{stray}=... instead" if stray in _SETTINGS else "name the head: --draft runs/NAME/ckpt"
@@ -103,7 +105,7 @@ def _measure_any(args: argparse.Namespace) -> int:
     set_threads()
     from toolkit.bench.table import print_acceptance
     from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft
-    from toolkit.infer.open_engine import target_of
+    from toolkit.infer.open_engine import quantization_of, target_of
     from toolkit.target.load import load_target
 
     # What is small first: a mistake in it is found before the target is loaded.
@@ -112,7 +114,13 @@ def _measure_any(args: argparse.Namespace) -> int:
     if args.token_map is not None:
         check_token_map_goes_with(draft, args.token_map)
     name, revision = (args.target, None) if args.target else target_of(draft)
-    target = load_target(name, revision=revision, dtype=args.dtype or "auto", device=best_device())
+    target = load_target(
+        name,
+        revision=revision,
+        dtype=args.dtype or "auto",
+        device=best_device(),
+        quantization=quantization_of(draft, args.quantization or "auto"),
+    )
     draft = fit_draft(draft, target, args.token_map)
     record = _measure(
         target,

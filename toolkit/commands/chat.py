@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is not None:
         answer(args.prompt)
         return 0
-    print(f"{opened.target.name}; draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
+    target = opened.target
+    print(f"{target.name} ({target.precision}); draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
     if painter.mark and shape is not None:
         print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
     talk(answer, conversation.reset, sys.stdin)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --device."""
+    """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --quantization,
+    --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -54,7 +55,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto, as the target"
     )
+    add_quantization_argument(group)
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+
+
+def add_quantization_argument(group: argparse._ActionsContainer) -> None:
+    """--quantization; `bench` takes it too."""
+    group.add_argument(
+        "--quantization",
+        choices=("auto", "none", "int8"),
+        help="int8: a byte a weight in the target's linear layers (CPU); the answers are then those of the quantised "
+        "target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+    )
 
 
 def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opened:
@@ -72,6 +84,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opene
         verify=args.verify,
         use_draft=not args.no_draft,
         dtype=args.dtype,
+        quantization=args.quantization or "auto",
         device=args.device,
         max_batch=max_batch,
         **options,

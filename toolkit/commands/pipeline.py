@@ -55,7 +55,13 @@ class Run:
         if self.trains:
             self.recipe.train.check_processes(training_processes(self.processes))
         chosen = self.recipe.target
-        target = load_target(chosen.model, dtype=chosen.dtype, revision=chosen.revision, device=best_device())
+        target = load_target(
+            chosen.model,
+            dtype=chosen.dtype,
+            revision=chosen.revision,
+            device=best_device(),
+            quantization=chosen.quantization,
+        )
         check_head_fits(target, self.recipe.train.aux_layer_ids)
         return target
 

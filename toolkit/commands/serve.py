@@ -87,10 +87,10 @@ def announcement(opened: Opened, model_name: str, host: str, port: int, defaults
     body = {"model": model_name, "messages": messages, "max_tokens": 64, "temperature": 0}
     curl = f"curl {address}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     target = opened.target
-    dtype = str(target.dtype).removeprefix("torch.")
     return (
         f"ready at {address}\n"
-        f"  model     {model_name} ({dtype} on {target.device}, context {opened.engine.max_context} tokens)\n"
+        f"  model     {model_name} ({target.precision}; on {target.device}, "
+        f"context {opened.engine.max_context} tokens)\n"
         f"  draft     {describe(opened)}\n"
         f"  sampling  {defaults.text} unless a request says otherwise\n"
         f"try it:\n  {curl}\n"

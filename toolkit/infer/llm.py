@@ -66,7 +66,8 @@ class LLM:
     of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
     max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
-    dtype: auto, bfloat16 or float32. device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+    dtype: auto, bfloat16 or float32. quantization: int8 for a target of a byte a weight (CPU), none, or auto (as the
+    draft directory states it). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed.
@@ -84,6 +85,7 @@ class LLM:
         max_total_tokens: int | None = None,
         prefix_cache: bool = True,
         dtype: str = "auto",
+        quantization: str = "auto",
         device: str = "auto",
         revision: str | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class LLM:
             shape=shape,
             token_map=token_map,
             dtype=dtype,
+            quantization=quantization,
             device=device,
             max_batch=max_batch,
             max_context=max_context,

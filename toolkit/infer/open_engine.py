@@ -58,6 +58,7 @@ def open_engine(
     max_context: int | None = None,
     adaptive: bool | None = None,
     memory: MemorySettings = DEFAULT_MEMORY,
+    quantization: str = "auto",
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -67,7 +68,8 @@ def open_engine(
     matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
-    given. memory: how large the cache is.
+    given. quantization: "int8" for a target of a byte a weight (CPU), "none", or "auto": as the draft directory states
+    it, else none. memory: how large the cache is.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -84,6 +86,7 @@ def open_engine(
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
+    quantized = quantization_of(head, quantization)
     head = head if use_draft else None
     if wanted is not None and head is None:
         raise OpenError(
@@ -96,7 +99,7 @@ def open_engine(
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
     adaptive = head is not None and (wanted is None if adaptive is None else adaptive)
     logger.info("loading the target %s", name)
-    loaded = load_target(name, dtype=dtype, device=where, revision=revision)
+    loaded = load_target(name, dtype=dtype, device=where, revision=revision, quantization=quantized)
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
@@ -148,3 +151,11 @@ def target_of(draft: Draft | None) -> tuple[str, str | None]:
             f"{draft.path}/config.json does not say which target the head was trained for; name it with --target"
         )
     return str(stated["name"]), stated.get("revision")
+
+
+def quantization_of(draft: Draft | None, wanted: str) -> str | None:
+    """What load_target is told: `wanted`, and for "auto" what the target was when the head was trained for it."""
+    if wanted == "auto":
+        stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
+        return stated.get("quantization") if isinstance(stated, dict) else None
+    return None if wanted == "none" else wanted

@@ -22,6 +22,7 @@ from toolkit.log import get_logger
 from toolkit.target.demo import DEMO_NAME, demo_directory
 from toolkit.target.errors import TargetError
 from toolkit.target.gguf_file import converted_gguf
+from toolkit.target.quantize import quantize_model
 from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
@@ -33,13 +34,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def load_target(
-    name: str | Path, *, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    quantization: str | None = None,
 ) -> Target:
     """Load a target by the demo's name, hub id, directory or .gguf path.
 
     `dtype` "auto" is bfloat16 where the config says so, else float32. `revision` is for hub ids; for the demo and GGUF
     files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
-    that it is the same one from any folder. Raises `TargetError`.
+    that it is the same one from any folder. `quantization` "int8" rounds the linear layers to a byte a weight (CPU);
+    the model that results is the target. Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
@@ -51,9 +58,18 @@ def load_target(
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
+    if quantization is not None:
+        quantize_model(model, quantization, wanted, str(name))
     if not Path(source).is_dir():
         resolved = getattr(config, "_commit_hash", None) or resolved
-    target = Target(model=model, tokenizer=tokenizer, name=_full_name(str(name)), revision=resolved, dtype=wanted)
+    target = Target(
+        model=model,
+        tokenizer=tokenizer,
+        name=_full_name(str(name)),
+        revision=resolved,
+        dtype=wanted,
+        quantization=quantization,
+    )
     _check_logits(target)
     return target
 

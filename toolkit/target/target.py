@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.target.errors import TargetError
+from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.quantize import weight_bits
 from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
@@ -36,6 +38,7 @@ class Target:
     name: str
     revision: str | None = None
     dtype: torch.dtype | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()
@@ -60,6 +63,18 @@ class Target:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embed_tokens.weight.device
+
+    @cached_property
+    def weight_bits(self) -> float:
+        """Bits per weight as the model is held in memory, over all of its weights."""
+        return weight_bits(self.model)
+
+    @property
+    def precision(self) -> str:
+        """What the weights and the arithmetic are, in words."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        weights = "" if self.quantization is None else f"{self.quantization} weights, "
+        return f"{weights}{dtype}, {self.weight_bits:.3g} bits a weight"
 
     @property
     def n_layers(self) -> int:
@@ -113,10 +128,10 @@ class Target:
         return embedding
 
     @cached_property
-    def lm_head(self) -> nn.Linear:
+    def lm_head(self) -> nn.Linear | Int8Linear:
         """Output embedding: hidden [T, H] -> raw scores [T, V]; `logits` adds the family's own scaling."""
         head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
+        if not isinstance(head, (nn.Linear, Int8Linear)):
             raise self._unsupported(f"its output embedding is {type(head).__name__}, not nn.Linear")
         return head
 
@@ -166,7 +181,7 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits over config, name and revision; the same in every dtype."""
+        """16 hex digits over config, name and revision; the same in every dtype and quantization."""
         # `architectures` is filled in by save_pretrained: a target would change its name by being saved.
         passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
         config = {key: value for key, value in self.config.to_dict().items() if key not in passing}

@@ -19,6 +19,7 @@ from toolkit.data.batches import Batch
 from toolkit.log import get_logger
 from toolkit.models.eagle3 import Eagle3Head
 from toolkit.target.features import AuxCapture
+from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.regression import Moments, ridge_regression
@@ -66,7 +67,8 @@ def initialise_from_target(
 @torch.no_grad()
 def _copy_last_layer(head: Eagle3Head, target: Target) -> list[str]:
     layer, last = head.midlayer, target.layers[-1]
-    source = dict(last.named_parameters())
+    source: dict[str, torch.Tensor] = dict(last.named_parameters())
+    source |= {f"{path}.weight": part.weight for path, part in last.named_modules() if isinstance(part, Int8Linear)}
     left = []
     for name, parameter in layer.named_parameters():
         value = source.get(name)

@@ -42,7 +42,11 @@ class Trainer:
         self.recipe, self.settings, self.directory = recipe, recipe.train, directory
         # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
         self.target = load_target(
-            recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision, device=_device()
+            recipe.target.model,
+            dtype=recipe.target.dtype,
+            revision=recipe.target.revision,
+            device=_device(),
+            quantization=recipe.target.quantization,
         )
         self.token_map = load_token_map(token_map)
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
@@ -52,6 +56,7 @@ class Trainer:
                 recipe.seed,
                 self.target.fingerprint,
                 str(self.target.dtype),
+                *([] if self.target.quantization is None else [self.target.quantization]),
                 self.token_map.sha256,
                 sha256_file(rollouts),
             ]
@@ -287,6 +292,7 @@ def describe_target(target: Target) -> dict[str, Any]:
         "fingerprint": target.fingerprint,
         "template_sha256": target.template_sha256,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.quantization,
     }
 
 

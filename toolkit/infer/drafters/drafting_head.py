@@ -98,7 +98,7 @@ class SharedOutput:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., H] as after the target's final norm -> logits [..., D], with the family's logit factor and soft cap."""
-        hidden = hidden.to(self._target.lm_head.weight.dtype)
+        hidden = hidden.to(self._target.dtype)
         if self._rows is None:
             return self._target.logits(hidden)
         return self._target.finish_scores(F.linear(hidden, self._rows, self._bias))

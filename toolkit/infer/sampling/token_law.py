@@ -33,9 +33,9 @@ class RowLaws:
 
     def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
-        scaled, *settings = self._flat(logits)
+        scaled, top_k, top_p, min_p = self._flat(logits)
         u = self.target_uniform(positions).flatten()
-        drawn = draw(scaled, *settings, u) if self._cut else draw_from(torch.softmax(scaled, dim=-1), u)
+        drawn = draw(scaled, top_k, top_p, min_p, u) if self._cut else draw_from(torch.softmax(scaled, dim=-1), u)
         return drawn.view_as(positions)
 
     def written_out(self, logits: Tensor) -> Tensor:

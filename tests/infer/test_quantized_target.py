@@ -1,0 +1,91 @@
+"""Drafted answers of a quantised target are those of the same quantised target decoded plainly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.llm import LLM
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.load import load_target
+from toolkit.target.target import Target
+from toolkit.weights import read_json, write_json
+
+PARAMS = SamplingParams(max_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_target_directory) -> Target:
+    return load_target(tiny_target_directory, quantization="int8")
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in (5, 9, 1, 17, 3, 30, 2)]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_oracle_drafts_change_nothing(quantized, reference, oracle, tree, max_batch):
+    """Long accepted runs, verified in chains and trees, against Hugging Face's generate on the same quantised model."""
+    asked = prompts(quantized.vocab_size)
+    wanted = [reference(quantized, prompt, 32) for prompt in asked]
+    engine = Engine(quantized, max_batch=max_batch)
+    answers = dict(zip(map(tuple, asked), wanted, strict=True))
+    engine.drafter = oracle(answers, quantized.vocab_size, right=0.8, tree=tree)
+    got = engine.generate(asked, PARAMS)
+    assert [request.output_ids for request in got] == wanted
+    assert any(event.accepted > 1 for request in got for event in request.events)
+
+
+def test_a_random_head_changes_nothing(quantized, tiny_draft, tiny_target):
+    """Nearly every draft is rejected; the answers are not those of the target before it was quantised."""
+    asked = prompts(quantized.vocab_size)
+    plain = [request.output_ids for request in Engine(quantized).generate(asked, PARAMS)]
+    engine = Engine(quantized, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3)
+    assert [request.output_ids for request in engine.generate(asked, PARAMS)] == plain
+    engine.close()
+    assert [request.output_ids for request in Engine(tiny_target).generate(asked, PARAMS)] != plain
+
+
+@pytest.mark.parametrize("name", ["eagle2", "mtp"])
+@pytest.mark.parametrize("kept", [range(24), range(0, 24, 2)])
+def test_heads_that_share_the_output_matrix(small_target, shared_draft, name, kept, tmp_path):
+    """They draft by the quantised matrix, whole or the rows of a token map, and change nothing."""
+    small_target.model.save_pretrained(tmp_path)
+    small_target.tokenizer.save_pretrained(tmp_path)
+    target = load_target(tmp_path, quantization="int8")
+    draft: DraftCheckpoint = shared_draft(name, kept)
+    asked = prompts(24)
+    engine = Engine(target, draft, DraftShape.parse("3,2,6"), max_batch=3)
+    got = engine.generate(asked, PARAMS)
+    engine.close()
+    assert [one.output_ids for one in got] == [one.output_ids for one in Engine(target).generate(asked, PARAMS)]
+    assert any(event.accepted for request in got for event in request.events)
+
+
+def test_the_draft_directory_says_what_its_target_was(tiny_draft_directory, tmp_path):
+    """A head trained for a quantised target serves it without being told; the user may still want the weights whole."""
+    config = read_json(tiny_draft_directory / "config.json")
+    config["toolkit"]["target"]["quantization"] = "int8"
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    for path in tiny_draft_directory.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    write_json(folder / "config.json", config)
+    for asked, expected in (("auto", Int8Linear), ("none", torch.nn.Linear), ("int8", Int8Linear)):
+        opened = open_engine(draft=folder, quantization=asked)
+        assert type(opened.target.lm_head) is expected
+        opened.engine.close()
+
+
+def test_offline(tiny_target_directory):
+    with LLM(str(tiny_target_directory), draft="ngram", quantization="int8") as llm:
+        drafted = llm.generate([[5, 6, 7, 5, 6]], PARAMS)[0]
+        assert drafted.token_ids == llm.generate([[5, 6, 7, 5, 6]], PARAMS, speculative=False)[0].token_ids
+        assert llm.target.quantization == "int8"

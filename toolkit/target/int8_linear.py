@@ -1,0 +1,112 @@
+"""A linear layer that keeps one byte a weight: int8 by output row, inputs in full precision.
+
+The law is that of a float layer whose weight is `qweight * scale`. It is computed with integer products, which a CPU
+does several times faster than bfloat16 ones: an input row becomes a fixed-point number of 16 or 24 bits times a step of
+its own, and is multiplied in 2 or 3 planes of 8 bits. Sums of integers are exact, so a row's result does not depend on
+how many rows go beside it.
+
+Shapes: M rows, K input features, N output features, P planes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# 8-bit planes of an input: as much precision as its dtype has. bfloat16 keeps more below the row's largest value.
+PLANES = {torch.bfloat16: 2, torch.float32: 3}
+LARGEST = 127
+# PyTorch's bfloat16 x int8 kernel has less overhead a call and costs more a row: measured equal at about this many
+# products. It reads beyond the row when K is no multiple of 16.
+DIRECT_PRODUCTS = 4_000_000
+DIRECT_MULTIPLE = 16
+SMALLEST = 1e-30
+# Sums of a tile of outputs, 2 MB of them, stay in the cache until they are put together.
+TILE_SUMS, LEAST_TILE = 2**19, 256
+# A sum of K products of two int8 numbers must fit 31 bits.
+MOST_INPUTS = 2**31 // 128**2 - 1
+
+
+class Int8Linear(nn.Module):
+    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
+
+    Raises ValueError for other dtypes and for more than 131071 input features.
+    """
+
+    qweight: Tensor
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        if weight.dtype not in PLANES or linear.in_features > MOST_INPUTS:
+            raise ValueError(
+                f"a linear layer of {weight.dtype} and {linear.in_features} inputs came; bfloat16 or float32 and at "
+                f"most {MOST_INPUTS} inputs are needed"
+            )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        full = weight.float()
+        # Rounded to the dtype before it is used, so that both kernels multiply by the same scale.
+        scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(weight.dtype)
+        rounded = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        self.register_buffer("qweight", rounded.to(torch.int8), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight [N, K] as a float layer would hold it; made anew at every call."""
+        return self.qweight.to(self.scale.dtype) * self.scale[:, None]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the inputs' dtype."""
+        rows = inputs.reshape(-1, self.in_features)
+        direct = (
+            rows.dtype == self.scale.dtype == torch.bfloat16
+            and rows.shape[0] * self.qweight.numel() <= DIRECT_PRODUCTS
+            and self.in_features % DIRECT_MULTIPLE == 0
+        )
+        if direct:
+            out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)
+        else:
+            out = integer_product(rows, self.qweight, self.scale)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*inputs.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
+    """rows @ (qweight * scale).T [M, N], in the rows' dtype: rows [M, K] of a dtype of `PLANES`, qweight [N, K] int8,
+    scale [N]."""
+    count, outputs, planes = rows.shape[0], qweight.shape[0], PLANES[rows.dtype]
+    digits, step = split_planes(rows, planes)
+    tile = max(TILE_SUMS // max(1, planes * count), LEAST_TILE)
+    parts = []
+    for start in range(0, outputs, tile):
+        end = min(start + tile, outputs)
+        sums = torch._int_mm(digits, qweight[start:end].t()).float().view(planes, count, end - start)
+        part = sums[0]
+        for place in range(1, planes):
+            part.add_(sums[place], alpha=256**place)
+        parts.append(part.mul_(step).mul_(scale[start:end]).to(rows.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def split_planes(rows: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """rows [M, K] -> digits [P*M, K] int8, lowest plane first, and step [M, 1] fp32.
+
+    The fixed-point number is sum over p of digits[p] * 256^p in -128..127 each, at most 127 * 256^(P-1), and the row is
+    that number times its step.
+    """
+    count, width = rows.shape
+    largest = torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True, dtype=torch.float32)
+    step = largest.clamp_min_(SMALLEST) / (LARGEST * 256 ** (planes - 1))
+    # 128 more in every plane makes its byte unsigned; the flipped top bit takes the 128 off again.
+    middle = sum(128 << 8 * place for place in range(planes))
+    number = (rows / step).round_().to(torch.int32).add_(middle).bitwise_xor_(middle)
+    # The int32's bytes, lowest first (a little-endian machine, as x86 and ARM are).
+    digits = number.view(torch.int8).as_strided((planes, count, width), (1, 4 * width, 4))
+    return digits.reshape(planes * count, width), step
