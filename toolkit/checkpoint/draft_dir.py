@@ -90,7 +90,7 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
-    values = {name: value for name, value in config.to_dict().items() if name != "aux_layer_ids"}
+    values = {name: value for name, value in kind.config_values(config).items() if name != "aux_layer_ids"}
     return {
         **values,
         **kind.serving_keys(config),
