@@ -25,7 +25,7 @@ from toolkit.target.gguf_file import converted_gguf
 from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
-__all__ = ["DTYPES", "Target", "TargetError", "load_target", "load_tokenizer"]
+__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer"]
 
 log = get_logger(__name__)
 
@@ -56,6 +56,15 @@ def load_target(
     target = Target(model=model, tokenizer=tokenizer, name=_full_name(str(name)), revision=resolved, dtype=wanted)
     _check_logits(target)
     return target
+
+
+def load_config(name: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, str, str | None]:
+    """The configuration of a target, without its weights, and where it was found: a directory or hub id, its revision.
+
+    By the same names as `load_target`. Raises `TargetError`.
+    """
+    source, resolved = _locate(str(name), revision)
+    return _load_config(source, resolved), source, resolved
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
