@@ -238,17 +238,23 @@ def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head came with an embedding that is not the target's, which the engine reads."""
     if draft.own_embedding is None:
         return
-    mine, theirs = draft.own_embedding.float(), target.embed_tokens.weight.detach().float().cpu()
-    if mine.shape != theirs.shape:
-        raise DraftDirError(
-            f"the head {draft.path or ''} came with an embedding {tuple(mine.shape)}, the target's is "
-            f"{tuple(theirs.shape)}; serve it with the target it was trained for"
-        )
-    share = float((mine - theirs).norm() / theirs.norm())
-    if not share <= SAME_EMBEDDING:
+    share = embedding_distance(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
+    if told_far(share):
         raise DraftDirError(
             f"the head {draft.path or ''} came with an embedding of its own, {100 * share:.1f} % from the target's; "
             "the engine reads the target's, with which this head was not trained"
         )
     # Checked once; it is as large as the target's.
     draft.own_embedding = None
+
+
+def embedding_distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """|mine - theirs| / |theirs|; infinite when their shapes differ."""
+    if mine.shape != theirs.shape:
+        return float("inf")
+    return float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def told_far(distance: float) -> bool:
+    """Whether two embeddings of that distance are two; a distance that is no number is far."""
+    return not distance <= SAME_EMBEDDING

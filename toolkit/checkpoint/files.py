@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.errors import DraftDirError
+from toolkit.target.demo import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json
 
 CONFIG = "config.json"
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = {SAFETENSORS: "model.safetensors.index.json", PICKLE: "pytorch_model.bin.index.json"}
 HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
+DRAFT_KEYS = {"toolkit", "draft_vocab_size", "speculators_model_type", "eagle_config", "dflash_config"}
 # Code in a repository is never wanted, so it is never fetched.
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.md"]
 
@@ -51,12 +54,49 @@ def locate(name: str | Path) -> Path:
             "(runs/NAME/ckpt), one of another project's, or a hub id (org/name, org/name@revision) is needed"
         )
     try:
+        config = read_json(hf_hub_download(hub["id"], CONFIG, revision=hub["revision"]))
+        if looks_like_target(config):  # said before gigabytes are fetched
+            raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
         return Path(snapshot_download(hub["id"], revision=hub["revision"], allow_patterns=WANTED))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise DraftDirError(
             f"{name} is no draft directory: no such folder here, and the hub did not give it ({first})"
         ) from error
+
+
+def looks_like_target(config: Any) -> bool:
+    """Whether a config.json, without its weights, is that of a whole language model."""
+    if not isinstance(config, dict) or DRAFT_KEYS & config.keys():
+        return False
+    text = config.get("text_config") or config
+    return (text.get("num_hidden_layers") or text.get("n_layer") or 0) > 2
+
+
+def is_target(name: str) -> bool:
+    """Whether `name` is a target rather than a draft head, told by its config alone. Raises `DraftDirError`."""
+    path, hub = Path(name).expanduser(), HUB_ID.match(name)
+    if name == DEMO_NAME or path.suffix == ".gguf":
+        return True
+    if path.is_dir():
+        return looks_like_target(read_config(path)) and "fc.weight" not in _names(path)
+    if hub is None:
+        return False
+    try:
+        return looks_like_target(read_json(hf_hub_download(hub["id"], CONFIG, revision=hub["revision"])))
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return False  # `locate` says why it cannot be had
+
+
+def _names(directory: Path) -> set[str]:
+    path = directory / SAFETENSORS
+    if not path.is_file():
+        return set()
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return set(weights.keys())
+    except (SafetensorError, OSError):
+        return set()  # what is damaged is said where it is read
 
 
 def read_config(directory: Path) -> dict[str, Any]:
