@@ -21,8 +21,6 @@ from toolkit.models.head_config import HeadConfig
 from toolkit.target.facts import TargetFacts
 from toolkit.weights import atomic_write, save_tensors, write_json
 
-FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
-
 
 def export_head(
     draft: DraftCheckpoint, to: str, out: str | Path, facts: TargetFacts, shape: Shape

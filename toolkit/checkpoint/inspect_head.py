@@ -109,14 +109,14 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
             ("aux_layer_ids", f"{list(config.aux_layer_ids)} (id k = input of layer k = output of layer k-1)"),
             ("variants", ", ".join(variants) or "none: EAGLE-3 as published"),
         ]
-        needs = f"width {config.target_hidden_size}, vocabulary {config.vocab_size:,}, {config.aux_layer_ids[-1]} layers or more"
+        needs = f", {config.aux_layer_ids[-1]} layers or more"
     else:
         report.rows.append(("draft vocabulary", f"the target's own {config.vocab_size:,} ids and output matrix"))
-        needs = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}"
+        needs = ""
     stated = (draft.meta.get("target") or {}).get("name")
-    report.rows.append(
-        ("needs", f"a target of {needs}; " + (f"it names {stated}" if stated else "it names none: --target"))
-    )
+    named = f"it names {stated}" if stated else "it names none, give --target"
+    size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
+    report.rows.append(("needs", f"a target of {size}; {named}"))
     measured = draft.meta.get("measured")
     if measured:
         report.rows.append(("measured", f"best shape {measured.get('best_shape')}, {measured.get('date', 'no date')}"))

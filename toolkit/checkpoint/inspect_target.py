@@ -6,8 +6,10 @@ from toolkit.checkpoint.inspect_head import Report
 from toolkit.models.head_config import full_attention_rope
 from toolkit.models.rope import STATIC_ROPE_TYPES
 from toolkit.target.errors import TargetError
-from toolkit.target.facts import native_mtp_layers, target_facts, tensor_names
+from toolkit.target.facts import TargetFacts, native_mtp_layers, target_facts, tensor_names
 from toolkit.target.load import load_tokenizer
+
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def inspect_target(name: str, revision: str | None = None) -> Report:
@@ -30,7 +32,7 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     if defaults is None:
         report.wrong.append(f"{facts.n_layers} layers: three distinct auxiliary layers do not fit; name them by hand")
     _tokenizer(report, name, revision, facts.vocab_size)
-    _mtp(report, name, revision)
+    _mtp(report, facts)
     return report
 
 
@@ -52,11 +54,8 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
         report.usable = False
 
 
-def _mtp(report: Report, name: str, revision: str | None) -> None:
-    facts = target_facts(name, revision)
-    stated = getattr(facts.config, "num_nextn_predict_layers", None) or getattr(
-        facts.config, "mtp_num_hidden_layers", None
-    )
+def _mtp(report: Report, facts: TargetFacts) -> None:
+    stated = next((n for key in MTP_KEYS if (n := getattr(facts.config, key, None))), None)
     try:
         layers = native_mtp_layers(list(tensor_names(facts)), facts.n_layers)
     except TargetError as error:
@@ -64,6 +63,4 @@ def _mtp(report: Report, name: str, revision: str | None) -> None:
         return
     report.rows.append(("native MTP layers", f"{len(layers)}: {', '.join(layers)}" if layers else "none"))
     if stated and not layers:
-        report.wrong.append(
-            f"its config states {stated} MTP layers, its weights hold none: they were left out when it was saved"
-        )
+        report.wrong.append(f"its config states {stated} MTP layers, its weights hold none (lost when it was saved)")

@@ -21,22 +21,21 @@ DEFAULT_SHAPE = "3,1,4"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", required=True, metavar="DIR", help="any head's directory or hub id")
-    parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="who is to read it; toolkit: a draft directory of ours"
-    )
+    parser.add_argument("--to", required=True, choices=FORMATS, help="who reads it; toolkit: our own draft directory")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that does not exist yet")
     parser.add_argument("--target", metavar="MODEL", help="the head's target, where it names none (or another)")
     parser.add_argument(
         "--shape",
         metavar="S,K,N",
-        help=f"levels, branches, nodes with the root, for the launch line (default: the best measured one, else {DEFAULT_SHAPE})",
+        help="levels, branches, nodes with the root, for the launch line (default: the best measured one, else "
+        f"{DEFAULT_SHAPE})",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="how an ambiguous setting of a foreign checkpoint is to be read, e.g. norm_output=false, aux_layer_ids=2,16,29",
+        help="how an ambiguous setting of a foreign checkpoint is read: norm_output=false, aux_layer_ids=2,16,29",
     )
     parser.epilog = "What was written is read back and must be the same head, bit for bit; else nothing is left of it."
 

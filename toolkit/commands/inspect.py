@@ -13,9 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a draft head's directory or hub id (org/name@revision), ours or another project's; or a target's name",
     )
-    parser.add_argument(
-        "--target", metavar="MODEL", help="the target a head is checked against (its weights stay unread)"
-    )
+    parser.add_argument("--target", metavar="MODEL", help="the target a head is checked against, by its config")
     parser.epilog = "The exit status is 1 when it cannot be used as it is."
 
 
