@@ -103,11 +103,15 @@ class TestWhatLoadersRead:
         assert "layers.0.hidden_norm.weight" in tensors and not any(name.startswith("midlayer") for name in tensors)
         assert torch.equal(tensors["embed_tokens.weight"], tiny_target.embed_tokens.weight)
 
-    def test_eagle(self, tiny_draft, tiny_facts, tmp_path):
+    @pytest.mark.parametrize("sharded", [True, False])
+    def test_eagle(self, tiny_draft, tiny_facts, tiny_target, tmp_path, monkeypatch, sharded):
+        """With target_hidden_size its model takes the embedding from the head's file, else by the target's index."""
+        monkeypatch.setattr(export_formats, "is_sharded", lambda _facts: sharded)
         export(tiny_draft, "eagle", tmp_path / "o", tiny_facts, CHAIN)
         config, tensors = config_of(tmp_path / "o"), load_pickle(tmp_path / "o" / "pytorch_model.bin")
         assert config["rope_theta"] == 10000.0 and config["rope_scaling"] is None and "d2t" in tensors
-        assert "embed_tokens.weight" not in tensors and tensors["t2d"].dtype == torch.bool
+        assert tensors["t2d"].dtype == torch.bool
+        assert ("embed_tokens.weight" in tensors) == ("target_hidden_size" in config) == (not sharded)
 
     def test_transformers_reads_the_same_rope(self, make_eagle3, tiny_draft, tiny_facts, tmp_path):
         """vLLM and SGLang read the config through transformers, which knows three ways to write a rope."""
@@ -229,6 +233,8 @@ def test_launch_lines(tiny_draft, tiny_facts, tmp_path):
         "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
     )
     settings = json.loads(lines["vllm"].rpartition(" --speculative-config ")[2].strip("'"))
+    python = export(tiny_draft, "eagle", tmp_path / "eagle", tiny_facts, Shape(5, 4, 16))[0]
+    assert python.endswith("use_eagle3=True, depth=4, top_k=4, total_token=16)")  # depth: levels behind the first
     assert settings == {"method": "eagle3", "model": f"{tmp_path}/vllm", "num_speculative_tokens": 5}
 
 

@@ -19,7 +19,7 @@ from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
 from toolkit.models.eagle2 import Eagle2Config
 from toolkit.models.eagle3 import Eagle3Config
 from toolkit.models.head_config import HeadConfig
-from toolkit.target.facts import TargetFacts, target_embedding
+from toolkit.target.facts import TargetFacts, is_sharded, target_embedding
 from toolkit.target.load import TargetError
 
 # Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.
@@ -239,16 +239,26 @@ def _eagle3_for_eagle(draft: DraftCheckpoint, config: Eagle3Config, facts: Targe
         raise ExportError(
             f"aux_layer_ids {list(config.aux_layer_ids)}: SafeAILab's code always takes {list(usual)} of {facts.name}"
         )
+    keys = _plain_rope(config, _layer_keys(config, dtype_of(draft.head.state_dict())))
+    added, notes = _embedding_for_eagle(facts)
+    if added:
+        keys["target_hidden_size"] = config.target_hidden_size
     return Exported(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            **_plain_rope(config, _layer_keys(config, dtype_of(draft.head.state_dict()))),
-            "draft_vocab_size": config.draft_vocab_size,
-        },
-        _eagle3_tensors(draft),
+        {"architectures": ["LlamaForCausalLM"], **keys, "draft_vocab_size": config.draft_vocab_size},
+        {**_eagle3_tensors(draft), **added},
         config,
         PICKLE,
+        added,
+        notes,
     )
+
+
+def _embedding_for_eagle(facts: TargetFacts) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """SafeAILab's model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
+    if is_sharded(facts):
+        return {}, []
+    note = f"{EMBEDDING} is the target's: SafeAILab's code finds it there by itself only in weights with an index"
+    return {EMBEDDING: target_embedding(facts)}, [note]
 
 
 def _plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +269,7 @@ def _plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eagle2_for(to: str) -> Callable[..., Exported]:
-    def build(draft: DraftCheckpoint, config: Eagle2Config, _facts: TargetFacts, _tokens: int) -> Exported:
+    def build(draft: DraftCheckpoint, config: Eagle2Config, facts: TargetFacts, _tokens: int) -> Exported:
         state, notes, added = dict(draft.head.state_dict()), [], {}
         names: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
         keys = _layer_keys(config, dtype_of(state))
@@ -278,6 +288,8 @@ def _eagle2_for(to: str) -> Callable[..., Exported]:
         else:
             keys = _plain_rope(config, keys)
             names |= {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
+            if not is_sharded(facts):
+                notes.append("SafeAILab's code reads the target's embedding by its index of shards, which it lacks")
         weights = PICKLE if to == "eagle" else SAFETENSORS
         return Exported({**keys, **names}, {**state, **added}, config, weights, added, notes)
 

@@ -40,8 +40,9 @@ def launch_line(to: str, kind: str, facts: TargetFacts, directory: str, shape: S
     elif to == "toolkit":
         words = ["toolkit", "serve", "--draft", directory]
     else:
+        # Its depth counts the levels behind the first one.
         return (
             "EaModel.from_pretrained(base_model_path={!r}, ea_model_path={!r}, use_eagle3={}, depth={}, top_k={}, "
             "total_token={})"
-        ).format(facts.source, directory, kind == "eagle3", shape.num_steps, shape.top_k, shape.num_draft_tokens)
+        ).format(facts.source, directory, kind == "eagle3", shape.num_steps - 1, shape.top_k, shape.num_draft_tokens)
     return shlex.join(words)

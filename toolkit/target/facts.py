@@ -71,6 +71,11 @@ def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
     )
 
 
+def is_sharded(facts: TargetFacts) -> bool:
+    """Whether its safetensors weights have an index. Raises `TargetError` when that cannot be found out."""
+    return _file(facts, INDEX) is not None
+
+
 def tensor_names(facts: TargetFacts) -> dict[str, str]:
     """Name -> file of the target's safetensors weights. Raises `TargetError` when there are none to be had."""
     index = _file(facts, INDEX)
