@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from toolkit.checkpoint.draft_dir import DraftCheckpoint
     from toolkit.checkpoint.launch_lines import Shape
 
-HELP = "write a draft head for SGLang, vLLM, speculators or SafeAILab's EAGLE, and print the line that serves it"
+HELP = "write a draft head as SGLang, vLLM, speculators or EAGLE read it, and say how to serve it there"
 FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
 DEFAULT_SHAPE = "3,1,4"
 
