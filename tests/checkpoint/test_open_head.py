@@ -171,6 +171,13 @@ class TestResolutions:
         ropes = [open_head(path, target=target).head.config.rope_parameters for path in (old, both)]
         assert ropes == [new, new]
 
+    def test_an_override_of_another_kind(self, make_eagle3, publish, target):
+        """bool("maybe") is true; a word must not switch a norm on."""
+        directory = publish("specforge", make_eagle3())
+        for said, says in (({"norm_output": "maybe"}, "true or false"), ({"aux_layer_ids": 2}, "such as 2,16,29")):
+            with pytest.raises(DraftDirError, match=says):
+                open_head(directory, target=target, overrides=said)
+
     def test_an_override_nobody_asks_for(self, make_eagle3, publish, target):
         with pytest.raises(DraftDirError, match="--set norm_outputs: not a setting"):
             open_head(publish("specforge", make_eagle3()), target=target, overrides={"norm_outputs": False})

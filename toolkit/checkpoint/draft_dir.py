@@ -145,8 +145,8 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
 def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
     if not isinstance(stored, dict) or "toolkit" not in stored:
         raise DraftDirError(
-            f"{directory}/config.json has no `toolkit` block, so it was not written by this project and what its head "
-            "reads of the target is unknown; train the head here"
+            f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
+            "`toolkit export --draft DIR --to toolkit --out NEW` makes a draft directory of what it knows to read"
         )
     block = stored["toolkit"]
     kind = KINDS.get(block.get("head"))

@@ -70,7 +70,8 @@ def _write(result: Exported, directory: Path) -> None:
 def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts) -> None:
     """A draft directory of ours, which states what a foreign checkpoint left to rules."""
     meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
-    meta.setdefault("target", {"name": facts.name, "revision": facts.revision})
+    if (meta.get("target") or {}).get("name") != facts.name:
+        meta["target"] = {"name": facts.name, "revision": facts.revision}
     if draft.resolutions:
         meta["imported"] = [one.line for one in draft.resolutions]
     token_map = draft.token_map if draft.kind == "eagle3" else None

@@ -40,7 +40,9 @@ class Resolver:
         """Notes `value` for `key`, or the user's own; returns what holds."""
         self._settled.add(key)
         if key in self._overrides:
-            value, rule, warning = self._overrides[key], f"as you said (the files: {value})", False
+            said = self._overrides[key]
+            _check_alike(key, said, value)
+            value, rule, warning = said, f"as you said (the files: {value})", False
         self.lines.append(Resolution(key, value, rule, warning))
         return value
 
@@ -59,6 +61,19 @@ class Resolver:
             raise DraftDirError(
                 f"--set {unused[0]}: not a setting of this checkpoint; {', '.join(sorted(self._settled))} are"
             )
+
+
+def _check_alike(key: str, said: Any, found: Any) -> None:
+    """Raises `DraftDirError` when the user's value is of another kind than the one it takes the place of."""
+    if isinstance(found, tuple):
+        fits = isinstance(said, tuple) and all(type(one) is int for one in said)
+        wanted = "whole numbers such as 2,16,29 are"
+    elif isinstance(found, bool):
+        fits, wanted = isinstance(said, bool), "true or false is"
+    else:
+        fits, wanted = isinstance(said, int | float) and not isinstance(said, bool), "a number is"
+    if not fits:
+        raise DraftDirError(f"--set {key}={said}: {wanted} needed")
 
 
 def log_resolutions(lines: list[Resolution]) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from toolkit.target.features import default_aux_layer_ids
-from toolkit.target.load import TargetError, load_config
+from toolkit.target.load import TargetError, full_name, load_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
@@ -56,8 +56,10 @@ def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
     whole, source, resolved = load_config(name, revision)
     config: Any = whole.get_text_config(decoder=True)
     dtype = getattr(whole, "dtype", None) or getattr(config, "dtype", None)
+    if Path(source).is_dir():
+        source = str(Path(source).resolve())
     return TargetFacts(
-        name=str(name),
+        name=full_name(str(name)),
         source=source,
         revision=resolved,
         architecture=(whole.architectures or ["unnamed"])[0],

@@ -53,7 +53,7 @@ def load_target(
         model.to(torch.device(device))  # type: ignore[arg-type]
     if not Path(source).is_dir():
         resolved = getattr(config, "_commit_hash", None) or resolved
-    target = Target(model=model, tokenizer=tokenizer, name=_full_name(str(name)), revision=resolved, dtype=wanted)
+    target = Target(model=model, tokenizer=tokenizer, name=full_name(str(name)), revision=resolved, dtype=wanted)
     _check_logits(target)
     return target
 
@@ -110,7 +110,8 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     return str(directory), own
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
+    """A target's name that is the same from any folder."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
 
