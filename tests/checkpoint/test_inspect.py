@@ -149,7 +149,17 @@ def test_a_whole_model_is_not_fetched_as_a_head(tiny_target_directory, hub):
     stand_in = hub(tiny_target_directory)
     with pytest.raises(DraftDirError, match="use it as --target"):
         files.locate("org/model")
-    assert len(stand_in.asked) == 1 and files.is_target("org/model")
+    assert len(stand_in.asked) == 1 and files.target_named("org/model@v2") == ("org/model", "v2")
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_a_hub(tmp_path, monkeypatch, hub):
+    """Without a network that would take a minute of retries."""
+    stand_in = hub(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DraftDirError, match="no such folder. A directory"):
+        files.locate("runs/mistyped")
+    assert stand_in.asked == []
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -47,17 +48,34 @@ def locate(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    hub = HUB_ID.match(str(name))
-    if hub is None or path.exists():
+    hub = _hub_id(name)
+    if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
+        # Said before gigabytes are fetched.
+        raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
+    return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
+
+
+class HubId(NamedTuple):
+    """org/name and its revision."""
+
+    id: str
+    revision: str | None
+
+
+def _hub_id(name: str | Path) -> HubId:
+    """Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
+    found, path = HUB_ID.match(str(name)), Path(name).expanduser()
+    if found is None or path.exists() or path.parent.is_dir():
         raise DraftDirError(
             f"{name} is no draft directory: no such folder. A directory that `toolkit train` or `toolkit run` wrote "
             "(runs/NAME/ckpt), one of another project's, or a hub id (org/name, org/name@revision) is needed"
         )
+    return HubId(found["id"], found["revision"])
+
+
+def _from_hub(name: str | Path, fetch: Callable[[], Any]) -> Any:
     try:
-        config = read_json(hf_hub_download(hub["id"], CONFIG, revision=hub["revision"]))
-        if looks_like_target(config):  # said before gigabytes are fetched
-            raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
-        return Path(snapshot_download(hub["id"], revision=hub["revision"], allow_patterns=WANTED))
+        return fetch()
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise DraftDirError(
@@ -73,19 +91,20 @@ def looks_like_target(config: Any) -> bool:
     return (text.get("num_hidden_layers") or text.get("n_layer") or 0) > 2
 
 
-def is_target(name: str) -> bool:
-    """Whether `name` is a target rather than a draft head, told by its config alone. Raises `DraftDirError`."""
-    path, hub = Path(name).expanduser(), HUB_ID.match(name)
+def target_named(name: str) -> HubId | None:
+    """`name` as a target with its revision, where it is one rather than a draft head; told by its config alone.
+
+    Raises `DraftDirError` when it is neither here nor on the hub.
+    """
+    path = Path(name).expanduser()
     if name == DEMO_NAME or path.suffix == ".gguf":
-        return True
+        return HubId(name, None)
     if path.is_dir():
-        return looks_like_target(read_config(path)) and "fc.weight" not in _names(path)
-    if hub is None:
-        return False
-    try:
-        return looks_like_target(read_json(hf_hub_download(hub["id"], CONFIG, revision=hub["revision"])))
-    except (HfHubHTTPError, HFValidationError, OSError):
-        return False  # `locate` says why it cannot be had
+        whole = looks_like_target(read_config(path)) and "fc.weight" not in _names(path)
+        return HubId(name, None) if whole else None
+    hub = _hub_id(name)
+    config = _from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))
+    return hub if looks_like_target(config) else None
 
 
 def _names(directory: Path) -> set[str]:

@@ -19,10 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
-    from toolkit.checkpoint.files import is_target, locate
+    from toolkit.checkpoint.files import locate, target_named
     from toolkit.checkpoint.inspect_head import inspect_head
     from toolkit.checkpoint.inspect_target import inspect_target
 
-    report = inspect_target(args.path) if is_target(args.path) else inspect_head(locate(args.path), args.target)
+    target = target_named(args.path)
+    report = inspect_target(*target) if target is not None else inspect_head(locate(args.path), args.target)
     print(report.text())
     return 0 if report.usable else 1
