@@ -44,23 +44,42 @@ def edited(**changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "says", "usable"),
     [
-        (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)"),
-        (edited(odd_scale=3), "unknown keys = odd_scale"),
-        (edited(vocab_size=500), "t2d is over"),
-        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}), "off by one"),
-        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers"),
-        (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight"),
-        (lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")), "fc.weight holds values"),
-        (lambda _c, t: t.update({"embed_tokens.weight": torch.randn(393, 64)}), "its embedding is not the target's"),
+        (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)", True),
+        (edited(odd_scale=3), "unknown keys = odd_scale", True),
+        (edited(vocab_size=500), "t2d is over", False),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}), "off by one", True),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers", False),
+        (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight", False),
+        (
+            lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")),
+            "fc.weight holds values",
+            False,
+        ),
+        (
+            lambda _c, t: t.update({"embed_tokens.weight": torch.randn(393, 64)}),
+            "its embedding is not the target's",
+            False,
+        ),
     ],
 )
-def test_what_looks_wrong(make_eagle3, publish, tiny_target_directory, tiny_target, change, says):
-    """The report has the cause; none of these stops it."""
+def test_what_looks_wrong(make_eagle3, publish, tiny_target_directory, tiny_target, change, says, usable):
+    """The report has the cause, and tells what only costs acceptance from what cannot be used."""
     assert tiny_target.vocab_size == 393
     report = inspect_head(publish("specforge", make_eagle3(), change), str(tiny_target_directory))
-    assert any(says in line for line in report.wrong), report.text()
+    assert any(says in line for line in report.wrong) and report.usable == usable, report.text()
+
+
+def test_a_head_of_another_target(tiny_draft, tiny_target_directory, tmp_path, tiny_target):
+    """Sizes are compared without the target's weights."""
+    config = read_json(tiny_target_directory / "config.json")
+    (tmp_path / "other").mkdir()
+    write_json(tmp_path / "other" / "config.json", {**config, "vocab_size": tiny_target.vocab_size + 7})
+    state, own = tiny_draft.head.state_dict(), tiny_draft.head.config
+    directory = save_draft(tmp_path / "o", state, own, tiny_draft.token_map, {})
+    report = inspect_head(directory, str(tmp_path / "other"))
+    assert not report.usable and "vocab_size 393, the target's is 400" in report.wrong[0]
 
 
 def test_a_target(tiny_target_directory):

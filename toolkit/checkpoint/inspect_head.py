@@ -22,7 +22,7 @@ from toolkit.checkpoint.recognise import recognise
 from toolkit.models.eagle3 import Eagle3Config
 from toolkit.models.head_config import full_attention_rope
 from toolkit.target.errors import TargetError
-from toolkit.target.facts import TargetFacts, target_embedding
+from toolkit.target.facts import TargetFacts, target_embedding, target_facts
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import WeightsError
 
@@ -39,6 +39,11 @@ class Report:
     read: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     usable: bool = True
+
+    def refuse(self, cause: str) -> None:
+        """Notes what keeps it from being used."""
+        self.wrong.append(cause)
+        self.usable = False
 
     def text(self) -> str:
         """As it is printed."""
@@ -66,8 +71,7 @@ def inspect_head(directory: Path, target: str | None = None, revision: str | Non
     try:
         draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)
     except (DraftDirError, WeightsError, TokenMapError) as error:
-        report.wrong.append(str(error))
-        report.usable = False
+        report.refuse(str(error))
         report.rows.append(("tensors", f"{len(files.tensors)}: {', '.join(sorted(files.tensors))}"))
         return report
     if facts is None and found.format == "toolkit":
@@ -77,14 +81,12 @@ def inspect_head(directory: Path, target: str | None = None, revision: str | Non
     report.wrong += [one.line for one in draft.resolutions if one.warning]
     if facts is not None:
         report.rows.append(("compared with", f"{facts.name} ({facts.architecture}, {facts.n_layers} layers)"))
-        report.wrong += _misfits(draft, facts)
+        _compare(report, draft, facts)
     return report
 
 
 def _own_target(draft: DraftCheckpoint) -> TargetFacts | None:
     """The target our own directory names, when it is a folder on this machine; inspecting fetches nothing."""
-    from toolkit.target.facts import target_facts
-
     name = (draft.meta.get("target") or {}).get("name")
     return target_facts(name) if name and Path(name).is_dir() else None
 
@@ -94,7 +96,8 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
     state = draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
     bad = [name for name, value in state.items() if not torch.isfinite(value).all()]
-    report.wrong += [f"{name} holds values that are not finite" for name in bad]
+    for name in bad:
+        report.refuse(f"{name} holds values that are not finite")
     report.rows += [
         ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
         ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
@@ -122,27 +125,26 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
         report.rows.append(("measured", f"best shape {measured.get('best_shape')}, {measured.get('date', 'no date')}"))
 
 
-def _misfits(draft: DraftCheckpoint, facts: TargetFacts) -> list[str]:
+def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None:
+    """Notes where the head does not fit the target."""
     config = draft.head.config
-    wrong = [
-        f"{what} {have}, the target's is {need}: it cannot work with {facts.name}"
-        for what, have, need in (
-            ("width", config.hidden_size, facts.hidden_size),
-            ("vocab_size", config.vocab_size, facts.vocab_size),
-        )
-        if have != need
-    ]
+    for what, have, need in (
+        ("width", config.hidden_size, facts.hidden_size),
+        ("vocab_size", config.vocab_size, facts.vocab_size),
+    ):
+        if have != need:
+            report.refuse(f"{what} {have}, the target's is {need}: it cannot work with {facts.name}")
     if isinstance(config, Eagle3Config) and config.aux_layer_ids[-1] > facts.n_layers:
-        wrong.append(f"aux_layer_ids {list(config.aux_layer_ids)}: the target has {facts.n_layers} layers")
+        report.refuse(f"aux_layer_ids {list(config.aux_layer_ids)}: the target has {facts.n_layers} layers")
     rope = rope_difference(config, full_attention_rope(facts.config))
     if rope:
-        wrong.append(rope)
-    if draft.own_embedding is not None and not wrong:
-        try:
-            distance = embedding_distance(draft.own_embedding, target_embedding(facts))
-        except TargetError as error:
-            wrong.append(f"its embedding could not be compared with the target's: {error}")
-        else:
-            if told_far(distance):
-                wrong.append(f"its embedding is not the target's ({100 * distance:.1f} % away), which the engine reads")
-    return wrong
+        report.wrong.append(rope)
+    if draft.own_embedding is None or not report.usable:
+        return
+    try:
+        distance = embedding_distance(draft.own_embedding, target_embedding(facts))
+    except TargetError as error:
+        report.wrong.append(f"its embedding could not be compared with the target's: {error}")
+        return
+    if told_far(distance):
+        report.refuse(f"its embedding is not the target's ({100 * distance:.1f} % away), which the engine reads")
