@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -203,12 +204,11 @@ def test_an_existing_folder_is_left_alone(tiny_draft, tiny_facts, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_another_targets_head_is_refused(tiny_draft, tiny_facts, tmp_path):
-    import dataclasses
-
+@pytest.mark.parametrize("to", ["vllm", "toolkit"])
+def test_another_targets_head_is_refused(tiny_draft, tiny_facts, tmp_path, to):
     other = dataclasses.replace(tiny_facts, vocab_size=17)
     with pytest.raises(ExportError, match="has 17 and 64"):
-        export(tiny_draft, "vllm", tmp_path / "o", other, CHAIN)
+        export(tiny_draft, to, tmp_path / "o", other, CHAIN)
 
 
 def test_the_card_has_the_measured_figures_and_no_others(tiny_draft, tiny_facts, tmp_path):

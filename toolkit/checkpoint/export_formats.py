@@ -43,6 +43,11 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
 }
 
+_WHY_NOT = {
+    "mtp": "other engines serve MTP layers inside their target alone, from the target's own checkpoint",
+    "eagle2": "speculators 0.9 reads EAGLE-3 and later; --to vllm, sglang and eagle are possible",
+}
+
 
 @dataclass
 class Exported:
@@ -66,20 +71,14 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
         raise ExportError(
             f"a {draft.kind} head cannot be written for {to}: {_WHY_NOT.get(draft.kind, 'no such loader')}"
         )
-    _check_target(draft.head.config, facts)
     config, notes = _with_reach(draft.head.config, facts)
     result = build(draft, config, facts, draft_tokens)
     result.notes[:0] = notes
     return result
 
 
-_WHY_NOT = {
-    "mtp": "other engines serve MTP layers inside their target alone, from the target's own checkpoint",
-    "eagle2": "speculators 0.9 reads EAGLE-3 and later; --to vllm, sglang and eagle are possible",
-}
-
-
-def _check_target(config: HeadConfig, facts: TargetFacts) -> None:
+def check_target(config: HeadConfig, facts: TargetFacts) -> None:
+    """Raise `ExportError` unless the head's sizes are the target's."""
     if (config.vocab_size, config.hidden_size) != (facts.vocab_size, facts.hidden_size):
         raise ExportError(
             f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "

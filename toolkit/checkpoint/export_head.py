@@ -12,7 +12,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, rope_difference, save_draft
 from toolkit.checkpoint.errors import ExportError
-from toolkit.checkpoint.export_formats import Exported, exported
+from toolkit.checkpoint.export_formats import Exported, check_target, exported
 from toolkit.checkpoint.files import PICKLE, read_checkpoint
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
@@ -33,6 +33,7 @@ def export_head(
     out = Path(out)
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not, or move that one away")
+    check_target(draft.head.config, facts)
     launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (str(out.resolve()), out.name))
     wanted: HeadConfig
     out.parent.mkdir(parents=True, exist_ok=True)
