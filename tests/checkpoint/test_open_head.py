@@ -127,14 +127,18 @@ class TestResolutions:
             open_head(directory)
 
     @pytest.mark.parametrize(
-        ("project", "place"), [("specforge", lambda c: c["eagle_config"]), ("speculators", lambda c: c)]
+        ("project", "place", "ids"),
+        [
+            ("specforge", lambda c: c["eagle_config"], [2, 3, 4]),
+            ("speculators", lambda c: c, [1, 2, 3]),
+            ("speculators", lambda c: c, [3, 4, 5]),
+        ],
     )
-    def test_ids_in_the_other_convention_are_warned_of(self, make_eagle3, publish, target, project, place):
+    def test_ids_in_the_other_convention_are_warned_of(self, make_eagle3, publish, target, project, place, ids):
         """No crash tells of it, accept_length only falls: so the warning must name the remedy."""
 
         def shift(config, _tensors):
-            here = place(config)
-            here[AUX] = [2, 3, 4] if project == "specforge" else [1, 2, 3]
+            place(config)[AUX] = ids
 
         directory = publish(project, make_eagle3(), shift)
         (line,) = lines(open_head(directory, target=target), "aux_layer_ids")

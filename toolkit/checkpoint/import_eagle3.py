@@ -169,9 +169,7 @@ def _aux_layer_ids(
             "config.json does not state the auxiliary layers, and the usual (2, n//2, n-3) depend on the target: name "
             "it with --target"
         )
-    shifted = default is not None and (
-        tuple(i - 1 for i in ids) == default if not as_input else tuple(i + 1 for i in ids) == default
-    )
+    shifted = default in [tuple(i + by for i in ids) for by in (-1, 1)]
     if shifted:
         usual = ",".join(map(str, default or ()))
         rule += (
