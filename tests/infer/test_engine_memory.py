@@ -11,6 +11,7 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_memory import MemorySettings
+from toolkit.infer.prompt_reader import chunk_of
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240}
@@ -162,6 +163,80 @@ def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
+@pytest.mark.parametrize("failing", range(3))
+def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, build, monkeypatch, name, failing):
+    """The error that comes is the forward's own; afterwards the same engine answers as ever."""
+    prompts = families(4, 6, random.Random(2))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    engine = Engine(
+        small_target, build(name), DraftShape.chain(3), max_batch=3, memory=MemorySettings(prefix_cache=False)
+    )
+    wanted = [request.output_ids for request in engine.generate(prompts, params)]
+    forward, calls = engine._prompts._forward, iter(range(100))
+
+    def broken(*given):
+        if next(calls) == failing:
+            raise MemoryError("no memory for this forward")
+        return forward(*given)
+
+    broken.max_context = forward.max_context
+    monkeypatch.setattr(engine._prompts, "_forward", broken)
+    monkeypatch.setattr(engine.scheduler, "chunk", 60)
+    with pytest.raises(MemoryError, match="no memory for this forward"):
+        engine.generate(prompts, params)
+    assert not engine.has_work()
+    engine.check_integrity()
+    assert [request.output_ids for request in engine.generate(prompts, params)] == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
+    """The row being read gets its pages for the new shape too, before it drafts for the first time."""
+    prompt, params = [3, 9, 4] * 11, SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = Engine(small_target, memory=NO_PREFIXES)
+    answer = plain.generate([prompt], params)[0].output_ids
+    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
+    engine = Engine(small_target, max_batch=2, memory=memory)
+    engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
+    engine.drafter.levels = 36
+    engine.add_request([5], params, speculative=False)
+    engine.step()
+    request = engine.add_request(prompt, params)
+    request.speculative = True
+    engine.step()
+    assert engine.scheduler.reading is request
+    engine._memory.slack = 40
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert request.output_ids == answer and max(event.accepted for event in request.events) > 30
+
+
+def test_a_request_that_does_not_fit_costs_no_prefix(small_target):
+    """While it waits for room that evicting cannot make, what is kept stays."""
+    engine = Engine(small_target, max_batch=2, max_context=200, memory=MemorySettings(224))
+    engine.generate([[7] * 40], SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.add_request([5] * 150, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    kept = len(engine._memory._prefixes.pages)
+    assert kept >= 2
+    engine.add_request([9] * 100, SamplingParams(max_tokens=3, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+        engine.check_integrity()
+    assert len(engine.scheduler.waiting) == 1 and len(engine._memory._prefixes.pages) >= kept
+
+
+@pytest.mark.parametrize(("unread", "most", "lookahead", "read"), [
+    (20, 8, 0, 8), (8, 8, 3, 8), (9, 8, 1, 8), (9, 8, 3, 6), (10, 8, 3, 7), (3, 2, 3, 3), (5, 1, 3, 1), (2, 1, 3, 2),
+])  # fmt: skip
+def test_the_last_chunk_holds_what_the_drafter_sees_together(unread, most, lookahead, read):
+    """Entries before it would else depend on tokens that are not known to the chunk."""
+    assert chunk_of(unread, most, lookahead) == read
 
 
 @pytest.mark.slow

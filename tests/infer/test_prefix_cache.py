@@ -51,9 +51,20 @@ def test_the_least_recent_leaf_goes_first():
     assert cache.evict(pool.free + 3)
     assert len(cache.find(branch, 9)) == 2 and len(cache.find(TEXT, 9)) == 5
     pool.check_integrity(cache.pages)
-    assert not cache.evict(17)
-    assert not cache.pages
+    assert not cache.evict(17) and len(cache.pages) == 5  # nothing goes where all of it would not suffice
+    pool.release(1)
+    assert cache.evict(16) and not cache.pages
     pool.check_integrity([])
+
+
+def test_a_page_in_use_stays_with_what_it_stands_on():
+    """Letting go of it would free nothing; letting go of what it stands on would lose it."""
+    pool, cache = filled(homes=False)
+    pool.release(0)
+    assert pool.adopt(1, cache.find(TEXT, 3))
+    assert not cache.evict(pool.free + 3) and len(cache.pages) == 5
+    assert cache.evict(pool.free + 2) and len(cache.find(TEXT, 9)) == 3
+    pool.check_integrity(cache.pages)
 
 
 def test_keeping_makes_room_but_not_at_its_own_cost():

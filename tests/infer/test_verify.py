@@ -85,7 +85,7 @@ def test_moved_entries_name_the_places_of_accepted_nodes():
     choices = torch.tensor([[4, 0, 7, 0, 0, 9], [3, 9, 0, 0, 0, 0]])
     found = walk(tree, choices)
     assert found.accepted == [2, 1] and found.path_tokens == [[4, 7, 9], [3, 9]]
-    assert moved_entries(found, [10, 3]) == ([0, 0], [11, 12], [12, 15])
+    assert moved_entries(found, [10, 3]) == [(0, 11, 12), (0, 12, 15)]
 
 
 def test_ranks_of_accepted_nodes():

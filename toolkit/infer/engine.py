@@ -216,24 +216,33 @@ class Engine:
     # -- the five verbs ------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Request]:
-        """Pages for the running rows; then prompts are read, and their first tokens sampled, as far as it is due."""
+        """Pages for every row; then prompts are read, and their first tokens sampled, as far as it is due."""
         self._change_rows(self.scheduler.make_room)
-        budget = self.scheduler.chunk if self._running else None  # nobody waits for a token: read all
-        admitted: list[Request] = []
-        while budget is None or budget > 0:
-            complete, tokens = self._prompts.read_some(budget or self.scheduler.chunk, self.drafter)
-            if not tokens:
-                break
-            for request in complete:
-                request.ready = True
-                self._keep(self._running.index(request), request)
-            admitted += complete
-            if budget is not None:
-                budget -= tokens
+        try:
+            admitted = self._read_prompts()
+        except BaseException:
+            self.scheduler.put_back()
+            raise
         if admitted:
             self._sampler = None
             self._finish()
         return admitted
+
+    def _read_prompts(self) -> list[Request]:
+        """A chunk of prompts, more only as long as nobody runs. Returns the requests that got their first token."""
+        admitted: list[Request] = []
+        left = self.scheduler.chunk
+        while True:
+            complete, tokens = self._prompts.read_some(left, self.drafter)
+            if not tokens:
+                return admitted
+            for request in complete:
+                request.ready = True
+                self._keep(self._running.index(request), request)
+            admitted += complete
+            left = left - tokens if self._running else self.scheduler.chunk
+            if left < self.scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
+                return admitted
 
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
@@ -308,11 +317,10 @@ class Engine:
 
     def _compact(self, found: Walk, lengths: list[int]) -> None:
         """Move the keys of accepted nodes to the places they would have in plain decoding."""
-        entries = moved_entries(found, lengths)
-        if entries[0]:
-            rows, to, source = torch.tensor(entries, device=self.target.device)
-            places = self._cache.pool.places
-            self._cache.move_entries(places(rows, to), places(rows, source))
+        place = self._cache.pool.place
+        moves = [(place(row, to), place(row, of)) for row, to, of in moved_entries(found, lengths)]
+        if moves:
+            self._cache.move_entries(*torch.tensor(moves, device=self.target.device).T)
 
     def check_integrity(self) -> None:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""

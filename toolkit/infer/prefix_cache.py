@@ -67,13 +67,32 @@ class PrefixCache:
         self._touch(path)
 
     def evict(self, pages: int) -> bool:
-        """Let go of the least recent pages until that many are free in the pool; False if they do not suffice."""
-        while self._pool.free < pages and self._recency:
-            node, _ = self._recency.popitem(last=False)
-            assert not node.below, "a page would go before those that stand on it"
+        """Let go of the least recent pages until that many are free in the pool.
+
+        False, and nothing is let go, where all that could go would not suffice.
+        """
+        missing = pages - self._pool.free
+        if missing <= 0:
+            return True
+        going = self._evictable()[:missing]
+        if len(going) < missing:
+            return False
+        for node in going:
+            del self._recency[node]
             del node.above[node.key]
             self._pool.drop(node.page)
-        return self._pool.free >= pages
+        return True
+
+    def _evictable(self) -> list[_Node]:
+        """Pages that nobody else holds, nor any of those that stand on them; the least recent first."""
+        found: list[_Node] = []
+        staying: set[int] = set()  # by the dictionary they are filed in: what these stand on stays too
+        for node in self._recency:
+            if id(node.below) in staying or self._pool.holders(node.page) > 1:
+                staying.add(id(node.above))
+            else:
+                found.append(node)
+        return found
 
     def _path(self, tokens: Sequence[int], most: int) -> list[_Node]:
         path: list[_Node] = []

@@ -69,6 +69,12 @@ class Scheduler:
         self.running.append(request)
         return request
 
+    def put_back(self) -> None:
+        """After a failed forward: those whose prompts were being read hold the last rows, and wait again."""
+        while self.running and not self.running[-1].ready:
+            self.memory.release(len(self.running) - 1)
+            self.waiting.appendleft(self.running.pop())
+
     def drop_unstarted(self, request: Request) -> bool:
         """Take a request out that waits or is being read; False if it does neither."""
         if request is self.reading:
@@ -92,19 +98,23 @@ class Scheduler:
         return moves
 
     def make_room(self) -> list[Move]:
-        """Pages for the next step of every running row. Where they do not suffice the youngest requests step back into
-        the queue; what they have read is read again later. Returns which rows moved, in order."""
+        """Pages for the next step of every row. Where they do not suffice the youngest requests are preempted.
+
+        They go back into the queue, and what they have read is read again later. Returns which rows moved, in order.
+        """
         moves: list[Move] = []
         row = 0
-        while row < len(self.running):
-            if self.memory.grow(row, self.running[row].length):
+        while row < len(self.running) + (self.reading is not None):
+            request = self.running[row] if row < len(self.running) else self.reading
+            assert request is not None
+            if self.memory.grow(row, max(request.length, len(request.prompt_ids) + 1)):
                 row += 1
             else:
-                moves += self._step_back()
+                moves += self._preempt()
                 row = 0  # another request may be here now
         return moves
 
-    def _step_back(self) -> list[Move]:
+    def _preempt(self) -> list[Move]:
         before = len(self.running)
         if self.reading is not None:
             victim, row, self.reading = self.reading, before, None

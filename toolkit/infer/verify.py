@@ -80,16 +80,14 @@ def _sibling_ranks(tree: DraftTree) -> Tensor:
     return (same & tree.valid[:, None]).tril(diagonal=-1).sum(dim=-1)
 
 
-def moved_entries(found: Walk, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Cache entries that accepted nodes have to move to, and come from: rows, positions to, positions from.
+def moved_entries(found: Walk, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cache entries that accepted nodes have to move to, and come from: (row, position to, position from) of each.
 
     Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
     """
-    rows, to, source = [], [], []
-    for row, (length, path) in enumerate(zip(lengths, found.path_nodes, strict=True)):
-        for place, node in enumerate(path):
-            if node != place:
-                rows.append(row)
-                to.append(length + place)
-                source.append(length + node)
-    return rows, to, source
+    return [
+        (row, length + place, length + node)
+        for row, (length, path) in enumerate(zip(lengths, found.path_nodes, strict=True))
+        for place, node in enumerate(path)
+        if node != place
+    ]

@@ -20,8 +20,7 @@ def numbered(pool: PagePool) -> KVCache:
 
 
 def row_of(cache: KVCache, store: torch.Tensor, row: int, length: int) -> list[float]:
-    at = torch.arange(length)
-    return store[cache.pool.places(torch.full_like(at, row), at)][:, 0, 0].tolist()
+    return store[cache.pool.places(row, [0], length, store.device)[0]][:, 0, 0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -68,8 +68,9 @@ def test_scattered_padding_goes_to_the_page_that_is_never_read():
     """Positions beyond a row's pages are written by padding only."""
     pool = PagePool(2, 40, homes=False, page_size=10)
     pool.grow(1, 10)
-    places = pool.places(torch.tensor([1, 1, 0]), torch.tensor([3, 25, 7]))
-    assert places.tolist() == [pool.tables[1][0] * 10 + 3, 5, 7]
+    mine = pool.tables[1][0] * 10
+    assert pool.places(0, [7, 8], 3, torch.device("cpu")).tolist() == [[7, 8, 9], [mine + 8, mine + 9, 0]]
+    assert pool.place(1, 8) == mine + 8
 
 
 @pytest.mark.parametrize("homes", [True, False])

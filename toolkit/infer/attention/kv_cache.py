@@ -96,7 +96,7 @@ class HomeWindow:
         self._seen = (rows, slice(0, span))
         self._new = (rows, slice(starts[0], starts[0] + new))
         ragged = min(starts) != max(starts)
-        self._places = _places(cache.pool, first_row, starts, new, cache.shape.device) if ragged else None
+        self._places = cache.pool.places(first_row, starts, new, cache.shape.device).flatten() if ragged else None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if self._places is None:
@@ -117,7 +117,7 @@ class PagedWindow:
         pool, device = cache.pool, cache.shape.device
         self._cache, self._span = cache, span
         self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._places = _places(pool, first_row, starts, new, device)
+        self._places = pool.places(first_row, starts, new, device).flatten()
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         _scatter(self._cache.keys[layer], self._places, keys)
@@ -133,13 +133,6 @@ class PagedWindow:
 
 def _scatter(store: Tensor, places: Tensor, entries: Tensor) -> None:
     store.index_copy_(0, places, entries.reshape(-1, *store.shape[1:]))
-
-
-def _places(pool: PagePool, first_row: int, starts: Sequence[int], new: int, device: torch.device) -> Tensor:
-    """[B * N]: where the entries at starts[b] .. starts[b]+new-1 of each row lie."""
-    rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
-    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
-    return pool.places(rows.expand_as(positions), positions).flatten()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

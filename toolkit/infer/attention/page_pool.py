@@ -154,13 +154,23 @@ class PagePool:
 
     # -- addresses -----------------------------------------------------------------------------------------------------
 
-    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where entries lie in a cache: rows and positions of one shape, int64 -> places of that shape."""
+    def place(self, row: int, position: int) -> int:
+        """Where an entry that the row holds lies in a cache."""
+        page, offset = divmod(position, self.page_size)
+        return self.tables[row][page] * self.page_size + offset
+
+    def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
+        """[B, count] int64: where the positions starts[b] .. starts[b]+count-1 of rows first_row .. lie in a cache."""
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
         if self.homes:
+            rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
             return rows * (self.pages_per_row * self.page_size) + positions
-        table = self.table(0, self.rows, self.pages_per_row, positions.device)
-        page = positions // self.page_size
-        return table[rows, page] * self.page_size + positions % self.page_size
+        table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
+        return table.gather(1, positions // self.page_size) * self.page_size + positions % self.page_size
+
+    def holders(self, page: int) -> int:
+        """How many hold the page."""
+        return self._holders.get(page, 0)
 
     def table(self, first_row: int, rows: int, pages: int, device: torch.device) -> Tensor:
         """[rows, pages] int64: page tables, cut or filled up with page 0."""

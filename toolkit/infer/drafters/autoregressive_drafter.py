@@ -163,7 +163,7 @@ class AutoregressiveDrafter:
             limits = None if all(one in (None, shape) for one in own) else own
             found = self._draft_beams(nodes, shape, limits)
             tree = rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
-        self._next_carry = nodes.finish()
+        self._finish(nodes, requests)
         return tree
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
@@ -172,7 +172,7 @@ class AutoregressiveDrafter:
         self._next_carry = None
         self._first_tokens(requests)
         if any(map(self._drafts, requests)) and max(self._pending.counts[: len(requests)]) >= CATCH_UP:
-            self._next_carry = self._start(requests, room=0).finish()
+            self._finish(self._start(requests, room=0), requests)
         return root_only(roots)
 
     def _shape_of(self, request: Request) -> DraftShape | None:
@@ -196,11 +196,14 @@ class AutoregressiveDrafter:
         longest = max(counts)
         hidden = self._head.first_hidden(pending.features[:rows, :longest])
         tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
-        found = Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+        return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+
+    def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
+        """All stages have read what was pending."""
+        self._next_carry = nodes.finish()
         for row, request in enumerate(requests):
             if self._drafts(request):
                 self._read[row] = request.length - self._head.stages
-        return found
 
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""
