@@ -47,8 +47,8 @@ class Engine:
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
-    always `shape`, as measurements of a shape need it. memory: how large the cache is, and what is kept there.
-    Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
+    always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
+    Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Engine:
         verify: str = "follow",
         adaptive: bool = False,
         memory: MemorySettings = DEFAULT_MEMORY,
+        torch_compile: bool = False,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -71,7 +72,7 @@ class Engine:
             raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.target = target
         with torch.inference_mode():
-            self._forward = TargetForward(target)
+            self._forward = TargetForward(target, torch_compile=torch_compile)
             limit = self._forward.max_context
             self.max_context = limit if max_context is None else min(max_context, limit)
             pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
@@ -257,9 +258,8 @@ class Engine:
     ) -> None:
         """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
         batch = len(self._running)
-        appended = []
-        for request, tokens, accepted in zip(self._running, found.path_tokens, found.accepted, strict=True):
-            appended.append(request.append_run(tokens, accepted))
+        runs = zip(self._running, found.path_tokens, found.accepted, strict=True)
+        appended = [request.append_run(tokens, accepted) for request, tokens, accepted in runs]
         if choices.logprobs is not None:
             choices.logprobs.record(self._running, found)
         times = (proposed - started, verified - proposed, time.perf_counter() - verified)

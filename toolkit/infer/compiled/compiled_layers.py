@@ -9,7 +9,7 @@ Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +60,9 @@ def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
 
 
 _library = torch.library.Library("toolkit", "DEF")
-_library.define("attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor")
+_library.define(
+    "attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
+)
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit::attend", _attend_shape)
 
@@ -111,6 +113,15 @@ class _NotedPlan:
         return attend_causal(q, k, v, scaling=scaling)
 
 
+def check_device(device: torch.device) -> None:
+    """Raises CompileError for a device that layers are not compiled for."""
+    if device.type != "cpu":
+        raise CompileError(
+            f"torch_compile came with a target on {device}; the engine compiles layers on a CPU alone: leave "
+            "--torch-compile out, or use --device cpu"
+        )
+
+
 class CompiledLayers:
     """Programs for all layers of a target on the CPU. The target itself is changed only inside `running`.
 
@@ -119,17 +130,14 @@ class CompiledLayers:
     """
 
     def __init__(self, target: Target, run: Forward, own_attention: Callable[[str], Any]) -> None:
-        if target.device.type != "cpu":
-            raise CompileError(
-                f"torch_compile came with a target on {target.device}; the engine compiles layers on a CPU alone: "
-                "leave --torch-compile out, or use --device cpu"
-            )
+        check_device(target.device)
         self._layers = list(target.layers)
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
         self._one: list[Program] = []
         self._several: list[Program] = []
+        self._check_inputs(self._note(target, run, rows=2, tokens=3))
         for tokens, programs in ((1, self._one), (3, self._several)):
-            noted = self._note(target, run, tokens)
+            noted = self._note(target, run, 1, tokens)
             kinds: dict[Any, Program] = {}
             for layer, note in zip(self._layers, noted, strict=True):
                 kind = _kind(layer, note)
@@ -138,7 +146,9 @@ class CompiledLayers:
                         kinds[kind] = compile_layer(layer, note.hidden, note.keywords)
                 programs.append(kinds[kind])
             self._check(noted, programs, ALLOWED.get(target.dtype or torch.float32, ALLOWED[torch.bfloat16]))
-        logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(set(self._one + self._several)))
+        logger.info(
+            "torch_compile: %d layers run by %d programs", len(self._layers), len(set(self._one + self._several))
+        )
         self._calls = [self._call(index) for index in range(len(self._layers))]
 
     @contextmanager
@@ -167,28 +177,38 @@ class CompiledLayers:
 
         return forward
 
-    def _note(self, target: Target, run: Forward, tokens: int) -> list[_Noted]:
+    def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
         """One forward by the layers' own code; what each was called with."""
         calls: list[tuple[Tensor, dict[str, Any], Tensor]] = []
 
         def noting(layer: nn.Module) -> Callable[..., Tensor]:
             def forward(hidden: Tensor, *others: Any, **keywords: Any) -> Tensor:
-                if others:
+                out = type(layer).forward(layer, hidden, *others, **keywords)
+                if others or not isinstance(out, Tensor):
                     raise CompileError(
-                        f"torch_compile: {type(layer).__name__} is called with unnamed arguments, which is not known "
-                        "here; leave --torch-compile out for this target"
+                        f"torch_compile: {type(layer).__name__} takes unnamed arguments or gives more than its output, "
+                        "which is not known here; leave --torch-compile out for this target"
                     )
-                out = type(layer).forward(layer, hidden, **keywords)
                 calls.append((hidden, {name: value for name, value in keywords.items() if name != "plan"}, out))
                 return out
 
             return forward
 
         plan = _NotedPlan()
-        at = torch.arange(1, tokens + 1, device=target.device)[None]
+        at = torch.arange(1, tokens + 1, device=target.device).expand(rows, tokens)
         with _forwards(self._layers, [noting(layer) for layer in self._layers]):
             run("toolkit", at * 7919 % target.vocab_size, at, plan)
         return [_Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
+
+    def _check_inputs(self, noted: list[_Noted]) -> None:
+        """Every tensor that goes into a layer must be of rows and tokens, so that rows can lie side by side."""
+        for layer, note in zip(self._layers, noted, strict=True):
+            wrong = [list(one.shape) for one in tensors_in(note.keywords) if one.shape[:2] != note.hidden.shape[:2]]
+            if wrong:
+                raise CompileError(
+                    f"torch_compile: {type(layer).__name__} is called with tensors of {wrong}, none of [rows, tokens, "
+                    "..], which is not known here; leave --torch-compile out for this target"
+                )
 
     def _check(self, noted: list[_Noted], programs: list[Program], allowed: float) -> None:
         """Each layer's program must ask for the same attention and give the same output as the layer."""

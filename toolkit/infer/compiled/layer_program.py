@@ -75,8 +75,7 @@ class _Call(nn.Module):
         split = len(tensors) - len(self._names)
         weights = dict(zip(self._names, tensors[split:], strict=True))
         keywords = _with_tensors(self._keywords, list(tensors[:split]))
-        out = torch.func.functional_call(self._held[0], weights, (hidden,), keywords)
-        return out[0] if isinstance(out, tuple) else out
+        return torch.func.functional_call(self._held[0], weights, (hidden,), keywords)
 
 
 def compile_layer(layer: nn.Module, hidden: Tensor, keywords: Mapping[str, Any]) -> Program:
@@ -87,15 +86,19 @@ def compile_layer(layer: nn.Module, hidden: Tensor, keywords: Mapping[str, Any])
     """
     inputs = [hidden, *tensors_in(keywords), *weights_of(layer).values()]
     exported = _exported(layer, hidden, keywords, inputs)
+    return _program(exported, inputs, f"{type(layer).__name__} for {_tokens(hidden)}")
+
+
+def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
+    """The exported layer as machine code, from the cache or made now."""
     folder = cache_root() / "compiled" / _key(exported, inputs)
-    what = f"{type(layer).__name__} for {_tokens(hidden)}"
     if folder.is_dir():
         logger.info("torch_compile: %s is there from an earlier start", what)
     else:
         check_compiler()
         logger.info("torch_compile: compiling %s; the next start finds it in %s", what, folder.parent)
-    build_once(folder, lambda made: _compile(exported, made / PACKAGE, type(layer).__name__))
-    return torch._inductor.aoti_load_package(str(folder / PACKAGE)).loader.boxed_run  # type: ignore[attr-defined]
+    build_once(folder, lambda made: _compile(exported, made / PACKAGE, what))
+    return torch._inductor.aoti_load_package(str(folder / PACKAGE)).loader.boxed_run
 
 
 def check_compiler() -> None:
@@ -131,12 +134,12 @@ def _refused(layer: nn.Module, why: str, error: Exception | None) -> CompileErro
     return CompileError(f"torch_compile: {type(layer).__name__} {why}{said}; leave --torch-compile out for this target")
 
 
-def _compile(exported: Any, path: Path, name: str) -> None:
+def _compile(exported: Any, path: Path, what: str) -> None:
     try:
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))  # type: ignore[attr-defined]
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
     except Exception as error:  # the compiler's own words are in the message
         raise CompileError(
-            f"torch_compile: compiling {name} failed ({type(error).__name__}); leave --torch-compile out. {error}"
+            f"torch_compile: compiling {what} failed ({type(error).__name__}); leave --torch-compile out. {error}"
         ) from error
 
 
