@@ -59,7 +59,7 @@ def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-_library = torch.library.Library("toolkit", "DEF")
+_library = torch.library.Library("toolkit", "FRAGMENT")
 _library.define(
     "attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
 )

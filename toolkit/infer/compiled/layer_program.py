@@ -12,7 +12,8 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,21 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a layer's keywords, in order; what is not a tensor becomes part of the program."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Mapping):
-        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
-    return [tensor for inner in value for tensor in tensors_in(inner)] if isinstance(value, (tuple, list)) else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    found = []
+    for inner in value:
+        found += tensors_in(inner)
+    return found
 
 
 def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with its tensors replaced by the next of `tensors`."""
     if isinstance(value, Tensor):
         return tensors.pop(0)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _with_tensors(inner, tensors) for key, inner in value.items()}
     return type(value)(_with_tensors(one, tensors) for one in value) if isinstance(value, (tuple, list)) else value
 
@@ -66,7 +72,7 @@ class _Held(nn.Module):
 class _Call(nn.Module):
     """What is exported: hidden [1, T, H], the tensors of the keywords, the weights -> hidden [1, T, H]."""
 
-    def __init__(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, layer: nn.Module, keywords: dict[str, Any]) -> None:
         super().__init__()
         self._held = (_Held(layer),)  # in a tuple: its weights are not this module's
         self._keywords, self._names = keywords, [f"layer.{name}" for name in weights_of(layer)]
@@ -78,15 +84,17 @@ class _Call(nn.Module):
         return torch.func.functional_call(self._held[0], weights, (hidden,), keywords)
 
 
-def compile_layer(layer: nn.Module, hidden: Tensor, keywords: Mapping[str, Any]) -> Program:
+def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any]) -> Program:
     """The program of a layer that is called as layer(hidden, **keywords), hidden [1, T, H].
 
     For one token if T is 1, else for any number from 2 on. Taken from the cache if an earlier start compiled it.
     Raises CompileError, which names the layer and what stands in the way.
     """
     inputs = [hidden, *tensors_in(keywords), *weights_of(layer).values()]
-    exported = _exported(layer, hidden, keywords, inputs)
-    return _program(exported, inputs, f"{type(layer).__name__} for {_tokens(hidden)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch about its own code
+        exported = _exported(layer, hidden, keywords, inputs)
+        return _program(exported, inputs, f"{type(layer).__name__} for {_tokens(hidden)}")
 
 
 def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
@@ -111,7 +119,7 @@ def check_compiler() -> None:
         )
 
 
-def _exported(layer: nn.Module, hidden: Tensor, keywords: Mapping[str, Any], inputs: Sequence[Tensor]) -> Any:
+def _exported(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
     tokens = hidden.shape[1]
     n_weights = len(weights_of(layer))
     dynamic: list[Any] = [None] * len(inputs)
