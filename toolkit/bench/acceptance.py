@@ -55,6 +55,7 @@ def measure_acceptance(
     batch: int = 1,
     warmup: int = 1,
     check_tokens: bool = True,
+    torch_compile: bool = False,
     command: str | None = None,
     prompts_from: str = BUILTIN,
     keep: Path | None = None,
@@ -66,7 +67,8 @@ def measure_acceptance(
 
     Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
     tasks. `keep` names a file for finished prompts, from which a killed measurement goes on. `on_progress(done, total)`
-    counts answers. Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`.
+    counts answers. torch_compile: plain and drafted, both with the target's layers compiled.
+    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`.
     """
     _check_settings(shapes, batch, warmup)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
@@ -85,12 +87,13 @@ def measure_acceptance(
         "batch": batch,
         "warmup": warmup,
         "check_tokens": check_tokens,
+        "torch_compile": torch_compile,
         "shapes": [shape.as_text() for shape in shapes],
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
-    speculative = Engine(target, draft, shapes[0], max_batch=batch, memory=FORGETFUL)
+    speculative = Engine(target, draft, shapes[0], max_batch=batch, memory=FORGETFUL, torch_compile=torch_compile)
     # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
-    plain = Engine(target, max_batch=batch, memory=FORGETFUL)
+    plain = Engine(target, max_batch=batch, memory=FORGETFUL, torch_compile=torch_compile)
     modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     sampling = Sampling(max_tokens, temperature, seed)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.launch import set_threads
-from toolkit.commands.model_arguments import add_quantization_argument
+from toolkit.commands.model_arguments import add_compile_argument, add_quantization_argument
 from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.recipe import BenchSettings
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto; float32 makes the comparison exact"
     )
     add_quantization_argument(group)
+    add_compile_argument(group)
     group.add_argument(
         "--out",
         type=Path,
@@ -84,7 +85,18 @@ def run(args: argparse.Namespace) -> int:
             given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
             raise ArgumentsError(f"{given} and --draft came together; a recipe's run folder or any head is measured")
         return _measure_any(args)
-    own = (*_SETTINGS, "target", "token_map", "seed", "batch", "no_check", "dtype", "quantization", "out")
+    own = (
+        *_SETTINGS,
+        "target",
+        "token_map",
+        "seed",
+        "batch",
+        "no_check",
+        "dtype",
+        "quantization",
+        "torch_compile",
+        "out",
+    )
     stray = next((name for name in own if getattr(args, name) is not None), None)
     if stray is not None:
         how = f"override bench.{stray}=... instead" if stray in _SETTINGS else "name the head: --draft runs/NAME/ckpt"
@@ -129,6 +141,7 @@ def _measure_any(args: argparse.Namespace) -> int:
         seed=args.seed or 0,
         batch=1 if args.batch is None else args.batch,
         check_tokens=not args.no_check,
+        torch_compile=bool(args.torch_compile),
     )
     print_acceptance(record)
     for path in _write(record, args.draft, args.out):

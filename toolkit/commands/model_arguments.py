@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --quantization,
-    --device."""
+    --torch-compile, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -57,6 +57,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto, as the target"
     )
     add_quantization_argument(group)
+    add_compile_argument(group)
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
@@ -67,6 +68,17 @@ def add_quantization_argument(group: argparse._ActionsContainer) -> None:
         choices=("auto", "none", "int8"),
         help="int8: a byte a weight in the target's linear layers (CPU); the answers are then those of the quantised "
         "target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+    )
+
+
+def add_compile_argument(group: argparse._ActionsContainer) -> None:
+    """--torch-compile; `bench` takes it too."""
+    group.add_argument(
+        "--torch-compile",
+        action="store_true",
+        default=None,
+        help="run the target's layers compiled, for shorter steps (CPU); the first start compiles them, which takes "
+        "about half a minute and a C++ compiler, and later ones find them in TOOLKIT_CACHE",
     )
 
 
@@ -86,6 +98,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opene
         use_draft=not args.no_draft,
         dtype=args.dtype,
         quantization=args.quantization or "auto",
+        torch_compile=bool(args.torch_compile),
         device=args.device,
         max_batch=max_batch,
         **options,

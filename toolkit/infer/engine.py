@@ -47,8 +47,8 @@ class Engine:
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
-    always `shape`, as measurements of a shape need it. memory: how large the cache is, and what is kept there.
-    Raises DraftDirError for a head that does not fit, UnsupportedTargetError for a target it cannot reproduce.
+    always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
+    Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Engine:
         verify: str = "follow",
         adaptive: bool = False,
         memory: MemorySettings = DEFAULT_MEMORY,
+        torch_compile: bool = False,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -71,7 +72,7 @@ class Engine:
             raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.target = target
         with torch.inference_mode():
-            self._forward = TargetForward(target)
+            self._forward = TargetForward(target, torch_compile=torch_compile)
             limit = self._forward.max_context
             self.max_context = limit if max_context is None else min(max_context, limit)
             pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
@@ -219,7 +220,7 @@ class Engine:
         """Pages for every row; then prompts are read, and their first tokens sampled, as far as it is due."""
         self._change_rows(self.scheduler.make_room)
         try:
-            admitted = self._read_prompts()
+            admitted = self._prompts.read_due(self.drafter, self._keep)
         except BaseException:
             self.scheduler.put_back()
             raise
@@ -227,22 +228,6 @@ class Engine:
             self._sampler = None
             self._finish()
         return admitted
-
-    def _read_prompts(self) -> list[Request]:
-        """A chunk of prompts, more only as long as nobody runs. Returns the requests that got their first token."""
-        admitted: list[Request] = []
-        left = self.scheduler.chunk
-        while True:
-            complete, tokens = self._prompts.read_some(left, self.drafter)
-            if not tokens:
-                return admitted
-            for request in complete:
-                request.ready = True
-                self._keep(self._running.index(request), request)
-            admitted += complete
-            left = left - tokens if self._running else self.scheduler.chunk
-            if left < self.scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
-                return admitted
 
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
@@ -266,9 +251,8 @@ class Engine:
     ) -> None:
         """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
         batch = len(self._running)
-        appended = []
-        for request, tokens, accepted in zip(self._running, found.path_tokens, found.accepted, strict=True):
-            appended.append(request.append_run(tokens, accepted))
+        runs = zip(self._running, found.path_tokens, found.accepted, strict=True)
+        appended = [request.append_run(tokens, accepted) for request, tokens, accepted in runs]
         if choices.logprobs is not None:
             choices.logprobs.record(self._running, found)
         times = (proposed - started, verified - proposed, time.perf_counter() - verified)

@@ -23,3 +23,7 @@ class EngineError(ValueError):
 
 class UnsupportedTargetError(TargetError):
     """The target's attention does something that the engine's does not, so its answers would not be the target's."""
+
+
+class CompileError(EngineError):
+    """Layers that cannot be compiled: this machine lacks something, or the target's code is not for it."""

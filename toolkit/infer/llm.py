@@ -67,7 +67,8 @@ class LLM:
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
     max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
     dtype: auto, bfloat16 or float32. quantization: int8 for a target of a byte a weight (CPU), none, or auto (as the
-    draft directory states it). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+    draft directory states it). torch_compile: the target's layers run compiled, which the first start pays with half a
+    minute and a C++ compiler (CPU). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed.
@@ -86,6 +87,7 @@ class LLM:
         prefix_cache: bool = True,
         dtype: str = "auto",
         quantization: str = "auto",
+        torch_compile: bool = False,
         device: str = "auto",
         revision: str | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class LLM:
             token_map=token_map,
             dtype=dtype,
             quantization=quantization,
+            torch_compile=torch_compile,
             device=device,
             max_batch=max_batch,
             max_context=max_context,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
+from toolkit.infer.compiled.compiled_layers import check_device
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
@@ -59,6 +60,7 @@ def open_engine(
     adaptive: bool | None = None,
     memory: MemorySettings = DEFAULT_MEMORY,
     quantization: str = "auto",
+    torch_compile: bool = False,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -69,7 +71,7 @@ def open_engine(
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" for a target of a byte a weight (CPU), "none", or "auto": as the draft directory states
-    it, else none. memory: how large the cache is.
+    it, else none. memory: how large the cache is. torch_compile: the target's layers run compiled (CPU).
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -83,6 +85,8 @@ def open_engine(
         raise OpenError(f"max_batch is {max_batch}; at least one request must fit")
     wanted = parse_shape(shape, "shape") if isinstance(shape, str) else shape
     where = parse_device(device)
+    if torch_compile:
+        check_device(where)
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
@@ -103,8 +107,8 @@ def open_engine(
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify}
-    engine = Engine(loaded, head, wanted, adaptive=adaptive, memory=memory, **options)
+    options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
+    engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
 
 

@@ -5,7 +5,7 @@ Shapes: B rows, N tokens read of each (padded on the right), H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,26 @@ class PromptReader:
     def __init__(self, target: Target, forward: TargetForward, cache: KVCache, scheduler: Scheduler) -> None:
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
 
-    def read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], int]:
+    def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
+        """A chunk of prompts, more only as long as nobody runs. Returns the requests that got their first token.
+
+        keep(row, request) is called for each as soon as its text is in the cache.
+        """
+        admitted: list[Request] = []
+        running, left = self._scheduler.running, self._scheduler.chunk
+        while True:
+            complete, tokens = self._read_some(left, drafter)
+            if not tokens:
+                return admitted
+            for request in complete:
+                request.ready = True
+                keep(running.index(request), request)
+            admitted += complete
+            left = left - tokens if running else self._scheduler.chunk
+            if left < self._scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
+                return admitted
+
+    def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], int]:
         """Read prompts of `most` padded tokens together, or that much of a long one.
 
         Returns the requests that are complete now and have a token, and the padded tokens read: 0 when none are due.

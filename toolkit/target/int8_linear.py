@@ -61,21 +61,35 @@ class Int8Linear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the inputs' dtype."""
         rows = inputs.reshape(-1, self.in_features)
-        direct = (
-            rows.dtype == self.scale.dtype == torch.bfloat16
-            and rows.shape[0] * self.qweight.numel() <= DIRECT_PRODUCTS
-            and self.in_features % DIRECT_MULTIPLE == 0
-        )
-        if direct:
-            out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)
-        else:
-            out = integer_product(rows, self.qweight, self.scale)
+        # Traced, it is one operator: which kernel is used depends on the number of rows.
+        product = torch.ops.toolkit.int8_product if torch.compiler.is_exporting() else int8_product
+        out = product(rows, self.qweight, self.scale)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def int8_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
+    """rows @ (qweight * scale).T as `integer_product`, by whichever kernel is faster for that many rows."""
+    direct = (
+        rows.dtype == scale.dtype == torch.bfloat16
+        and rows.shape[0] * qweight.numel() <= DIRECT_PRODUCTS
+        and rows.shape[1] % DIRECT_MULTIPLE == 0
+    )
+    if direct:
+        return torch._weight_int8pack_mm(rows.contiguous(), qweight, scale)
+    return integer_product(rows, qweight, scale)
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+_library.define("int8_product(Tensor rows, Tensor qweight, Tensor scale) -> Tensor")
+_library.impl("int8_product", int8_product, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "toolkit::int8_product", lambda rows, qweight, _scale: rows.new_empty(rows.shape[0], qweight.shape[0])
+)
 
 
 def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:

@@ -61,3 +61,19 @@ def test_addresses_cost_no_memory_until_they_are_touched():
     cache = KVCache(KVShape(2, 8, 128, torch.float32, torch.device("cpu")), PagePool(16, 2**19, 16))
     cache.keys[1][-1] = 1.0
     assert cache.keys[1][-1].sum() == 8 * 128
+
+
+def test_a_long_row_gives_its_memory_back():
+    """A server that has once had a long request would else hold its memory for ever. (Memory given back is zero.)"""
+    pool = PagePool(2, 16 * 1024)
+    cache = KVCache(KVShape(1, 8, 64, torch.float32, torch.device("cpu")), pool)
+    pool.grow(0, 16 * 200)
+    pool.grow(1, 16 * 10)
+    for row, length in ((0, 16 * 200), (1, 16 * 10)):
+        for store in (cache.home_keys[0], cache.home_values[0]):
+            store[row, :length] = 1.0
+    pool.release(0)
+    pool.release(1)
+    for store in (cache.home_keys[0], cache.home_values[0]):
+        assert store[0, : 16 * 64].all() and store[0, 16 * 64 :].sum() == 0
+        assert store[1, : 16 * 10].all()  # a short row's memory is wanted again soon

@@ -17,6 +17,9 @@ class Recorder:
         self.text: dict[int, str] = {}
         pool.attach(self)
 
+    def forget_pages(self, first, count) -> None:
+        self.text |= dict.fromkeys(range(first, first + count), "forgotten")
+
     def copy_pages(self, destination, source) -> None:
         self.text |= dict(zip(destination, [self.text.get(page, "") for page in source], strict=True))
 

@@ -6,6 +6,7 @@ rows, N new positions a row, S positions read.
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -57,9 +58,9 @@ class KVCache:
         widths = (shape.head_dim, shape.value_dim or shape.head_dim)
         entries = pool.page_count * pool.page_size
         # One allocation a layer: a system that limits single ones would refuse all layers in one.
+        self._memory: dict[int, mmap.mmap] = {}  # by id of the tensor: where it comes on touch
         self.keys, self.values = (
-            [_zeros((entries, shape.kv_heads, width), shape.dtype, shape.device) for _ in range(shape.layers)]
-            for width in widths
+            [self._zeros((entries, shape.kv_heads, width)) for _ in range(shape.layers)] for width in widths
         )
         rows, size = pool.rows, pool.pages_per_row * pool.page_size
         # [R, S, Hkv, D or Dv] of rows at home, made once: 60 views a step would be felt at batch 1.
@@ -68,6 +69,17 @@ class KVCache:
             for stores in (self.keys, self.values)
         )
         pool.attach(self)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""
+        dtype, device = self.shape.dtype, self.shape.device
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or sys.platform != "linux" or size == 0:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        zeros = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self._memory[id(zeros)] = memory
+        return zeros
 
     def window(self, first_row: int, starts: Sequence[int], new: int, span: int) -> Window:
         """Rows first_row .. first_row+B-1, of which row b is written at starts[b] .. starts[b]+new-1; S = span."""
@@ -80,6 +92,18 @@ class KVCache:
         for store in (*self.keys, *self.values):
             pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
             pages.index_copy_(0, to, pages.index_select(0, of))
+
+    def forget_pages(self, first: int, count: int) -> None:
+        """Give the memory of pages first .. first+count-1 back to the system; they read as zeros then."""
+        for store in (*self.keys, *self.values):
+            memory = self._memory.get(id(store))
+            if memory is None:
+                continue
+            size = self.pool.page_size * store[0].nbytes
+            start, end = first * size, (first + count) * size
+            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            if end - start >= mmap.PAGESIZE:
+                memory.madvise(mmap.MADV_DONTNEED, start, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
 
     def move_entries(self, destination: Tensor, source: Tensor) -> None:
         """Copy entries between places [M] of all layers; all are read before any is written."""
@@ -133,14 +157,3 @@ class PagedWindow:
 
 def _scatter(store: Tensor, places: Tensor, entries: Tensor) -> None:
     store.index_copy_(0, places, entries.reshape(-1, *store.shape[1:]))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    if device.type != "cpu" or sys.platform != "linux" or size == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)

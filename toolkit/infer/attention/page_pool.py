@@ -23,12 +23,17 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 16
+KEPT_PAGES = 64  # of a home whose row has ended: what short requests need stays, what a long one took goes back
 
 
 class PagedStore(Protocol):
     """A cache whose entries lie at the pool's addresses."""
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None: ...
+
+    def forget_pages(self, first: int, count: int) -> None:
+        """Nobody needs what these pages hold: their memory may go back to the system."""
+        ...
 
 
 class PagePool:
@@ -90,8 +95,12 @@ class PagePool:
 
     def release(self, row: int) -> None:
         """The row ends: it lets go of its pages."""
-        for page in self.tables[row]:
+        table = self.tables[row]
+        for page in table:
             self.drop(page)
+        if self.homes and len(table) > KEPT_PAGES:
+            for store in self._stores:
+                store.forget_pages(table[KEPT_PAGES], len(table) - KEPT_PAGES)
         self.tables[row] = []
 
     def move(self, destination: int, source: int) -> None:

@@ -21,6 +21,7 @@ from toolkit.infer.attention.attention_plan import AttentionPlan, PromptPlan, Tr
 from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.page_pool import PagePool
+from toolkit.infer.compiled.compiled_layers import CompiledLayers
 from toolkit.infer.errors import UnsupportedTargetError
 from toolkit.target.load import Target, TargetError
 
@@ -60,12 +61,14 @@ AttentionInterface.register(ATTENTION, _planned_attention)
 class TargetForward:
     """The target's body on the engine's attention. Other users of the model keep their own attention setting.
 
-    Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or
+    torch_compile: its layers run compiled (see compiled_layers.py); CompileError where that cannot be had. Raises
+    UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or
     if the engine's logits differ from the model's own.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, torch_compile: bool = False) -> None:
         self.target = target
+        self._compiled: CompiledLayers | None = None
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
         try:
@@ -78,10 +81,15 @@ class TargetForward:
                 f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
                 f"{error}); use a target of another family, or Hugging Face's generate"
             ) from error
+        if torch_compile:
+            self._compiled = CompiledLayers(target, self._run, self._own_attention)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        return self._run(ATTENTION, input_ids, positions, plan)
+        if self._compiled is None:
+            return self._run(ATTENTION, input_ids, positions, plan)
+        with self._compiled.running(plan, len(input_ids)):
+            return self._run(ATTENTION, input_ids, positions, plan)
 
     def _run(
         self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionPlan | AttentionProbe

@@ -1,0 +1,191 @@
+"""Compiled layers write the layers' own tokens, compile nothing while they serve, and leave the model as it was.
+
+Most tests run the exported programs in PyTorch's interpreter, which takes no C++ compiler and no minute; the slow one
+compiles them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from toolkit.infer.compiled import layer_program
+from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.errors import CompileError
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.load import Target, load_target
+
+PARAMS = SamplingParams(max_tokens=16)
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (5, 9, 1, 17, 3)]
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    try:
+        return [one.output_ids for one in engine.generate(prompts(engine.target.vocab_size), PARAMS)]
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> list[str]:
+    """Programs run uncompiled. Returns what was asked for, in order."""
+    asked: list[str] = []
+
+    def program(exported, _inputs, what):
+        asked.append(what)
+        module = exported.module()
+        return lambda inputs: [module(*inputs)]
+
+    monkeypatch.setattr(layer_program, "_program", program)
+    return asked
+
+
+@pytest.mark.parametrize(("shape", "max_batch"), [("3,3,8", 1), ("5,2,12", 3)])
+def test_drafted_answers_are_those_of_plain_decoding(interpreted, small_target, small_draft, shape, max_batch):
+    """A head that is often right reads hidden states by hooks on the layers: they have to fire, with rows apart."""
+    plain = answers(Engine(small_target))
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=max_batch, torch_compile=True)
+    requests = engine.generate(prompts(small_target.vocab_size), PARAMS)
+    engine.close()
+    assert [one.output_ids for one in requests] == plain
+    eager = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=max_batch)
+    uncompiled = eager.generate(prompts(small_target.vocab_size), PARAMS)
+    eager.close()
+    accepted = [[event.accepted for event in one.events] for one in requests]
+    assert accepted == [[event.accepted for event in one.events] for one in uncompiled], "the head read other features"
+    assert any(count for counts in accepted for count in counts)
+
+
+def family(name: str, tokenizer) -> Target:
+    path = Path(__file__).parents[1] / "attention" / "test_target_families.py"
+    spec = importlib.util.spec_from_file_location("target_families", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build(name, module.FAMILIES[name], tokenizer)
+
+
+@pytest.mark.parametrize(("name", "programs"), [("gpt_oss", 4), ("deepseek_v3", 4)])
+def test_each_kind_of_layer_has_its_programs(interpreted, small_target, name, programs):
+    """Windows, ropes, sinks and experts by layer; one program for one token, one for more, and each compiled once."""
+    target = family(name, small_target.tokenizer)
+    plain = answers(Engine(target, max_batch=2))
+    assert answers(Engine(target, max_batch=2, torch_compile=True)) == plain
+    assert len(interpreted) == programs
+
+
+def test_a_quantised_target(interpreted, tiny_target_directory):
+    """Its products choose their kernel by the number of rows, which a program must not fix."""
+    target = load_target(tiny_target_directory, quantization="int8")
+    plain = answers(Engine(target, max_batch=3))
+    assert answers(Engine(target, max_batch=3, torch_compile=True)) == plain
+
+
+def test_nothing_is_compiled_while_serving(interpreted, small_target, small_draft):
+    """All sizes of batch and tree, prompts too, run programs that the construction made."""
+    engine = Engine(small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=3, torch_compile=True)
+    compiled = engine._forward._compiled
+    before, graphs = len(interpreted), dict(counters["stats"])
+    calls = []
+    for index, programs in enumerate(zip(compiled._one, compiled._several, strict=True)):
+        assert len(set(programs)) == 2, f"layer {index} has one program for all"
+    engine.generate(prompts(24), PARAMS)
+    for shape in ("2,1,3", "3,2,5"):
+        engine.set_shape(DraftShape.parse(shape))
+        calls += engine.generate(prompts(24), PARAMS)
+    engine.close()
+    assert len(calls) == 10 and len(interpreted) == before
+    assert dict(counters["stats"]) == graphs, "Dynamo compiled something in a step"
+
+
+def test_the_model_is_left_as_it_was(interpreted, small_target, small_draft):
+    """Between steps, after a step that fails, and after close: other users of the model meet its own layers."""
+    model = small_target.model
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(input_ids=ids).logits
+    engine = Engine(small_target, small_draft, torch_compile=True)
+    request = engine.add_request([5, 6, 7], PARAMS)
+    engine.step()
+    assert torch.equal(model(input_ids=ids).logits, before)
+    whole = engine._forward._compiled._calls[2]
+
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("a layer failed")
+
+    engine._forward._compiled._calls[2] = fails
+    with pytest.raises(RuntimeError, match="a layer failed"):
+        engine.step()
+    engine._forward._compiled._calls[2] = whole
+    assert torch.equal(model(input_ids=ids).logits, before)
+    engine.abort(request)
+    engine.close()
+    assert all("forward" not in vars(layer) and not layer._forward_pre_hooks for layer in small_target.layers)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_program_that_computes_something_else_is_refused(monkeypatch, small_target):
+    """A miscompiled layer, or one of another kind taken for this one, must never answer."""
+
+    def program(exported, _inputs, _what):
+        module = exported.module()
+        return lambda inputs: [module(*inputs) * 1.001]
+
+    monkeypatch.setattr(layer_program, "_program", program)
+    with pytest.raises(CompileError, match="layer 0 .* another result"):
+        Engine(small_target, torch_compile=True)
+
+
+def test_layers_that_differ_in_secret_are_refused(interpreted, small_target, monkeypatch):
+    """A layer's activation that is a plain function is no setting that tells kinds apart: the comparison finds it."""
+    monkeypatch.setattr(type(small_target.layers[1].mlp), "forward", tanh_in_one_layer(small_target.layers[1].mlp))
+    with pytest.raises(CompileError, match="layer 1 .* another result"):
+        Engine(small_target, torch_compile=True)
+
+
+def tanh_in_one_layer(odd):
+    def forward(self, x):
+        return self.down_proj((torch.tanh if self is odd else torch.relu)(self.gate_proj(x)) * self.up_proj(x))
+
+    return forward
+
+
+def test_a_family_that_cannot_be_traced_is_refused(interpreted, small_target):
+    with pytest.raises(CompileError, match="GPT2Block .* leave --torch-compile out"):
+        Engine(family("gpt2", small_target.tokenizer), torch_compile=True)
+
+
+def test_what_is_missing_is_named(small_target, monkeypatch, tmp_path):
+    """Without a C++ compiler, and on a GPU."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CompileError, match="C\\+\\+ compiler.* no-such-compiler is not there"):
+        Engine(small_target, torch_compile=True)
+    with pytest.raises(CompileError, match="cuda:1.* --device cpu"):
+        check_device(torch.device("cuda:1"))
+
+
+@pytest.mark.slow
+def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
+    tiny_target_directory, tiny_draft, monkeypatch, tmp_path
+):
+    """Inductor's own programs, in fp32, drafted and plain. The second start must do without the compiler."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    target = load_target(tiny_target_directory)
+    plain = answers(Engine(target))
+    assert answers(Engine(target, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3, torch_compile=True)) == plain
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")
+    assert isinstance(opened.engine._forward._compiled, CompiledLayers)
+    assert answers(opened.engine) == plain
+    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 2

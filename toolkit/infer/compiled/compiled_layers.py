@@ -1,0 +1,257 @@
+"""The target's decoder layers, compiled: norms, rotation, projections and MLP without an interpreter between them.
+
+The engine's attention stays as it is: to the compiler it is one opaque operator, which finds the forward's plan in this
+module. So a program depends on the number of tokens alone, never on rows, context or mask.
+
+Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from toolkit.infer.attention.attention_plan import AttentionPlan
+from toolkit.infer.compiled.layer_program import Program, compile_layer, tensors_in, weights_of
+from toolkit.infer.errors import CompileError
+from toolkit.infer.kernels.reference import attend_causal
+from toolkit.log import get_logger
+from toolkit.target.load import Target
+
+logger = get_logger(__name__)
+
+COMPILED = "toolkit-compiled"
+# How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+Forward = Callable[[str, Tensor, Tensor, Any], Tensor]  # attention's name, input_ids, positions, plan -> hidden
+
+
+class _Now(threading.local):
+    """The forward that runs in this thread: what the operator cannot be handed through a compiled program."""
+
+    plan: AttentionPlan
+    layer = 0
+    rows = 1
+
+
+_now = _Now()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv], by the plan of the forward that runs."""
+    rows = _now.rows
+    if rows > 1:
+        q, k, v = (x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
+    out = _now.plan.attend(_now.layer, q, k, v, scaling, window, softcap, sinks).contiguous()
+    return out.view(1, -1, *out.shape[2:])
+
+
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+_library.define(
+    "attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("toolkit::attend", _attend_shape)
+
+
+def _compiled_attention(
+    _module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_probed: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls while a layer is traced. The keywords were checked by the engine's probe."""
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return torch.ops.toolkit.attend(query, key, value, scaling, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(COMPILED, _compiled_attention)
+
+
+@dataclass
+class _Noted:
+    """One layer's call in a forward of the target's own code: what went in and came out, and what it asked for."""
+
+    hidden: Tensor
+    keywords: dict[str, Any]
+    out: Tensor
+    asked: tuple[Any, ...]
+
+
+class _NotedPlan:
+    """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        self.asked.append((layer, scaling, window, softcap, None if sinks is None else sinks.tolist()))
+        return attend_causal(q, k, v, scaling=scaling)
+
+
+def check_device(device: torch.device) -> None:
+    """Raises CompileError for a device that layers are not compiled for."""
+    if device.type != "cpu":
+        raise CompileError(
+            f"torch_compile came with a target on {device}; the engine compiles layers on a CPU alone: leave "
+            "--torch-compile out, or use --device cpu"
+        )
+
+
+class CompiledLayers:
+    """Programs for all layers of a target on the CPU. The target itself is changed only inside `running`.
+
+    run: runs the target's body on a named attention. Every layer's program is compared with the layer's own code, on
+    1 token and on several. Raises CompileError where that cannot be had.
+    """
+
+    def __init__(self, target: Target, run: Forward, own_attention: Callable[[str], Any]) -> None:
+        check_device(target.device)
+        self._layers = list(target.layers)
+        self._weights = [list(weights_of(layer).values()) for layer in self._layers]
+        self._one: list[Program] = []
+        self._several: list[Program] = []
+        self._check_inputs(self._note(target, run, rows=2, tokens=3))
+        for tokens, programs in ((1, self._one), (3, self._several)):
+            noted = self._note(target, run, 1, tokens)
+            kinds: dict[Any, Program] = {}
+            for layer, note in zip(self._layers, noted, strict=True):
+                kind = _kind(layer, note)
+                if kind not in kinds:
+                    with own_attention(COMPILED):
+                        kinds[kind] = compile_layer(layer, note.hidden, note.keywords)
+                programs.append(kinds[kind])
+            self._check(noted, programs, ALLOWED.get(target.dtype or torch.float32, ALLOWED[torch.bfloat16]))
+        logger.info(
+            "torch_compile: %d layers run by %d programs", len(self._layers), len(set(self._one + self._several))
+        )
+        self._calls = [self._call(index) for index in range(len(self._layers))]
+
+    @contextmanager
+    def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
+        """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
+        _now.plan, _now.rows = plan, rows
+        with _forwards(self._layers, self._calls):
+            try:
+                yield
+            finally:
+                del _now.plan
+
+    def _call(self, index: int) -> Callable[..., Tensor]:
+        one, several, weights = self._one[index], self._several[index], self._weights[index]
+
+        def forward(hidden: Tensor, **keywords: Any) -> Tensor:
+            _now.layer = index
+            keywords.pop("plan")
+            rows, tokens = hidden.shape[:2]
+            inputs = [hidden, *tensors_in(keywords)]
+            if rows > 1:
+                inputs = [tensor.flatten(0, 1)[None] for tensor in inputs]
+            inputs = [tensor.contiguous() for tensor in inputs]  # a program takes nothing else
+            program = one if rows * tokens == 1 else several
+            return program(inputs + weights)[0].view(hidden.shape)
+
+        return forward
+
+    def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
+        """One forward by the layers' own code; what each was called with."""
+        calls: list[tuple[Tensor, dict[str, Any], Tensor]] = []
+
+        def noting(layer: nn.Module) -> Callable[..., Tensor]:
+            def forward(hidden: Tensor, *others: Any, **keywords: Any) -> Tensor:
+                out = type(layer).forward(layer, hidden, *others, **keywords)
+                if others or not isinstance(out, Tensor):
+                    raise CompileError(
+                        f"torch_compile: {type(layer).__name__} takes unnamed arguments or gives more than its output, "
+                        "which is not known here; leave --torch-compile out for this target"
+                    )
+                calls.append((hidden, {name: value for name, value in keywords.items() if name != "plan"}, out))
+                return out
+
+            return forward
+
+        plan = _NotedPlan()
+        at = torch.arange(1, tokens + 1, device=target.device).expand(rows, tokens)
+        with _forwards(self._layers, [noting(layer) for layer in self._layers]):
+            run("toolkit", at * 7919 % target.vocab_size, at, plan)
+        return [_Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
+
+    def _check_inputs(self, noted: list[_Noted]) -> None:
+        """Every tensor that goes into a layer must be of rows and tokens, so that rows can lie side by side."""
+        for layer, note in zip(self._layers, noted, strict=True):
+            wrong = [list(one.shape) for one in tensors_in(note.keywords) if one.shape[:2] != note.hidden.shape[:2]]
+            if wrong:
+                raise CompileError(
+                    f"torch_compile: {type(layer).__name__} is called with tensors of {wrong}, none of [rows, tokens, "
+                    "..], which is not known here; leave --torch-compile out for this target"
+                )
+
+    def _check(self, noted: list[_Noted], programs: list[Program], allowed: float) -> None:
+        """Each layer's program must ask for the same attention and give the same output as the layer."""
+        for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
+            plan = _NotedPlan()
+            _now.plan, _now.rows, _now.layer = plan, 1, index
+            out = programs[index]([note.hidden, *tensors_in(note.keywords), *self._weights[index]])[0]
+            del _now.plan
+            difference = ((out.float() - note.out.float()).norm() / note.out.float().norm()).item()
+            if plan.asked != [note.asked] or not difference <= allowed:
+                raise CompileError(
+                    f"torch_compile: layer {index} ({type(layer).__name__}), compiled, gives another result: off by "
+                    f"{difference:.2g} of its size (allowed: {allowed:g}), attention {plan.asked} in place of "
+                    f"{note.asked}; leave --torch-compile out"
+                )
+
+
+@contextmanager
+def _forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Iterator[None]:
+    """The layers run these in place of their own forward. A plain entry of the instance: what is costs no time."""
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer, call in zip(layers, calls, strict=True):
+        layer.__dict__["forward"] = call
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            if own is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = own
+
+
+def _kind(layer: nn.Module, note: _Noted) -> Any:
+    """Equal for layers that one program serves: classes, plain settings, attention, shapes of weights and inputs."""
+    plain = (int, float, str, bool, type(None))
+    settings = [
+        (name, type(part).__qualname__, key, value)
+        for name, part in layer.named_modules()
+        for key, value in sorted(vars(part).items())
+        if isinstance(value, plain) and key != "layer_idx"
+    ]
+    weights = [(name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in weights_of(layer).items()]
+    inputs = [(tensor.shape, tensor.dtype) for tensor in (note.hidden, *tensors_in(note.keywords))]
+    others = [(name, value) for name, value in note.keywords.items() if isinstance(value, plain)]
+    return repr((settings, note.asked[1:4], note.asked[4] is None, weights, inputs, others))

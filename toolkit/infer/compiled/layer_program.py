@@ -1,0 +1,172 @@
+"""One kind of decoder layer as a program: exported once, compiled by Inductor, kept on disk for the next start.
+
+The layer's weights are inputs of the program, so that one serves all layers of its kind. A program has no guards and
+never compiles again: it is for one number of tokens, or for all from 2 on.
+
+Shapes: T tokens of all rows, side by side; H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.infer.errors import CompileError
+from toolkit.log import get_logger
+from toolkit.target.cache import build_once, cache_root
+
+logger = get_logger(__name__)
+
+PACKAGE = "layer.pt2"
+Program = Callable[[list[Tensor]], list[Tensor]]  # hidden, the tensors of its keywords, its weights -> [hidden]
+
+
+def weights_of(layer: nn.Module) -> dict[str, Tensor]:
+    """All that a layer's forward reads of itself, by name."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a layer's keywords, in order; what is not a tensor becomes part of the program."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    found = []
+    for inner in value:
+        found += tensors_in(inner)
+    return found
+
+
+def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with its tensors replaced by the next of `tensors`."""
+    if isinstance(value, Tensor):
+        return tensors.pop(0)
+    if isinstance(value, dict):
+        return {key: _with_tensors(inner, tensors) for key, inner in value.items()}
+    return type(value)(_with_tensors(one, tensors) for one in value) if isinstance(value, (tuple, list)) else value
+
+
+class _Held(nn.Module):
+    """A layer without its hooks, which are called outside of the program."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+
+class _Call(nn.Module):
+    """What is exported: hidden [1, T, H], the tensors of the keywords, the weights -> hidden [1, T, H]."""
+
+    def __init__(self, layer: nn.Module, keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self._held = (_Held(layer),)  # in a tuple: its weights are not this module's
+        self._keywords, self._names = keywords, [f"layer.{name}" for name in weights_of(layer)]
+
+    def forward(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
+        split = len(tensors) - len(self._names)
+        weights = dict(zip(self._names, tensors[split:], strict=True))
+        keywords = _with_tensors(self._keywords, list(tensors[:split]))
+        return torch.func.functional_call(self._held[0], weights, (hidden,), keywords)
+
+
+def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any]) -> Program:
+    """The program of a layer that is called as layer(hidden, **keywords), hidden [1, T, H].
+
+    For one token if T is 1, else for any number from 2 on. Taken from the cache if an earlier start compiled it.
+    Raises CompileError, which names the layer and what stands in the way.
+    """
+    inputs = [hidden, *tensors_in(keywords), *weights_of(layer).values()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch about its own code
+        exported = _exported(layer, hidden, keywords, inputs)
+        return _program(exported, inputs, f"{type(layer).__name__} for {_tokens(hidden)}")
+
+
+def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
+    """The exported layer as machine code, from the cache or made now."""
+    folder = cache_root() / "compiled" / _key(exported, inputs)
+    if folder.is_dir():
+        logger.info("torch_compile: %s is there from an earlier start", what)
+    else:
+        check_compiler()
+        logger.info("torch_compile: compiling %s; the next start finds it in %s", what, folder.parent)
+    build_once(folder, lambda made: _compile(exported, made / PACKAGE, what))
+    return torch._inductor.aoti_load_package(str(folder / PACKAGE)).loader.boxed_run
+
+
+def check_compiler() -> None:
+    """Raises CompileError unless there is the C++ compiler that Inductor would call."""
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name) is None:
+        raise CompileError(
+            f"torch_compile needs a C++ compiler once, and {name} is not there: install it (Debian, Ubuntu: apt "
+            "install g++), name another one in CXX, or leave --torch-compile out"
+        )
+
+
+def _exported(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
+    tokens = hidden.shape[1]
+    n_weights = len(weights_of(layer))
+    dynamic: list[Any] = [None] * len(inputs)
+    if tokens > 1:
+        dim = torch.export.Dim("tokens", min=2)
+        dynamic = [{1: dim}] * (len(inputs) - n_weights) + [None] * n_weights
+    try:
+        exported = torch.export.export(
+            _Call(layer, keywords), tuple(inputs), dynamic_shapes=(dynamic[0], tuple(dynamic[1:])), strict=False
+        )
+    except Exception as error:  # whatever the family's own code raises when it is traced
+        raise _refused(layer, f"cannot be traced for {_tokens(hidden)}", error) from error
+    if exported.constants or exported.state_dict:
+        raise _refused(layer, f"reads tensors that are not its weights: {', '.join(exported.constants)}", None)
+    return exported
+
+
+def _refused(layer: nn.Module, why: str, error: Exception | None) -> CompileError:
+    said = "" if error is None else f" ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+    return CompileError(f"torch_compile: {type(layer).__name__} {why}{said}; leave --torch-compile out for this target")
+
+
+def _compile(exported: Any, path: Path, what: str) -> None:
+    try:
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+    except Exception as error:  # the compiler's own words are in the message
+        raise CompileError(
+            f"torch_compile: compiling {what} failed ({type(error).__name__}); leave --torch-compile out. {error}"
+        ) from error
+
+
+def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
+    """Of all that decides the machine code: the traced program, torch, this CPU and the threads that will run it."""
+    program = [str(exported.graph), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
+    layout = [(str(tensor.dtype), tuple(tensor.stride())) for tensor in inputs]
+    machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), _cpu_flags(), torch.get_num_threads()]
+    return hashlib.sha256(repr((program, layout, machine)).encode()).hexdigest()[:32]
+
+
+def _cpu_flags() -> str:
+    """The instructions that this CPU has; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _tokens(hidden: Tensor) -> str:
+    return "1 token" if hidden.shape[1] == 1 else "2 and more tokens"
