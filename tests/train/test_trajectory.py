@@ -11,8 +11,8 @@ import torch
 from toolkit.data.batches import Example, collate
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.train.initialise import initialise_random
-from toolkit.train.loss import TrainedHead
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.trained_head import TrainedHead
 
 CURVE = Path(__file__).with_name("trajectory.json")
 STEPS, BATCHES, K, RATE = 50, 5, 4, 4e-3
