@@ -63,7 +63,8 @@ class _MergedAttention(torch.autograd.Function):
             for score, value in zip(own, values[1:], strict=True):
                 weight = (score - merged).exp_().view(grouped.shape[:-1])
                 total.addcmul_(weight.unsqueeze(-1), value.unsqueeze(2))
-            out, lse = total.flatten(1, 2).to(q.dtype), merged
+            out, lse = total.flatten(1, 2), merged
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, out, lse, *keys_and_values)
         return out
 
@@ -72,7 +73,7 @@ class _MergedAttention(torch.autograd.Function):
         q, out, lse, *keys_and_values = ctx.saved_tensors
         keys, values = _halves(keys_and_values)
         dq, dk, dv = causal_attention_backward(grad, q, keys[0], values[0], out, lse)
-        grad_keys, grad_values = [dk], [dv]
+        grad_keys, grad_values = [dk.to(q.dtype)], [dv.to(q.dtype)]
         if len(keys) > 1:
             grouped, upstream, total = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, grad, dq))
             upstream, total = upstream.to(lse.dtype), total.to(lse.dtype)
@@ -83,8 +84,8 @@ class _MergedAttention(torch.autograd.Function):
                 total.addcmul_(change.unsqueeze(-1), key.unsqueeze(2))
                 grad_keys.append((change.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
                 grad_values.append((weight.unsqueeze(-1) * upstream).sum(2).to(value.dtype))
-            dq = total.flatten(1, 2).to(q.dtype)
-        return dq, *grad_keys, *grad_values
+            dq = total.flatten(1, 2)
+        return dq.to(q.dtype), *grad_keys, *grad_values
 
 
 def _halves(keys_and_values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
