@@ -32,6 +32,7 @@ from toolkit.train.teacher import TeacherRows
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFINITIONS = {
     "seconds_per_step": "one forward and backward, the least of the repetitions",
+    "processor_seconds": "as seconds_per_step, in processor time: with one thread, other programs hardly show",
     "peak_memory_bytes": "the most that was held at once beyond states and output matrices; gradients count",
     "loss": "mean over tokens",
 }
@@ -68,21 +69,23 @@ def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict[str
 
     states, teacher = random(args.tokens, args.hidden).requires_grad_(True), random(args.tokens, args.hidden)
     matrix, output = random(vocabulary, args.hidden).requires_grad_(True), random(vocabulary, args.hidden)
-    seconds, held, loss = [], restart_peak(device), torch.zeros(())
+    seconds, processor, held, loss = [], [], restart_peak(device), torch.zeros(())
     for _ in range(args.repeats):
         states.grad = matrix.grad = None
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         loss = VARIANTS[variant](states, matrix, teacher, output)
         loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+        processor.append(time.process_time() - before)
     return {
         "variant": variant,
         "vocabulary": vocabulary,
         "tokens": args.tokens,
         "seconds_per_step": min(seconds),
         "tokens_per_s": args.tokens / min(seconds),
+        "processor_seconds": min(processor),
         "peak_memory_bytes": peak(device) - held,
         "accept_length": None,
         "loss": loss.item(),
@@ -108,11 +111,12 @@ def peak(device: torch.device) -> int:
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="one draft loss, forward and backward")
-    for column in ("vocabulary", "variant", "seconds", "peak memory, MB", "loss"):
+    for column in ("vocabulary", "variant", "seconds", "processor time", "peak memory, MB", "loss"):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = (f"{row['seconds_per_step']:.2f}", f"{row['peak_memory_bytes'] / 1e6:.0f}", f"{row['loss']:.4f}")
-        table.add_row(str(row["vocabulary"]), row["variant"], *numbers)
+        seconds = (f"{row[name]:.2f}" for name in ("seconds_per_step", "processor_seconds"))
+        memory, loss = f"{row['peak_memory_bytes'] / 1e6:.0f}", f"{row['loss']:.4f}"
+        table.add_row(str(row["vocabulary"]), row["variant"], *seconds, memory, loss)
     Console(width=100).print(table)
 
 

@@ -24,6 +24,7 @@ Tensor = torch.Tensor
 
 # A tile of fp32 rows (8,192 wide: 2 MB) should stay in a CPU core's cache from the first op to the last.
 TILE_ROWS = 64
+PIECE_ROWS = 1024
 # Logits of a chunk, in numbers: enough rows that adding up the output matrix's gradient costs little beside them.
 CHUNK_LOGITS, LEAST_CHUNK = 2**23, 128
 # Of the LK hybrid; the paper's best.
@@ -179,13 +180,17 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     """total [D, H] += gradient' [D, c] @ states [c, H], the sum in `total`'s dtype."""
     if states.dtype == total.dtype:
         total.addmm_(gradient.T, states)
-    else:
-        total += gradient.T @ states
+        return
+    # On a CPU in pieces that stay in its cache between product and sum.
+    size = PIECE_ROWS if total.device.type == "cpu" else len(total)
+    for start in range(0, len(total), size):
+        piece = slice(start, start + size)
+        total[piece] += gradient[:, piece].T @ states
 
 
 def _scaled(values: Tensor, factor: Tensor) -> Tensor:
     """values * factor, rounded once; in pieces, because torch widens what it multiplies to the wider dtype."""
     scaled = torch.empty_like(values)
-    for piece, out in zip(values.split(16 * TILE_ROWS), scaled.split(16 * TILE_ROWS), strict=True):
+    for piece, out in zip(values.split(PIECE_ROWS), scaled.split(PIECE_ROWS), strict=True):
         torch.mul(piece, factor, out=out)
     return scaled
