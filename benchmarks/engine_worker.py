@@ -25,7 +25,7 @@ class Ours:
 
         names = ("target", "revision", "draft", "shape", "dtype", "quantization", "max_batch")
         kept = {name: settings[name] for name in names}
-        self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu")
+        self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:

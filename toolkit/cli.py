@@ -23,6 +23,8 @@ COMMANDS = (
     "train",
     "bench",
     "report",
+    "inspect",
+    "export",
     "serve",
     "chat",
 )

@@ -23,8 +23,11 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import Engine
+from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
+
+FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other
 
 DEFINITIONS = {
     "accept_length": "tokens committed per verify step, bonus token included; truncated steps are left out",
@@ -85,9 +88,9 @@ def measure_acceptance(
         "shapes": [shape.as_text() for shape in shapes],
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
-    speculative = Engine(target, draft, shapes[0], max_batch=batch)
+    speculative = Engine(target, draft, shapes[0], max_batch=batch, memory=FORGETFUL)
     # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
-    plain = Engine(target, max_batch=batch)
+    plain = Engine(target, max_batch=batch, memory=FORGETFUL)
     modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     sampling = Sampling(max_tokens, temperature, seed)
     try:

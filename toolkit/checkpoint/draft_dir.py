@@ -15,21 +15,23 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of
+from toolkit.checkpoint.resolution import Resolution
 from toolkit.log import get_logger
 from toolkit.models.eagle3 import Eagle3Config
-from toolkit.models.head_config import HeadConfig
+from toolkit.models.head_config import HeadConfig, full_attention_rope
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 
+__all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_matches", "load_draft", "save_draft"]
+
 log = get_logger(__name__)
 
 FORMAT = 1
-
-
-class DraftDirError(ValueError):
-    """A draft directory is incomplete, damaged or does not belong to the target at hand."""
+# Largest distance, as a share of the norm, at which two embeddings are one: rounding and quantisation stay below it.
+SAME_EMBEDDING = 0.15
 
 
 @dataclass
@@ -37,13 +39,16 @@ class DraftCheckpoint:
     """A loaded head with the token map it drafts with. `meta` says where it came from (target, training, measured).
 
     A head that shares the target's output matrix (eagle2, mtp) has the whole vocabulary, unless a map was given when
-    it was loaded.
+    it was loaded. Of a foreign checkpoint: how its settings were read, and the embedding it brought along, which must
+    be the target's.
     """
 
     head: DraftHead
     token_map: TokenMap
     meta: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    resolutions: list[Resolution] = field(default_factory=list)
+    own_embedding: torch.Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -90,7 +95,7 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
-    values = {name: value for name, value in config.to_dict().items() if name != "aux_layer_ids"}
+    values = {name: value for name, value in kind.config_values(config).items() if name != "aux_layer_ids"}
     return {
         **values,
         **kind.serving_keys(config),
@@ -98,11 +103,12 @@ def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, t
         "hidden_act": "silu",
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "dtype": str(_dtype_of(head_state)).removeprefix("torch."),
+        "dtype": str(dtype_of(head_state)).removeprefix("torch."),
     }
 
 
-def _dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+def dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """A head's dtype: that of its layer's projections."""
     return next(value.dtype for name, value in sorted(tensors.items()) if name.endswith("_proj.weight"))
 
 
@@ -129,7 +135,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
         token_map = TokenMap.identity(config.vocab_size)
     head = kind.empty_head(config)
     load_strict(head, tensors, str(directory / "model.safetensors"))
-    head = head.to(device=device, dtype=dtype or _dtype_of(tensors)).eval().requires_grad_(False)
+    head = head.to(device=device, dtype=dtype or dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
     if (directory / "measured.json").is_file():
         meta["measured"] = read_json(directory / "measured.json")
@@ -139,8 +145,8 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
 def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
     if not isinstance(stored, dict) or "toolkit" not in stored:
         raise DraftDirError(
-            f"{directory}/config.json has no `toolkit` block, so it was not written by this project and what its head "
-            "reads of the target is unknown; train the head here"
+            f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
+            "`toolkit export --draft DIR --to toolkit --out NEW` makes a draft directory of what it knows to read"
         )
     block = stored["toolkit"]
     kind = KINDS.get(block.get("head"))
@@ -196,6 +202,10 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
             f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
             "Serve it with the target it was trained for"
         )
+    _check_embedding(draft, target)
+    differs = rope_difference(config, full_attention_rope(target.config))
+    if differs:
+        log.warning("%s", differs)
     trained_for = draft.meta.get("target", {})
     if trained_for.get("fingerprint") not in (None, target.fingerprint):
         log.warning(
@@ -205,3 +215,46 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
         )
     if trained_for.get("template_sha256") not in (None, target.template_sha256):
         log.warning("the target's chat template is not the one the head was trained with: accept_length may fall")
+
+
+def rope_difference(config: HeadConfig, target_rope: Mapping[str, Any]) -> str | None:
+    """What is said when the head's rotation is not the target's; None when it is."""
+
+    def told(rope: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": 10000.0, **rope}
+
+    mine, theirs = told(config.rope_parameters), told(target_rope)
+    differing = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+    if not differing:
+        return None
+    shown = ", ".join(f"{key} {mine.get(key)} (the target's {theirs.get(key)})" for key in differing)
+    return (
+        f"the head's rope is not the target's: {shown}. Some heads were trained so; where a key was lost on the way, "
+        "accept_length falls with the length of the context"
+    )
+
+
+def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
+    """Raise `DraftDirError` if the head came with an embedding that is not the target's, which the engine reads."""
+    if draft.own_embedding is None:
+        return
+    share = embedding_distance(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
+    if told_far(share):
+        raise DraftDirError(
+            f"the head {draft.path or ''} came with an embedding of its own, {100 * share:.1f} % from the target's; "
+            "the engine reads the target's, with which this head was not trained"
+        )
+    # Checked once; it is as large as the target's.
+    draft.own_embedding = None
+
+
+def embedding_distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """|mine - theirs| / |theirs|; infinite when their shapes differ."""
+    if mine.shape != theirs.shape:
+        return float("inf")
+    return float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def told_far(distance: float) -> bool:
+    """Whether two embeddings of that distance are two; a distance that is no number is far."""
+    return not distance <= SAME_EMBEDDING

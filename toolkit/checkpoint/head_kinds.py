@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class HeadKind:
     """name: the word in config.json. own_vocabulary: the head has a token map and an output matrix of its own.
 
     serving_keys(config): the keys of other engines beside the config's own fields. features(config): which of the
-    target's hidden states it reads, in words and numbers.
+    target's hidden states it reads, in words and numbers. variants: config fields that are written only where they
+    differ from their default, so that a plain head's config.json says nothing another loader reads differently.
     """
 
     name: str
@@ -34,6 +35,7 @@ class HeadKind:
     own_vocabulary: bool
     serving_keys: Callable[[Any], dict[str, Any]]
     features: Callable[[Any], dict[str, Any]]
+    variants: frozenset[str] = frozenset()
 
     def empty_head(self, config: HeadConfig) -> DraftHead:
         """A head whose weights are all to be loaded: NaN, so that a forgotten one is loud."""
@@ -44,21 +46,34 @@ class HeadKind:
         return head
 
     def lacking(self, values: dict[str, Any]) -> list[str]:
-        """Names of the config's fields that `values` has not."""
-        return [one.name for one in fields(self.config_class) if values.get(one.name) is None]
+        """Names of the config's fields that `values` has not; variants may be absent."""
+        wanted = (one.name for one in fields(self.config_class) if one.name not in self.variants)
+        return [name for name in wanted if values.get(name) is None]
+
+    def config_values(self, config: HeadConfig) -> dict[str, Any]:
+        """The config's fields as JSON holds them, without the variants that are at their default."""
+        plain = {
+            one.name
+            for one in fields(self.config_class)
+            if one.name in self.variants and getattr(config, one.name) == one.default
+        }
+        return {name: value for name, value in config.to_dict().items() if name not in plain}
 
     def config_from(self, values: dict[str, Any]) -> HeadConfig:
         names = {one.name for one in fields(self.config_class)}
         return self.config_class.from_dict({name: value for name, value in values.items() if name in names})
 
 
-def _eagle3_keys(_config: Eagle3Config) -> dict[str, Any]:
+EAGLE3_VARIANTS = frozenset(one.name for one in fields(Eagle3Config) if one.default is not MISSING)
+
+
+def _eagle3_keys(config: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "attention_bias": False,
-        "norm_before_residual": False,
+        "attention_bias": config.attention_bias,
+        "norm_before_residual": config.norm_before_residual,
     }
 
 
@@ -97,6 +112,7 @@ KINDS = {
                 "aux_layer_ids": list(config.aux_layer_ids),
                 "aux_layer_ids_convention": AUX_CONVENTION,
             },
+            EAGLE3_VARIANTS,
         ),
         HeadKind(
             "eagle2", Eagle2Config, Eagle2Head, False, _eagle2_keys, lambda _config: {"features": LAST_CONVENTION}

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
-    group.add_argument("--draft", metavar="DIR", help="draft directory (runs/NAME/ckpt), or ngram (give --target)")
+    group.add_argument("--draft", metavar="DIR", help="any head's directory or hub id, or ngram (give --target)")
     group.add_argument(
         "--token-map", metavar="FILE", help="freq_N.pt: the ids that an eagle2 or mtp head drafts (default: all)"
     )
@@ -110,7 +110,7 @@ def _measure_any(args: argparse.Namespace) -> int:
 
     # What is small first: a mistake in it is found before the target is loaded.
     prompts_and_shapes(wanted)
-    draft = open_draft(args.draft)
+    draft = open_draft(args.draft, args.target)
     if args.token_map is not None:
         check_token_map_goes_with(draft, args.token_map)
     name, revision = (args.target, None) if args.target else target_of(draft)

@@ -17,7 +17,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DIR",
-        help="draft directory (runs/NAME/ckpt); it names its target, so it is enough alone. Or ngram, without a head: "
+        help="draft directory (runs/NAME/ckpt), or another project's EAGLE head, by directory or hub id (org/name, "
+        "org/name@revision); one that names its target is enough alone. Or ngram, without a head: "
         "what followed the same words earlier in the request is drafted (give --target)",
     )
     group.add_argument(

@@ -49,15 +49,17 @@ def answer_prompts(
     draft_dir: Path | None = None,
 ) -> str:
     """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline."""
-    from toolkit.checkpoint.draft_dir import load_draft
     from toolkit.commands.engine_generate import engine_generate
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
     from toolkit.data.rollouts import write_rollouts
     from toolkit.infer.engine import Engine
+    from toolkit.infer.open_draft import fit_draft, open_draft
 
     conversations = read_conversations(prompts)
-    draft = None if draft_dir is None else load_draft(draft_dir, dtype=target.dtype, device=str(target.device))
+    draft = None
+    if draft_dir is not None:
+        draft = fit_draft(open_draft(draft_dir, target.name, target.revision), target)
     engine = Engine(target, draft, max_batch=settings.batch_size)
     try:
         with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, load_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.log import get_logger
@@ -23,9 +24,12 @@ class OpenError(ValueError):
     """What was typed does not name an engine; the message says what to type."""
 
 
-def open_draft(name: str | Path) -> Draft:
-    """ "ngram" (a folder of that name is ./ngram), else a draft directory. Raises DraftDirError, WeightsError."""
-    return NgramLookup() if str(name) == NGRAM else load_draft(name)
+def open_draft(name: str | Path, target: str | None = None, revision: str | None = None) -> Draft:
+    """ "ngram" (a folder of that name is ./ngram), else a head by directory or hub id, for that target.
+
+    Raises DraftDirError, WeightsError, TokenMapError, TargetError.
+    """
+    return NgramLookup() if str(name) == NGRAM else open_head(name, target=target, revision=revision)
 
 
 def check_token_map_goes_with(draft: Draft | None, path: str | Path) -> None:

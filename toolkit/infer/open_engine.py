@@ -62,7 +62,7 @@ def open_engine(
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
-    draft: a draft directory, which names its own target, or "ngram". target: needed without a draft directory, else
+    draft: a draft directory or a hub id, which may name its own target, or "ngram". target: needed without one, else
     overrides its choice; revision: of a target on a hub. shape: a DraftShape or "num_steps,top_k,num_draft_tokens";
     None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
     matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
@@ -84,7 +84,7 @@ def open_engine(
     wanted = parse_shape(shape, "shape") if isinstance(shape, str) else shape
     where = parse_device(device)
     # The head first: it is small, so a broken directory is found before the target is loaded.
-    head = open_draft(draft) if draft is not None else None
+    head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
     quantized = quantization_of(head, quantization)
     head = head if use_draft else None

@@ -22,9 +22,12 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; reads vectors of `input_size`, writes H. `bias`: q, k and v have one."""
+    """Grouped-query attention; reads vectors of `input_size`, writes H. `bias`: q, k and v have one.
 
-    def __init__(self, config: HeadConfig, input_size: int, bias: bool = False) -> None:
+    `qk_norm`: each head's query and key are normed before they are rotated (Qwen3).
+    """
+
+    def __init__(self, config: HeadConfig, input_size: int, bias: bool = False, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -33,12 +36,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        q = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        k = rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attend(q, k, v).flatten(-2))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
 
 
 class GatedMLP(nn.Module):

@@ -30,11 +30,29 @@ from toolkit.models.rope import Rope
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """Everything that fixes the head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`."""
+    """Everything that fixes the head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`.
+
+    The rest are the variants that published heads differ in; the defaults are EAGLE-3's own.
+    fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1). norm_before_fc: one RMSNorm over all features side by side
+    (`input_norm`, NVIDIA's gpt-oss heads). norm_before_residual: the layer's residual is the normed hidden state
+    (speculators). norm_output: the next step reads the state after the final norm (EAGLE-3.1). qk_norm: RMSNorm over
+    each query's and key's hd (Qwen3's layer). Raises ValueError for fc_norm with norm_before_fc.
+    """
 
     target_hidden_size: int
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...]
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Eagle3Config:
@@ -60,16 +78,18 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
         # Embedding and hidden state side by side: twice the width.
-        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.self_attn = Attention(config, 2 * config.hidden_size, config.attention_bias, qk_norm=config.qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-        hidden = hidden + self.self_attn(x, cos, sin, attend)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(x, cos, sin, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -90,7 +110,12 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.aux_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        layers, width, eps = len(config.aux_layer_ids), config.target_hidden_size, config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(layers * width, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(layers))
+        self.fc = nn.Linear(layers * width, config.hidden_size, bias=config.fc_bias)
         self.midlayer = DraftLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -98,6 +123,11 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """Features of the target [T, A*Ht] -> the head's hidden state [T, H]."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return self.fc(aux)
 
     def forward(
@@ -106,12 +136,13 @@ class Eagle3Head(nn.Module):
         """One pass of the draft layer.
 
         embeds [T, H]: embedding of the token after each position; hidden [T, H]: fused feature, or the head's
-        own output of the step before; positions [T] int64, all below `reach`. Returns [T, H] before the final norm:
-        the next step's `hidden` and what `logits` reads.
+        own output of the step before; positions [T] int64, all below `reach`. Returns [T, H], before the final norm
+        unless `norm_output`: the next step's `hidden` and what `logits` reads.
         """
         cos, sin = self.rope(positions, embeds, reach)
-        return self.midlayer(embeds, hidden, cos, sin, attend)
+        hidden = self.midlayer(embeds, hidden, cos, sin, attend)
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, hidden: torch.Tensor, project: Project = F.linear) -> Any:
         """[T, H] -> [T, D] over the draft vocabulary, or whatever `project` makes of the normed states."""
-        return self.lm_head(self.norm(hidden), project)
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden), project)

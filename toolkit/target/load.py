@@ -26,7 +26,7 @@ from toolkit.target.quantize import quantize_model
 from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
-__all__ = ["DTYPES", "Target", "TargetError", "load_target", "load_tokenizer"]
+__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer"]
 
 log = get_logger(__name__)
 
@@ -65,13 +65,22 @@ def load_target(
     target = Target(
         model=model,
         tokenizer=tokenizer,
-        name=_full_name(str(name)),
+        name=full_name(str(name)),
         revision=resolved,
         dtype=wanted,
         quantization=quantization,
     )
     _check_logits(target)
     return target
+
+
+def load_config(name: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, str, str | None]:
+    """The configuration of a target, without its weights, and where it was found: a directory or hub id, its revision.
+
+    By the same names as `load_target`. Raises `TargetError`.
+    """
+    source, resolved = _locate(str(name), revision)
+    return _load_config(source, resolved), source, resolved
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -117,7 +126,8 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     return str(directory), own
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
+    """A target's name that is the same from any folder."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
 

@@ -1,0 +1,192 @@
+"""Reports of heads and targets: what they are, what they need, what looks wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from toolkit.checkpoint import files
+from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.inspect_head import inspect_head
+from toolkit.checkpoint.inspect_target import inspect_target
+from toolkit.weights import read_json, write_json
+
+
+def rows(report) -> dict[str, str]:
+    return dict(report.rows)
+
+
+def test_a_foreign_head(make_eagle3, publish, tiny_target_directory):
+    """All that one wants to know before serving it."""
+    directory = publish("specforge", make_eagle3(fc_norm=True))
+    report = inspect_head(directory, str(tiny_target_directory))
+    said = rows(report)
+    assert "written by SpecForge or SGLang" in report.title and said["files"] == "config.json, model.safetensors"
+    assert said["aux_layer_ids"].startswith("[2, 3, 4]") and said["variants"] == "fc_norm"
+    assert said["draft vocabulary"].startswith("160 of") and "it names none" in said["needs"]
+    assert any("as SGLang, SpecForge and ModelOpt mean it" in line for line in report.read)
+    assert report.wrong == [] and report.usable and "nothing looks wrong" in report.text()
+
+
+def test_our_own_directory(tiny_draft, tiny_target_directory, tmp_path):
+    """It names its target, whose depth and rope are compared without its weights."""
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    state, config = tiny_draft.head.state_dict(), tiny_draft.head.config
+    report = inspect_head(save_draft(tmp_path / "o", state, config, tiny_draft.token_map, meta))
+    assert str(tiny_target_directory) in rows(report)["needs"] and "7 layers" in rows(report)["compared with"]
+    assert report.wrong == [] and report.read == []
+
+
+def edited(**changes):
+    return lambda config, _tensors: config.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "usable"),
+    [
+        (edited(rope_theta=500000.0), "rope_theta 500000.0 (the target's 10000.0)", True),
+        (edited(odd_scale=3), "unknown keys = odd_scale", True),
+        (edited(vocab_size=500), "t2d is over", False),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}), "off by one", True),
+        (edited(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 9]}), "has 7 layers", False),
+        (lambda _config, tensors: tensors.pop("lm_head.weight"), "missing: lm_head.weight", False),
+        (
+            lambda _config, tensors: tensors["fc.weight"].view(-1)[:1].fill_(float("nan")),
+            "fc.weight holds values",
+            False,
+        ),
+        (
+            lambda _c, t: t.update({"embed_tokens.weight": torch.randn(393, 64)}),
+            "its embedding is not the target's",
+            False,
+        ),
+    ],
+)
+def test_what_looks_wrong(make_eagle3, publish, tiny_target_directory, tiny_target, change, says, usable):
+    """The report has the cause, and tells what only costs acceptance from what cannot be used."""
+    assert tiny_target.vocab_size == 393
+    report = inspect_head(publish("specforge", make_eagle3(), change), str(tiny_target_directory))
+    assert any(says in line for line in report.wrong) and report.usable == usable, report.text()
+
+
+def test_a_head_of_another_target(tiny_draft, tiny_target_directory, tmp_path, tiny_target):
+    """Sizes are compared without the target's weights."""
+    config = read_json(tiny_target_directory / "config.json")
+    (tmp_path / "other").mkdir()
+    write_json(tmp_path / "other" / "config.json", {**config, "vocab_size": tiny_target.vocab_size + 7})
+    state, own = tiny_draft.head.state_dict(), tiny_draft.head.config
+    directory = save_draft(tmp_path / "o", state, own, tiny_draft.token_map, {})
+    report = inspect_head(directory, str(tmp_path / "other"))
+    assert not report.usable and "vocab_size 393, the target's is 400" in report.wrong[0]
+
+
+def test_a_target(tiny_target_directory):
+    report = inspect_target(str(tiny_target_directory))
+    said = rows(report)
+    assert (said["layers"], said["hidden"], said["vocabulary"]) == ("7", "64", "393 rows")
+    assert said["aux layers"].startswith("[2, 3, 4]") and said["chat template"] == "present"
+    assert said["native MTP layers"] == "none" and report.wrong == [] and report.usable
+
+
+@pytest.fixture
+def target_copy(tiny_target, tmp_path):
+    tiny_target.model.save_pretrained(tmp_path / "copy")
+    tiny_target.tokenizer.save_pretrained(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("model.layers.7.eh_proj.weight", "model.layers.7"),  # DeepSeek-V3: behind the last decoder layer
+        ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers"),  # MiMo
+        ("mtp.fc.weight", "mtp"),  # Qwen3-Next
+    ],
+)
+def test_native_mtp_layers(target_copy, name, prefix):
+    """Found by their tensors, wherever a family keeps them; decoder layers must not be taken for them."""
+    tensors = load_file(target_copy / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(2)}, target_copy / "model.safetensors", metadata={"format": "pt"})
+    assert rows(inspect_target(str(target_copy)))["native MTP layers"] == f"1: {prefix}"
+
+
+def test_mtp_layers_that_were_lost(target_copy):
+    """save_pretrained drops them and keeps the config's word."""
+    config = read_json(target_copy / "config.json")
+    write_json(target_copy / "config.json", {**config, "num_nextn_predict_layers": 1})
+    assert "states 1 MTP layers" in inspect_target(str(target_copy)).wrong[0]
+
+
+def test_a_target_without_a_template(target_copy):
+    for path in target_copy.glob("chat_template*"):
+        path.unlink()
+    tokenizer = read_json(target_copy / "tokenizer_config.json")
+    write_json(target_copy / "tokenizer_config.json", {k: v for k, v in tokenizer.items() if k != "chat_template"})
+    report = inspect_target(str(target_copy))
+    assert rows(report)["chat template"] == "absent" and "no chat template" in report.wrong[0]
+
+
+class Hub:
+    """Stands in for the hub: one repository, and what was asked of it."""
+
+    def __init__(self, directory):
+        self.directory, self.asked = directory, []
+
+    def file(self, name, path, revision=None):
+        self.asked.append((name, path, revision))
+        return str(self.directory / path)
+
+    def snapshot(self, name, revision=None, allow_patterns=None):
+        self.asked.append((name, tuple(allow_patterns), revision))
+        return str(self.directory)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    def serve(directory):
+        stand_in = Hub(directory)
+        monkeypatch.setattr(files, "hf_hub_download", stand_in.file)
+        monkeypatch.setattr(files, "snapshot_download", stand_in.snapshot)
+        return stand_in
+
+    return serve
+
+
+def test_hub_ids_with_a_revision(make_eagle3, publish, hub):
+    """The revision must reach the hub, and code must not be fetched."""
+    directory = publish("specforge", make_eagle3())
+    stand_in = hub(directory)
+    assert files.locate("org/head@v1.0") == directory
+    assert stand_in.asked == [("org/head", "config.json", "v1.0"), ("org/head", tuple(files.WANTED), "v1.0")]
+    assert not any("py" in pattern for pattern in files.WANTED)
+
+
+def test_a_whole_model_is_not_fetched_as_a_head(tiny_target_directory, hub):
+    """Its config is enough to say so; its weights may be a terabyte."""
+    stand_in = hub(tiny_target_directory)
+    with pytest.raises(DraftDirError, match="use it as --target"):
+        files.locate("org/model")
+    assert len(stand_in.asked) == 1 and files.target_named("org/model@v2") == ("org/model", "v2")
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_a_hub(tmp_path, monkeypatch, hub):
+    """Without a network that would take a minute of retries."""
+    stand_in = hub(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DraftDirError, match="no such folder. A directory"):
+        files.locate("runs/mistyped")
+    assert stand_in.asked == []
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    """Offline: one line that says both readings of the name."""
+
+    def fail(*_args, **_kwargs):
+        raise files.LocalEntryNotFoundError("outgoing traffic is disabled")
+
+    monkeypatch.setattr(files, "hf_hub_download", fail)
+    with pytest.raises(DraftDirError, match=r"no such folder here, and the hub did not give it \(outgoing"):
+        files.locate("org/head")

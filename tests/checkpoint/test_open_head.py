@@ -1,0 +1,315 @@
+"""Heads of other projects, with their real key names: read bit for bit, and served without changing an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import load_draft
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.files import load_pickle
+from toolkit.checkpoint.open_head import open_head
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.weights import WeightsError
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+EAGLE31 = {"fc_norm": True, "norm_output": True}
+PUBLISHED = [
+    ("safeailab", {}),
+    ("specforge", {}),
+    ("specforge", {"fc_norm": True}),
+    ("angelslim", {}),
+    ("modelopt", {}),
+    ("nemo", {}),
+    ("speculators", {}),
+    ("speculators", {"norm_before_residual": True, "norm_before_fc": True}),
+    ("speculators", EAGLE31),
+    ("speculators", {"qk_norm": True}),
+]
+
+
+@pytest.fixture
+def target(tiny_target_directory) -> str:
+    return str(tiny_target_directory)
+
+
+def lines(draft, key: str) -> list:
+    return [one for one in draft.resolutions if one.key == key]
+
+
+def check_same(head, draft) -> None:
+    assert draft.head.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(draft.head.state_dict()[name], value), name
+    assert draft.head.config == head.config
+
+
+def check_serves(directory, target, **opened_with) -> None:
+    """Drafts with it, and writes what plain decoding writes."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    opened = open_engine(draft=directory, target=target, shape="3,2,6", dtype="float32", **opened_with)
+    prompts = [[5, 6, 7], [8, 9]]
+    plain = opened.engine.generate(prompts, params, speculative=False)
+    drafted = opened.engine.generate(prompts, params)
+    opened.engine.close()
+    assert [one.output_ids for one in drafted] == [one.output_ids for one in plain]
+    assert all(event.offered == 5 for one in drafted for event in one.events) and drafted[0].events
+
+
+@pytest.mark.parametrize(("project", "variants"), PUBLISHED)
+def test_published_eagle3(make_eagle3, publish, tiny_draft, target, project, variants):
+    """A name that is mapped wrongly, a norm that is left out or an aux id that is off by one breaks this."""
+    head = make_eagle3(**variants)
+    directory = publish(project, head)
+    draft = open_head(directory, target=target)
+    check_same(head, draft)
+    assert draft.token_map == tiny_draft.token_map and draft.kind == "eagle3"
+    check_serves(directory, target)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_published_eagle1(tiny_target, publish, target, bias):
+    """EAGLE-1/2: the last layer's feature, no lm_head; a trained bias of fc must not be lost."""
+    from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
+
+    torch.manual_seed(3)
+    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, fc_bias=bias)
+    head = Eagle2Head(config).eval().requires_grad_(False)
+    embedding = tiny_target.embed_tokens.weight.detach().clone()
+    directory = publish("eagle1", head, lambda _, tensors: tensors.update({"embed_tokens.weight": embedding}))
+    draft = open_head(directory, target=target)
+    check_same(head, draft)
+    assert draft.kind == "eagle2"
+    check_serves(directory, target)
+
+
+def test_wrapped_and_older_names(make_eagle3, publish, target):
+    """aux_norm_low/mid/high are SGLang's older fc_norm; NeMo keeps the wrapping module's name."""
+    head = make_eagle3(fc_norm=True)
+
+    def older(config, tensors):
+        config["use_aux_norm"] = config.pop("fc_norm")
+        for number, name in enumerate(("low", "mid", "high")):
+            tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
+
+    check_same(head, open_head(publish("specforge", head, older), target=target))
+
+
+def test_sharded_and_single_pickles(make_eagle3, publish, target):
+    """Large heads come in shards with an index; a shard that is not read would be missing tensors."""
+    from toolkit.weights import load_tensors, save_tensors, write_json
+
+    head = make_eagle3()
+    directory = publish("specforge", head)
+    tensors = load_tensors(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names, shards = sorted(tensors), ("model-1.safetensors", "model-2.safetensors")
+    index = {name: shards[number % 2] for number, name in enumerate(names)}
+    for shard in shards:
+        save_tensors(directory / shard, {name: tensors[name] for name in names if index[name] == shard})
+    write_json(directory / "model.safetensors.index.json", {"weight_map": index})
+    check_same(head, open_head(directory, target=target))
+
+
+class TestResolutions:
+    """Every ambiguous setting has a rule, which is said; the user's word wins."""
+
+    def test_output_ids_get_one_more(self, make_eagle3, publish, target):
+        draft = open_head(publish("specforge", make_eagle3()), target=target)
+        (line,) = lines(draft, "aux_layer_ids")
+        assert draft.head.config.aux_layer_ids == (2, 3, 4) and "[1, 2, 3]" in line.line and not line.warning
+
+    def test_unstated_ids_are_the_targets_usual_ones(self, make_eagle3, publish, target):
+        directory = publish("safeailab", make_eagle3())
+        assert open_head(directory, target=target).head.config.aux_layer_ids == (2, 3, 4)
+        with pytest.raises(DraftDirError, match="name it with --target"):
+            open_head(directory)
+
+    @pytest.mark.parametrize(
+        ("project", "place", "ids"),
+        [
+            ("specforge", lambda c: c["eagle_config"], [2, 3, 4]),
+            ("speculators", lambda c: c, [1, 2, 3]),
+            ("speculators", lambda c: c, [3, 4, 5]),
+        ],
+    )
+    def test_ids_in_the_other_convention_are_warned_of(self, make_eagle3, publish, target, project, place, ids):
+        """No crash tells of it, accept_length only falls: so the warning must name the remedy."""
+
+        def shift(config, _tensors):
+            place(config)[AUX] = ids
+
+        directory = publish(project, make_eagle3(), shift)
+        (line,) = lines(open_head(directory, target=target), "aux_layer_ids")
+        assert line.warning and "off by one" in line.rule and "--set aux_layer_ids=2,3,4" in line.rule
+        said = open_head(directory, target=target, overrides={"aux_layer_ids": (2, 3, 4)})
+        assert said.head.config.aux_layer_ids == (2, 3, 4) and not lines(said, "aux_layer_ids")[0].warning
+
+    def test_two_keys_that_disagree_are_refused(self, make_eagle3, publish, target):
+        directory = publish("specforge", make_eagle3(), lambda config, _: config.update({AUX: [1, 2, 3]}))
+        with pytest.raises(DraftDirError, match="which are different layers; say which"):
+            open_head(directory, target=target)
+
+    def test_norm_output_means_two_things(self, make_eagle3, publish, target):
+        """SpecForge writes true for what everybody calls false; only its user knows."""
+        directory = publish("specforge", make_eagle3(), lambda config, _: config.update(norm_output=True))
+        draft = open_head(directory, target=target)
+        assert draft.head.config.norm_output and lines(draft, "norm_output")[0].warning
+        assert not open_head(directory, target=target, overrides={"norm_output": False}).head.config.norm_output
+
+    def test_unstated_norm_before_residual(self, make_eagle3, publish, target):
+        """vLLM takes true for speculators' files and false for others."""
+        head = make_eagle3()
+        spec = publish("speculators", head, lambda config, _: config.pop("norm_before_residual"), "a")
+        draft = open_head(spec, target=target)
+        assert draft.head.config.norm_before_residual and lines(draft, "norm_before_residual")[0].warning
+        assert not open_head(publish("specforge", head, name="b"), target=target).head.config.norm_before_residual
+
+    def test_rope_scaling_of_both_generations(self, make_eagle3, publish, target):
+        """transformers 4: rope_theta beside rope_scaling; 5: rope_parameters."""
+        scaled = {"type": "linear", "factor": 4.0}
+        old = publish("specforge", make_eagle3(), lambda c, _: c.update(rope_theta=5e5, rope_scaling=scaled), "a")
+        new = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+        both = publish("specforge", make_eagle3(), lambda c, _: c.update(rope_parameters=new), "b")
+        ropes = [open_head(path, target=target).head.config.rope_parameters for path in (old, both)]
+        assert ropes == [new, new]
+
+    def test_an_override_of_another_kind(self, make_eagle3, publish, target):
+        """bool("maybe") is true; a word must not switch a norm on."""
+        directory = publish("specforge", make_eagle3())
+        for said, says in (({"norm_output": "maybe"}, "true or false"), ({"aux_layer_ids": 2}, "such as 2,16,29")):
+            with pytest.raises(DraftDirError, match=says):
+                open_head(directory, target=target, overrides=said)
+
+    def test_an_override_nobody_asks_for(self, make_eagle3, publish, target):
+        with pytest.raises(DraftDirError, match="--set norm_outputs: not a setting"):
+            open_head(publish("specforge", make_eagle3()), target=target, overrides={"norm_outputs": False})
+
+
+def broken(**changes):
+    """An edit of config keys and tensors: None takes a tensor away."""
+
+    def edit(config, tensors):
+        for name, value in changes.items():
+            if not isinstance(value, torch.Tensor) and name not in tensors:
+                config[name] = value
+            elif value is None:
+                del tensors[name]
+            else:
+                tensors[name] = value
+
+    return edit
+
+
+REFUSED = [
+    ({"lm_head.weight": None}, "missing: lm_head.weight. SGLang would serve"),
+    ({"midlayer.mlp.up_proj.weight": None}, "missing: midlayer.mlp.up_proj.weight"),
+    ({"extra.weight": torch.zeros(2)}, "unexpected: extra.weight"),
+    ({"midlayer.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected: midlayer.self_attn.o_proj.bias"),
+    ({"midlayer.mlp.up_proj.weight": torch.zeros(3, 4)}, "wrong shape: midlayer.mlp.up_proj.weight"),
+    ({"d2t": None}, "missing: d2t. The draft vocabulary has 160 of"),
+    ({"d2t": torch.arange(159)}, "wrong shape: d2t has 159 entries"),
+    ({"d2t": torch.zeros(160, dtype=torch.int64)}, "do not describe the same draft vocabulary"),
+    ({"t2d": torch.zeros(17, dtype=torch.bool)}, "t2d is over 17 ids"),
+    ({"fc.weight": torch.zeros(64, 128)}, "3 auxiliary layers of 64 are 192"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ({"fc_norm": True}, "missing: fc_norm.0.weight"),
+    ({"target_hidden_size": 128}, "64 wide and its target 128"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+    ({"parallel_drafting": True}, "P-EAGLE"),
+    ({"intermediate_size": None}, "config.json lacks intermediate_size"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish, target, changes, says):
+    """Each of these is served in silence by some engine."""
+    directory = publish("specforge", make_eagle3(), broken(**changes))
+    with pytest.raises((DraftDirError, WeightsError)) as caught:
+        open_head(directory, target=target)
+    assert says in str(caught.value) and str(directory) in str(caught.value)
+
+
+WARNED = [
+    ({"logit_scale": 0.5}, "unknown keys", "logit_scale"),
+    ({"sliding_window": 128, "use_sliding_window": True}, "sliding_window", "whole context"),
+    ({"fc_norm": False}, "fc_norm", "other engines would leave the tensor out"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "says"), WARNED)
+def test_what_may_cost_acceptance_is_warned_of(make_eagle3, publish, target, changes, key, says):
+    head = make_eagle3(fc_norm="fc_norm" in changes)
+    draft = open_head(publish("specforge", head, broken(**changes)), target=target)
+    (line,) = lines(draft, key)
+    assert line.warning and says in line.line
+
+
+def test_other_heads_and_models_are_named(make_eagle3, publish, target, tiny_target_directory):
+    """An unknown kind must not be half read."""
+    dflash = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="dflash"))
+    with pytest.raises(DraftDirError, match="it is DFlash"):
+        open_head(dflash, target=target)
+    with pytest.raises(DraftDirError, match="whole language model .* use it as --target"):
+        open_head(tiny_target_directory)
+
+
+class Loud:
+    """A pickle that would run code when it is loaded."""
+
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_a_pickle_with_code_is_not_executed(tmp_path, capsys):
+    torch.save({"fc.weight": Loud()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="not executed here"):
+        load_pickle(tmp_path / "pytorch_model.bin")
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, target):
+    """The engine reads the target's: a head trained with another would draft nonsense."""
+    close = tiny_target.embed_tokens.weight.detach().to(torch.bfloat16)
+    copied = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": close}), "copied")
+    check_serves(copied, target)
+    own = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": torch.randn_like(close)}), "own")
+    with pytest.raises(DraftDirError, match="embedding of its own"):
+        open_engine(draft=own, target=target)
+
+
+def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, monkeypatch):
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    directory = publish("specforge", make_eagle3(), broken(rope_theta=500000.0))
+    check_serves(directory, target)
+    assert "rope_theta 500000.0 (the target's 10000.0)" in caplog.text
+
+
+def test_the_wrong_targets_vocabulary(make_eagle3, publish, tiny_target, target):
+    """Ids of another tokenizer: every draft would be rejected."""
+    larger = tiny_target.vocab_size + 1
+    directory = publish("modelopt", make_eagle3(), broken(vocab_size=larger))  # has no t2d that would tell
+    with pytest.raises(DraftDirError, match=rf"vocab_size {larger} \(the target's is {larger - 1}\)"):
+        open_engine(draft=directory, target=target)
+
+
+def test_our_own_directory_is_read_as_before(tiny_draft, tmp_path):
+    from toolkit.checkpoint.draft_dir import save_draft
+
+    own = save_draft(tmp_path / "o", tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, {})
+    assert open_head(own).head.config == load_draft(own).head.config and open_head(own).resolutions == []
+    with pytest.raises(DraftDirError, match="our own draft directory"):
+        open_head(own, overrides={"norm_output": True})
+
+
+def test_the_model_card_names_the_target(make_eagle3, publish, target):
+    """Then --target need not be typed."""
+    directory = publish("specforge", make_eagle3())
+    (directory / "README.md").write_text(f"---\nbase_model: {target}\n---\nA head.\n")
+    assert open_head(directory).meta["target"]["name"] == target
+    check_serves(directory, None)

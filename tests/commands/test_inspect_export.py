@@ -1,0 +1,86 @@
+"""`toolkit inspect` and `toolkit export` as they are typed, and what they write served again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.weights import load_tensors, save_tensors
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
+def test_export_inspect_and_serve_again(tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
+    """The whole way: our head -> their format -> the report -> our engine, whose drafts are the same as before."""
+    out = tmp_path / "out"
+    assert main(["export", "--draft", str(tiny_draft_directory), "--to", to, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"{out}: eagle3 head for {to}, read back and equal" in said and str(out) in said.split("serve it:")[1]
+    assert main(["inspect", str(out), "--target", str(tiny_target_directory)]) == 0
+    assert "nothing looks wrong" in capsys.readouterr().out
+    assert drafts(out, tiny_target_directory) == drafts(tiny_draft_directory, None)
+
+
+def drafts(directory, target) -> list:
+    """Tokens and accepted counts of a few answers."""
+    target = None if target is None else str(target)
+    opened = open_engine(draft=directory, target=target, shape="3,2,6", dtype="float32")
+    done = opened.engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=16, ignore_eos=True))
+    opened.engine.close()
+    return [(one.output_ids, [event.accepted for event in one.events]) for one in done]
+
+
+def test_a_wrong_shift_is_overruled_on_the_way_in(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
+    """--set reaches the import: the exported directory has the user's layers."""
+    foreign = tmp_path / "foreign"
+    assert main(["export", "--draft", str(tiny_draft_directory), "--to", "vllm", "--out", str(foreign)]) == 0
+    config = json.loads((foreign / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    del config["eagle_config"]
+    (foreign / "config.json").write_text(json.dumps(config))
+    inspected = ["inspect", str(foreign), "--target", str(tiny_target_directory)]
+    assert main(inspected) == 0 and "off by one" in capsys.readouterr().out
+    typed = ["export", "--draft", str(foreign), "--to", "toolkit", "--out", str(tmp_path / "own")]
+    typed += ["--target", str(tiny_target_directory), "--set", "aux_layer_ids=2,3,4"]
+    assert main(typed) == 0
+    assert "aux_layer_ids = [2, 3, 4]: as you said (the files: (1, 2, 3))" in capsys.readouterr().out
+    assert drafts(tmp_path / "own", None) == drafts(tiny_draft_directory, None)
+
+
+def test_inspect_of_what_cannot_be_used(tiny_draft_directory, tmp_path, capsys):
+    """Status 1, and the report names the missing tensor."""
+    out = tmp_path / "out"
+    main(["export", "--draft", str(tiny_draft_directory), "--to", "sglang", "--out", str(out)])
+    tensors = load_tensors(out / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_tensors(out / "model.safetensors", tensors)
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 1
+    assert "missing: lm_head.weight" in capsys.readouterr().out
+
+
+def test_inspect_of_a_target(tiny_target_directory, capsys):
+    assert main(["inspect", str(tiny_target_directory)]) == 0
+    said = capsys.readouterr().out
+    assert "target, LlamaForCausalLM" in said and "[2, 3, 4] by default" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--shape", "3,1"], "three whole numbers from 1"),
+        (["--set", "norm_output"], "KEY=VALUE is needed"),
+        (["--set", "norm_output=false"], "our own draft directory"),
+    ],
+)
+def test_wrong_words(tiny_draft_directory, tmp_path, capsys, words, says):
+    typed = ["export", "--draft", str(tiny_draft_directory), "--to", "vllm", "--out", str(tmp_path / "o"), *words]
+    assert main(typed) == 2 and says in capsys.readouterr().err
+
+
+def test_no_such_head(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "is no draft directory" in capsys.readouterr().err

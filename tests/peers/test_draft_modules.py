@@ -1,0 +1,100 @@
+"""Our exports in the hands of their readers: the draft modules of speculators and SpecForge say the same logits.
+
+Opt-in, since neither is a dependency: pip install --no-deps speculators==0.9.0 specforge==0.2.0 loguru
+pydantic-settings python-dotenv hs-connectors==0.9.0, then TORCHDYNAMO_DISABLE=1 pytest tests/peers.
+
+Shapes: T tokens, A auxiliary layers, Ht target hidden size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.export_head import export_head
+from toolkit.checkpoint.launch_lines import Shape
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.target.facts import target_facts
+from toolkit.train.ttt import unroll
+from toolkit.weights import load_tensors
+
+pytestmark = pytest.mark.peers
+T, STEPS = 24, 3
+# fp32 sums in another order; logits are of size 5. A norm at another place changes them by more than 0.1.
+CLOSE = 2e-5
+
+
+@pytest.fixture
+def inputs(tiny_target):
+    """Features [1, T, A*Ht] and token ids [T + STEPS]."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, tiny_target.vocab_size, (T + STEPS,), generator=generator)
+    return 3 * torch.randn(1, T, 3 * tiny_target.hidden_size, generator=generator), ids
+
+
+@pytest.fixture
+def written(tiny_draft, tiny_target_directory, tmp_path):
+    """Exports a random head with variants; returns it and its folder."""
+
+    def write(to, **variants):
+        torch.manual_seed(9)
+        head = Eagle3Head(Eagle3Config.from_dict({**tiny_draft.head.config.to_dict(), **variants}))
+        head = head.eval().requires_grad_(False)
+        for name, value in head.named_parameters():
+            value.copy_(torch.rand_like(value) + 0.5 if "norm" in name else 2 * value)
+        draft = DraftCheckpoint(head, tiny_draft.token_map)
+        export_head(draft, to, tmp_path / to, target_facts(tiny_target_directory), Shape(STEPS, 1, STEPS + 1))
+        return head, tmp_path / to
+
+    return write
+
+
+def check(head, tiny_target, inputs, theirs) -> None:
+    """Step by step, over the rows whose tokens are all known."""
+    aux, ids = inputs
+    ours = unroll(head, aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
+    for step, (hidden, said) in enumerate(zip(ours, theirs, strict=True)):
+        difference = (head.logits(hidden[0]) - said)[: T - 1 - STEPS].abs().max().item()
+        assert difference < CLOSE, f"step {step}: {difference}"
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        {},
+        {"norm_before_residual": True, "norm_before_fc": True},
+        {"fc_norm": True, "norm_output": True},  # EAGLE-3.1
+        {"qk_norm": True},
+    ],
+)
+@torch.no_grad()
+def test_speculators(tiny_target, inputs, written, variants):
+    speculators = pytest.importorskip("speculators")
+    head, directory = written("speculators", **variants)
+    config = speculators.Eagle3SpeculatorConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"
+    module = speculators.Eagle3DraftModel.from_pretrained(directory, config=config).eval()
+    said: list[torch.Tensor] = []
+    module.lm_head.register_forward_hook(lambda _module, _inputs, logits: said.append(logits[0]))
+    aux, ids = inputs
+    module(aux, ids[None, 1 : T + 1], torch.zeros(1, T, dtype=torch.long), ttt_steps=STEPS)
+    check(head, tiny_target, inputs, said)
+
+
+@pytest.mark.parametrize("variants", [{}, {"fc_norm": True}])
+@torch.no_grad()
+def test_specforge(tiny_target, inputs, written, variants):
+    theirs = pytest.importorskip("specforge.modeling.draft.llama3_eagle")
+    head, directory = written("sglang", **variants)
+    module = theirs.LlamaForCausalLMEagle3(theirs.LlamaConfig.from_pretrained(directory)).eval()
+    tensors = load_tensors(directory / "model.safetensors")
+    module.load_state_dict({**tensors, "embed_tokens.weight": tiny_target.embed_tokens.weight})
+    aux, ids = inputs
+    hidden, cache, said = module.project_hidden_states(aux), [[], []], []
+    mask = theirs.prepare_decoder_attention_mask(torch.ones(1, T, dtype=torch.bool), (1, T), hidden, 0)
+    for step in range(STEPS):
+        embeds = module.embed_input_ids(ids[None, 1 + step : 1 + step + T])
+        hidden = module.backbone(embeds, hidden, cache, mask, torch.arange(T)[None])
+        said.append(module.compute_logits(hidden)[0])
+    check(head, tiny_target, inputs, said)

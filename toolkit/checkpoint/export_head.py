@@ -1,0 +1,110 @@
+"""Writing a head for another engine: into a folder beside the wanted one, read back, compared, and only then named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, rope_difference, save_draft
+from toolkit.checkpoint.errors import ExportError
+from toolkit.checkpoint.export_formats import Exported, check_target, exported
+from toolkit.checkpoint.files import PICKLE, read_checkpoint
+from toolkit.checkpoint.launch_lines import Shape, launch_line
+from toolkit.checkpoint.model_card import model_card
+from toolkit.checkpoint.open_head import import_head
+from toolkit.models.head_config import HeadConfig
+from toolkit.target.facts import TargetFacts
+from toolkit.weights import atomic_write, save_tensors, write_json
+
+
+def export_head(
+    draft: DraftCheckpoint, to: str, out: str | Path, facts: TargetFacts, shape: Shape
+) -> tuple[str, list[str]]:
+    """Writes `draft` for `to` into the new folder `out`. Returns the launch line and what is to be known.
+
+    Raises `ExportError` when the head cannot be written so, when `out` exists, or when what was written does not read
+    back as the same head; then nothing is left behind.
+    """
+    out = Path(out)
+    if out.exists():
+        raise ExportError(f"{out} exists; give a folder that does not, or move that one away")
+    check_target(draft.head.config, facts)
+    launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (str(out.resolve()), out.name))
+    wanted: HeadConfig
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
+    try:
+        if to == "toolkit":
+            notes = [one.line for one in draft.resolutions]
+            _write_own(draft, temporary, facts)
+            back, wanted, added = load_draft(temporary), draft.head.config, {}
+        else:
+            result = exported(draft, to, facts, shape.chain)
+            notes = result.notes
+            _write(result, temporary)
+            back = import_head(read_checkpoint(temporary), facts=facts)
+            wanted, added = result.config_of_head, result.added
+        _check_same(draft, back, wanted, {**draft.head.state_dict(), **added})
+        with atomic_write(temporary / "README.md") as card:
+            card.write_text(model_card(draft, to, facts, in_card, notes), encoding="utf-8")
+        temporary.chmod(0o755)  # mkdtemp makes private folders
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return launch, notes
+
+
+def _write(result: Exported, directory: Path) -> None:
+    if result.weights == PICKLE:
+        with atomic_write(directory / PICKLE) as temporary:
+            torch.save({name: value.detach().cpu().contiguous() for name, value in result.tensors.items()}, temporary)
+    else:
+        save_tensors(directory / result.weights, result.tensors)
+    write_json(directory / "config.json", result.config)
+
+
+def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts) -> None:
+    """A draft directory of ours, which states what a foreign checkpoint left to rules."""
+    meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
+    if (meta.get("target") or {}).get("name") != facts.name:
+        meta["target"] = {"name": facts.name, "revision": facts.revision}
+    if draft.resolutions:
+        meta["imported"] = [one.line for one in draft.resolutions]
+    token_map = draft.token_map if draft.kind == "eagle3" else None
+    save_draft(directory, draft.head.state_dict(), draft.head.config, token_map, meta)
+    if "measured" in draft.meta:
+        write_json(directory / "measured.json", draft.meta["measured"])
+
+
+def _check_same(
+    draft: DraftCheckpoint, back: DraftCheckpoint, wanted: HeadConfig, state: dict[str, torch.Tensor]
+) -> None:
+    """Raises `ExportError` that names every difference between what was to be written and what a reader finds."""
+    found: list[str] = []
+    read, config = back.head.state_dict(), back.head.config
+    state = {name: value for name, value in state.items() if name != "embed_tokens.weight"}
+    found += sorted(state.keys() ^ read.keys())
+    found += [
+        name
+        for name in sorted(state.keys() & read.keys())
+        if state[name].dtype != read[name].dtype or not torch.equal(state[name].cpu(), read[name])
+    ]
+    if type(config) is not type(wanted):
+        found.append(f"the kind of head ({back.kind})")
+    elif replace(config, rope_parameters={}) != replace(wanted, rope_parameters={}):
+        differing = [key for key, value in wanted.to_dict().items() if config.to_dict()[key] != value]
+        found += [key for key in differing if key != "rope_parameters"]
+    if rope_difference(config, wanted.rope_parameters):
+        found.append("rope_parameters")
+    if back.token_map != draft.token_map:
+        found.append("the token map")
+    if found:
+        raise ExportError(
+            f"what was written reads back as another head: {', '.join(found)} differ. Nothing is left of it; this is a "
+            "fault of the exporter, please report it"
+        )

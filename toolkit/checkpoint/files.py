@@ -1,0 +1,180 @@
+"""The files of a checkpoint from anywhere: found by path or hub id, read whole, executing nothing.
+
+Weights may be safetensors (one file, or shards with an index) or a pickle, which is read with weights_only=True.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.target.demo import DEMO_NAME
+from toolkit.weights import WeightsError, load_tensors, read_json
+
+CONFIG = "config.json"
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+INDEX = {SAFETENSORS: "model.safetensors.index.json", PICKLE: "pytorch_model.bin.index.json"}
+HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
+DRAFT_KEYS = {"toolkit", "draft_vocab_size", "speculators_model_type", "eagle_config", "dflash_config"}
+# Code in a repository is never wanted, so it is never fetched.
+WANTED = ["*.json", "*.safetensors", "*.bin", "*.md"]
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """config.json and all tensors of a directory. `weights`: the names of the files they came from."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    weights: tuple[str, ...]
+
+
+def locate(name: str | Path) -> Path:
+    """The directory of a checkpoint: a path, or a hub id with an optional revision (org/name@revision).
+
+    A hub id is fetched once into huggingface_hub's cache; HF_HUB_OFFLINE=1 keeps to that. Raises `DraftDirError`.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    hub = _hub_id(name)
+    if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
+        # Said before gigabytes are fetched.
+        raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
+    return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
+
+
+class HubId(NamedTuple):
+    """org/name and its revision."""
+
+    id: str
+    revision: str | None
+
+
+def _hub_id(name: str | Path) -> HubId:
+    """Raises `DraftDirError` for what can only be a path: a mistyped folder must not be looked for on a hub."""
+    found, path = HUB_ID.match(str(name)), Path(name).expanduser()
+    if found is None or path.exists() or path.parent.is_dir():
+        raise DraftDirError(
+            f"{name} is no draft directory: no such folder. A directory that `toolkit train` or `toolkit run` wrote "
+            "(runs/NAME/ckpt), one of another project's, or a hub id (org/name, org/name@revision) is needed"
+        )
+    return HubId(found["id"], found["revision"])
+
+
+def _from_hub(name: str | Path, fetch: Callable[[], Any]) -> Any:
+    try:
+        return fetch()
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise DraftDirError(
+            f"{name} is no draft directory: no such folder here, and the hub did not give it ({first})"
+        ) from error
+
+
+def looks_like_target(config: Any) -> bool:
+    """Whether a config.json, without its weights, is that of a whole language model."""
+    if not isinstance(config, dict) or DRAFT_KEYS & config.keys():
+        return False
+    text = config.get("text_config") or config
+    return (text.get("num_hidden_layers") or text.get("n_layer") or 0) > 2
+
+
+def target_named(name: str) -> HubId | None:
+    """`name` as a target with its revision, where it is one rather than a draft head; told by its config alone.
+
+    Raises `DraftDirError` when it is neither here nor on the hub.
+    """
+    path = Path(name).expanduser()
+    if name == DEMO_NAME or path.suffix == ".gguf":
+        return HubId(name, None)
+    if path.is_dir():
+        whole = looks_like_target(read_config(path)) and "fc.weight" not in _names(path)
+        return HubId(name, None) if whole else None
+    hub = _hub_id(name)
+    config = _from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))
+    return hub if looks_like_target(config) else None
+
+
+def _names(directory: Path) -> set[str]:
+    path = directory / SAFETENSORS
+    if not path.is_file():
+        return set()
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return set(weights.keys())
+    except (SafetensorError, OSError):
+        return set()  # what is damaged is said where it is read
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json as a mapping. Raises `DraftDirError` when absent, `WeightsError` when it is no JSON."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise DraftDirError(
+            f"{directory} is no draft directory: it has no config.json. A directory that `toolkit train` or "
+            "`toolkit run` wrote (runs/NAME/ckpt), or one of another project's with a config.json, is needed"
+        )
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise DraftDirError(f"{path} holds {type(config).__name__}; a mapping of settings is needed")
+    return config
+
+
+def read_checkpoint(directory: Path) -> CheckpointFiles:
+    """Config and every tensor. Raises `DraftDirError`, or `WeightsError` when weights are absent or damaged."""
+    config = read_config(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    names = weight_files(directory)
+    for name in names:
+        part = load_tensors(directory / name) if name.endswith(".safetensors") else load_pickle(directory / name)
+        twice = sorted(tensors.keys() & part.keys())
+        if twice:
+            raise WeightsError(f"{directory / name} holds {', '.join(twice[:5])} a second time; each is needed once")
+        tensors |= part
+    return CheckpointFiles(directory, config, tensors, names)
+
+
+def weight_files(directory: Path) -> tuple[str, ...]:
+    """Names of the weight files: safetensors before a pickle of the same weights. Raises `WeightsError`."""
+    for single in (SAFETENSORS, PICKLE):
+        index = directory / INDEX[single]
+        if index.is_file():
+            return tuple(sorted(set(read_json(index)["weight_map"].values())))
+        if (directory / single).is_file():
+            return (single,)
+    found = sorted(path.name for path in (*directory.glob("*.safetensors"), *directory.glob("*.bin")))
+    if len(found) != 1:
+        raise WeightsError(
+            f"{directory} has no {SAFETENSORS} and no {PICKLE} ({', '.join(found) or 'no weights at all'}); one "
+            "file of weights, or shards with their index, is needed"
+        )
+    return (found[0],)
+
+
+def load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a torch.save file. weights_only: a pickle may hold any code, and none of it runs."""
+    if not path.is_file():
+        raise WeightsError(f"{path} does not exist; a file of weights is needed there")
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WeightsError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors alone: {first}. It is cut short, or holds "
+            "more than tensors, which is not executed here"
+        ) from error
+    if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
+        raise WeightsError(f"{path} holds {type(stored).__name__}; a flat mapping of names to tensors is needed")
+    return stored

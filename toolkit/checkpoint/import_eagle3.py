@@ -1,0 +1,239 @@
+"""EAGLE-3 heads of other projects: SafeAILab, SpecForge, SGLang's and vLLM's forms, AngelSlim, ModelOpt, speculators.
+
+Shapes: D draft vocabulary, V target vocabulary, H head hidden size, Ht target hidden size, A auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.layer_settings import layer_settings, note_unread, q_rows, refuse_unless
+from toolkit.checkpoint.recognise import eagle3_name
+from toolkit.checkpoint.resolution import Resolver
+from toolkit.models.eagle3 import Eagle3Config
+from toolkit.target.facts import TargetFacts
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import WeightsError
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
+# Of the target, or computed anew from the config.
+DROPPED = (
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+)
+READ = frozenset(
+    {"num_hidden_layers", "target_hidden_size", "draft_vocab_size", "eagle_config", AUX_KEY, "num_aux_hidden_states"}
+    | {"fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output", "bias", "attention_bias"}
+    | {"qkv_bias", "tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types", "parallel_drafting"}
+    | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"}
+    | {"embed_requires_grad", "head_type"}
+)  # fmt: skip
+Tensors = dict[str, torch.Tensor]
+
+
+def import_eagle3(
+    config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver, facts: TargetFacts | None
+) -> tuple[Eagle3Config, Tensors, TokenMap, torch.Tensor | None]:
+    """Config, the head's tensors, token map, and the embedding the checkpoint brought along (None without one).
+
+    `facts` of the target are needed only where the checkpoint does not state its auxiliary layers. Raises
+    `DraftDirError`, `WeightsError`, `TokenMapError`.
+    """
+    speculators = "transformer_layer_config" in config
+    layer = {**config["transformer_layer_config"]} if speculators else dict(config)
+    tensors = _renamed(stored, resolver)
+    embedding = tensors.pop(EMBEDDING, None)
+    _check_structure(config, layer, tensors, resolver)
+    shapes = layer_settings(layer, q_rows(tensors, "midlayer."), resolver)
+    target_hidden = config.get("target_hidden_size") or shapes["hidden_size"]
+    if target_hidden != shapes["hidden_size"]:
+        raise DraftDirError(
+            f"config.json: the head is {shapes['hidden_size']} wide and its target {target_hidden}; such a head needs "
+            "a token embedding of its own, which the engine has no place for"
+        )
+    token_map = _token_map(config, shapes["vocab_size"], tensors, resolver)
+    settings = {
+        **shapes,
+        "target_hidden_size": target_hidden,
+        "draft_vocab_size": token_map.size,
+        "aux_layer_ids": _aux_layer_ids(config, tensors, target_hidden, resolver, facts),
+        **_variants(config, tensors, speculators, resolver),
+    }
+    note_unread(config if not speculators else {**layer, **config}, READ, resolver)
+    try:
+        return Eagle3Config(**settings), tensors, token_map, embedding
+    except ValueError as error:
+        raise DraftDirError(str(error)) from error
+
+
+def _renamed(stored: Mapping[str, torch.Tensor], resolver: Resolver) -> Tensors:
+    """The tensors under our names, without those that belong to the target."""
+    tensors: Tensors = {}
+    for theirs, value in stored.items():
+        ours = eagle3_name(theirs)
+        if ours in tensors:
+            raise WeightsError(f"its weights hold {ours} twice, once as {theirs}; each is needed once")
+        if ours in DROPPED:
+            resolver.note(theirs, "left out", "the target's own, or computed from the config; no part of the head")
+        else:
+            tensors[ours] = value
+    return tensors
+
+
+def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Tensors, resolver: Resolver) -> None:
+    """Raises `DraftDirError` for a head of another build than one layer over several of the target's."""
+    refuse_unless(layer, "num_hidden_layers", 1)
+    eagle_config = config.get("eagle_config") or {}
+    for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
+        if key in eagle_config:
+            refuse_unless(eagle_config, key, True)
+    refuse_unless(eagle_config, "use_mtp_layernorm", False)
+    if "lm_head.weight" not in tensors:
+        raise WeightsError(
+            "missing: lm_head.weight. SGLang would serve such a head with a random output matrix (accept_length 1.00), "
+            "or, with draft_vocab_size null, with the target's; our EAGLE-3 head has its own: export it again with it"
+        )
+    if layer.get("tie_word_embeddings"):
+        resolver.note(
+            "tie_word_embeddings", True, "not read: the checkpoint's own lm_head scores the tokens", warning=True
+        )
+    window, kinds = layer.get("sliding_window"), layer.get("layer_types") or []
+    if window and (kinds[:1] == ["sliding_attention"] or (not kinds and layer.get("use_sliding_window"))):
+        resolver.note(
+            "sliding_window", window, "trained with it, but the engine's head attends to the whole context: beyond "
+            "that many tokens accept_length may fall", warning=True
+        )  # fmt: skip
+
+
+def _token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:
+    """d2t and t2d, taken out of `tensors`; without d2t the whole vocabulary."""
+    rows = tensors["lm_head.weight"].shape[0]
+    size = config.get("draft_vocab_size")
+    if size is None:
+        size = rows
+        resolver.note("draft_vocab_size", size, "not in the config: lm_head's rows")
+    if size != rows:
+        raise WeightsError(f"wrong shape: lm_head.weight has {rows} rows, draft_vocab_size is {size}")
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if t2d is not None and t2d.numel() != vocab_size:
+        raise WeightsError(f"wrong shape: t2d is over {t2d.numel()} ids, vocab_size is {vocab_size}")
+    if d2t is None:
+        if size != vocab_size:
+            raise WeightsError(
+                f"missing: d2t. The draft vocabulary has {size} of {vocab_size} ids, and nothing says which"
+            )
+        resolver.note("d2t", "identity", "absent, and the draft vocabulary is the whole one")
+        return TokenMap.identity(vocab_size)
+    if d2t.numel() != size:
+        raise WeightsError(f"wrong shape: d2t has {d2t.numel()} entries, the draft vocabulary {size}")
+    token_map = TokenMap.from_d2t(d2t, vocab_size)
+    if t2d is None:
+        resolver.note("t2d", "from d2t", "absent; d2t says the same")
+    elif not torch.equal(token_map.t2d, t2d.bool()):
+        raise WeightsError("d2t and t2d do not describe the same draft vocabulary; export the head again")
+    return token_map
+
+
+def _aux_layer_ids(
+    config: Mapping[str, Any], tensors: Tensors, target_hidden: int, resolver: Resolver, facts: TargetFacts | None
+) -> tuple[int, ...]:
+    """As indices into HF hidden_states, our convention (id k = input of layer k)."""
+    as_input = tuple(config.get(AUX_KEY) or ())
+    as_output = tuple((config.get("eagle_config") or {}).get(AUX_KEY) or ())
+    default = None if facts is None else (2, facts.n_layers // 2, facts.n_layers - 3)
+    if as_input and as_output and as_input != tuple(i + 1 for i in as_output):
+        if not resolver.overridden("aux_layer_ids"):
+            raise DraftDirError(
+                f"config.json: {AUX_KEY} is {list(as_input)} (input ids, as vLLM reads it) and in eagle_config "
+                f"{list(as_output)} (output ids, as SGLang reads it, one less), which are different layers; say which "
+                "hold: --set aux_layer_ids=a,b,c (id k = input of layer k)"
+            )
+    if as_input:
+        ids, rule = as_input, f"{AUX_KEY}, as speculators and vLLM mean it: id k is the input of layer k"
+    elif as_output:
+        ids = tuple(i + 1 for i in as_output)
+        rule = (
+            f"eagle_config.{AUX_KEY} {list(as_output)}, as SGLang, SpecForge and ModelOpt mean it: outputs, so plus 1"
+        )
+    elif default is not None or resolver.overridden("aux_layer_ids"):
+        ids, rule = default or (), "not stated: (2, n//2, n-3), which every engine takes then"
+    else:
+        raise DraftDirError(
+            "config.json does not state the auxiliary layers, and the usual (2, n//2, n-3) depend on the target: name "
+            "it with --target"
+        )
+    shifted = default in [tuple(i + by for i in ids) for by in (-1, 1)]
+    if shifted:
+        usual = ",".join(map(str, default or ()))
+        rule += (
+            f". This target's usual ones are {usual}: these look off by one, as if written in the other convention; "
+            f"try --set aux_layer_ids={usual}"
+        )
+    ids = tuple(resolver.settle("aux_layer_ids", ids, rule, warning=shifted))
+    if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0:
+        raise DraftDirError(f"aux_layer_ids {list(ids)}: ascending, distinct ids are needed")
+    if facts is not None and ids[-1] > facts.n_layers:
+        raise DraftDirError(f"aux_layer_ids {list(ids)}: the target {facts.name} has {facts.n_layers} layers")
+    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else len(ids) * target_hidden
+    if width != len(ids) * target_hidden:
+        raise WeightsError(
+            f"wrong shape: fc.weight reads {width} values, {len(ids)} auxiliary layers of {target_hidden} are "
+            f"{len(ids) * target_hidden}; aux_layer_ids {list(ids)} or target_hidden_size is not the head's"
+        )
+    return ids
+
+
+def _variants(config: Mapping[str, Any], tensors: Tensors, speculators: bool, resolver: Resolver) -> dict[str, bool]:
+    """Tensors decide where a variant has tensors; the rest by key."""
+    found: dict[str, bool] = {}
+    table: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("fc_norm", "fc_norm.0.weight", ("fc_norm", "use_aux_norm")),
+        ("norm_before_fc", "input_norm.weight", ("norm_before_fc",)),
+        ("fc_bias", "fc.bias", ("bias",)),
+        ("attention_bias", "midlayer.self_attn.q_proj.bias", ("attention_bias",)),
+        ("qk_norm", "midlayer.self_attn.q_norm.weight", ()),
+    )
+    for key, tensor, keys in table:
+        nested = config.get("eagle_config") or {}
+        stated = any(bool(config.get(name) or nested.get(name)) for name in keys)
+        found[key] = tensor in tensors
+        if found[key]:
+            rule = f"the checkpoint has {tensor}"
+            lost = bool(keys) and not stated
+            if lost:
+                rule += f", though its config does not set {keys[0]}: other engines would leave the tensor out"
+            resolver.note(key, True, rule, warning=lost)
+        elif stated and key in ("fc_norm", "norm_before_fc"):
+            raise WeightsError(f"missing: {tensor}. The config sets {key}")
+        elif stated and not speculators:
+            resolver.note(key, False, f"the config sets {key}, but there is no {tensor}", warning=True)
+    before = config.get("norm_before_residual")
+    if before is None:
+        rule = (
+            "not stated in a speculators checkpoint: true, as vLLM reads it (speculators' own default is false); if "
+            "accept_length is near 1, try --set norm_before_residual=false"
+            if speculators
+            else "not stated: false, as every engine reads it"
+        )
+        before = resolver.settle("norm_before_residual", speculators, rule, warning=speculators)
+    else:
+        before = resolver.settle("norm_before_residual", bool(before), "as stated")
+    after = config.get("norm_output")
+    rule = "not stated: false, the next step reads the state before the final norm"
+    if after is not None:
+        rule = "as SGLang, vLLM and speculators mean it: whether the next step reads the state after the final norm"
+    doubtful = bool(after) and not speculators
+    if doubtful:
+        rule += (
+            ". SpecForge's trainer means by true that the final norm stands before lm_head, and feeds back the state "
+            "before it: for its heads say --set norm_output=false"
+        )
+    after = resolver.settle("norm_output", bool(after), rule, warning=doubtful)
+    return {**found, "norm_before_residual": bool(before), "norm_output": bool(after)}

@@ -1,0 +1,150 @@
+"""What a draft checkpoint is, what it needs, and what looks wrong, without loading its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.draft_dir import (
+    DraftCheckpoint,
+    dtype_of,
+    embedding_distance,
+    load_draft,
+    rope_difference,
+    told_far,
+)
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
+from toolkit.checkpoint.open_head import facts_for, import_head
+from toolkit.checkpoint.recognise import recognise
+from toolkit.models.eagle3 import Eagle3Config
+from toolkit.models.head_config import full_attention_rope
+from toolkit.target.errors import TargetError
+from toolkit.target.facts import TargetFacts, target_embedding, target_facts
+from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.weights import WeightsError
+
+
+@dataclass
+class Report:
+    """Rows of (what, value); `read`: how ambiguous settings were read; `wrong`: what looks wrong, with its cause.
+
+    usable: it can be served or loaded at all.
+    """
+
+    title: str
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    usable: bool = True
+
+    def refuse(self, cause: str) -> None:
+        """Notes what keeps it from being used."""
+        self.wrong.append(cause)
+        self.usable = False
+
+    def text(self) -> str:
+        """As it is printed."""
+        width = max((len(name) for name, _ in self.rows), default=0)
+        lines = [self.title, *(f"  {name:<{width}}  {value}" for name, value in self.rows)]
+        for head, entries in (("how it was read", self.read), ("looks wrong", self.wrong)):
+            if entries:
+                lines += ["", f"{head}:", *(f"  {entry}" for entry in entries)]
+        if not self.wrong:
+            lines += ["", "nothing looks wrong"]
+        return "\n".join(lines)
+
+
+def inspect_head(directory: Path, target: str | None = None, revision: str | None = None) -> Report:
+    """A report of the checkpoint in `directory`; with a `target`, checked against its configuration and embedding.
+
+    Damage and misfits are lines of the report, not errors; a target that cannot be found is. Raises `DraftDirError`
+    for what is no draft head, `TargetError`.
+    """
+    files = read_checkpoint(directory)
+    found = recognise(files.config, files.tensors)
+    report = Report(f"{directory}: {found.head} draft head, written by {found.writer}")
+    report.rows = [("format", found.format), ("files", ", ".join(("config.json", *files.weights)))]
+    facts = facts_for(files, target, revision)
+    try:
+        draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)
+    except (DraftDirError, WeightsError, TokenMapError) as error:
+        report.refuse(str(error))
+        report.rows.append(("tensors", f"{len(files.tensors)}: {', '.join(sorted(files.tensors))}"))
+        return report
+    if facts is None and found.format == "toolkit":
+        facts = _own_target(draft)
+    _describe(report, draft, files)
+    report.read = [one.line for one in draft.resolutions if not one.warning]
+    report.wrong += [one.line for one in draft.resolutions if one.warning]
+    if facts is not None:
+        report.rows.append(("compared with", f"{facts.name} ({facts.architecture}, {facts.n_layers} layers)"))
+        _compare(report, draft, facts)
+    return report
+
+
+def _own_target(draft: DraftCheckpoint) -> TargetFacts | None:
+    """The target our own directory names, when it is a folder on this machine; inspecting fetches nothing."""
+    name = (draft.meta.get("target") or {}).get("name")
+    return target_facts(name) if name and Path(name).is_dir() else None
+
+
+def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) -> None:
+    config = draft.head.config
+    state = draft.head.state_dict()
+    count = sum(value.numel() for value in state.values())
+    bad = [name for name, value in state.items() if not torch.isfinite(value).all()]
+    for name in bad:
+        report.refuse(f"{name} holds values that are not finite")
+    report.rows += [
+        ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
+        ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
+                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"),
+        ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
+    ]  # fmt: skip
+    if isinstance(config, Eagle3Config):
+        variants = [key for key in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "fc_bias",
+                                    "attention_bias", "qk_norm") if getattr(config, key)]  # fmt: skip
+        report.rows += [
+            ("draft vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
+            ("aux_layer_ids", f"{list(config.aux_layer_ids)} (id k = input of layer k = output of layer k-1)"),
+            ("variants", ", ".join(variants) or "none: EAGLE-3 as published"),
+        ]
+        needs = f", {config.aux_layer_ids[-1]} layers or more"
+    else:
+        report.rows.append(("draft vocabulary", f"the target's own {config.vocab_size:,} ids and output matrix"))
+        needs = ""
+    stated = (draft.meta.get("target") or {}).get("name")
+    named = f"it names {stated}" if stated else "it names none, give --target"
+    size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
+    report.rows.append(("needs", f"a target of {size}; {named}"))
+    measured = draft.meta.get("measured")
+    if measured:
+        report.rows.append(("measured", f"best shape {measured.get('best_shape')}, {measured.get('date', 'no date')}"))
+
+
+def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None:
+    """Notes where the head does not fit the target."""
+    config = draft.head.config
+    for what, have, need in (
+        ("width", config.hidden_size, facts.hidden_size),
+        ("vocab_size", config.vocab_size, facts.vocab_size),
+    ):
+        if have != need:
+            report.refuse(f"{what} {have}, the target's is {need}: it cannot work with {facts.name}")
+    if isinstance(config, Eagle3Config) and config.aux_layer_ids[-1] > facts.n_layers:
+        report.refuse(f"aux_layer_ids {list(config.aux_layer_ids)}: the target has {facts.n_layers} layers")
+    rope = rope_difference(config, full_attention_rope(facts.config))
+    if rope:
+        report.wrong.append(rope)
+    if draft.own_embedding is None or not report.usable:
+        return
+    try:
+        distance = embedding_distance(draft.own_embedding, target_embedding(facts))
+    except TargetError as error:
+        report.wrong.append(f"its embedding could not be compared with the target's: {error}")
+        return
+    if told_far(distance):
+        report.refuse(f"its embedding is not the target's ({100 * distance:.1f} % away), which the engine reads")

@@ -1,0 +1,66 @@
+"""What a target is and what a draft head for it would read, without loading its weights."""
+
+from __future__ import annotations
+
+from toolkit.checkpoint.inspect_head import Report
+from toolkit.models.head_config import full_attention_rope
+from toolkit.models.rope import STATIC_ROPE_TYPES
+from toolkit.target.errors import TargetError
+from toolkit.target.facts import TargetFacts, native_mtp_layers, target_facts, tensor_names
+from toolkit.target.load import load_tokenizer
+
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def inspect_target(name: str, revision: str | None = None) -> Report:
+    """A report of a target by its name. Raises `TargetError` when it has no configuration of a causal LM."""
+    facts = target_facts(name, revision)
+    rope = full_attention_rope(facts.config)
+    report = Report(f"{name}: target, {facts.architecture}")
+    defaults = facts.default_aux_layer_ids
+    report.rows = [
+        ("layers", str(facts.n_layers)),
+        ("hidden", str(facts.hidden_size)),
+        ("vocabulary", f"{facts.vocab_size:,} rows"),
+        ("context", f"{facts.max_context:,} positions" if facts.max_context else "not stated"),
+        ("dtype", facts.dtype or "not stated"),
+        ("rope", ", ".join(f"{key} {value}" for key, value in rope.items())),
+        ("aux layers", f"{list(defaults)} by default (id k = input of layer k)" if defaults else "too few for three"),
+    ]
+    if rope.get("rope_type", "default") not in STATIC_ROPE_TYPES:
+        report.wrong.append(f"rope_type {rope['rope_type']}: a draft head with the same rotation cannot be built")
+    if defaults is None:
+        report.wrong.append(f"{facts.n_layers} layers: three distinct auxiliary layers do not fit; name them by hand")
+    _tokenizer(report, name, revision, facts.vocab_size)
+    _mtp(report, facts)
+    return report
+
+
+def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int) -> None:
+    try:
+        tokenizer = load_tokenizer(name, revision)
+    except TargetError as error:
+        report.rows.append(("tokenizer", "none that loads"))
+        report.wrong.append(str(error))
+        report.usable = False
+        return
+    report.rows.append(("tokenizer", f"{len(tokenizer):,} ids"))
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    report.rows.append(("chat template", "present" if has_template else "absent"))
+    if not has_template:
+        report.wrong.append("no chat template: heads are trained on templated text, and accept_length falls without it")
+    if len(tokenizer) > vocab_size:
+        report.wrong.append(f"the tokenizer has {len(tokenizer)} ids, the embedding {vocab_size} rows")
+        report.usable = False
+
+
+def _mtp(report: Report, facts: TargetFacts) -> None:
+    stated = next((n for key in MTP_KEYS if (n := getattr(facts.config, key, None))), None)
+    try:
+        layers = native_mtp_layers(list(tensor_names(facts)), facts.n_layers)
+    except TargetError as error:
+        report.rows.append(("native MTP layers", f"unknown ({error})"))
+        return
+    report.rows.append(("native MTP layers", f"{len(layers)}: {', '.join(layers)}" if layers else "none"))
+    if stated and not layers:
+        report.wrong.append(f"its config states {stated} MTP layers, its weights hold none (lost when it was saved)")

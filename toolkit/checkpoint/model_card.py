@@ -1,0 +1,90 @@
+"""README.md of an exported head: what it is, what was measured with it, and how to serve it. Nothing is invented."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.target.demo import DEMO_NAME
+from toolkit.target.facts import TargetFacts
+
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+COLUMNS = (
+    "num_steps",
+    "top_k",
+    "num_draft_tokens",
+    "temperature",
+    "accept_length",
+    "interval",
+    "verify_steps",
+    "speedup",
+)
+
+
+def model_card(draft: DraftCheckpoint, to: str, facts: TargetFacts, launch: str, notes: Sequence[str]) -> str:
+    """Markdown with the header that model hubs read. `base_model` is left out for a target that is a local path."""
+    header: dict[str, Any] = {"tags": ["speculative-decoding", draft.kind]}
+    public = HUB_ID.match(facts.name) is not None or facts.name == DEMO_NAME
+    if public:
+        header["base_model"] = facts.name
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=True)}---",
+        f"# {draft.kind} draft head for {facts.name if public else 'a local model'}",
+        "It proposes tokens that its target accepts or replaces (speculative decoding); alone it writes nothing.",
+        _what(draft, facts),
+        f"## Serve it\n\n```bash\n{launch}\n```" if to != "eagle" else f"## Serve it\n\n```python\n{launch}\n```",
+        _measured(draft.meta.get("measured")),
+    ]
+    if notes:
+        parts.append("## How it was written\n\n" + "\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
+    config = draft.head.config
+    count = sum(parameter.numel() for parameter in draft.head.parameters())
+    rows = [
+        ("parameters", f"{count:,}"),
+        ("target", f"{facts.architecture}, {facts.n_layers} layers, width {facts.hidden_size}"),
+        ("vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
+        ("rope", f"{config.rope_parameters}"),
+    ]
+    if hasattr(config, "aux_layer_ids"):
+        rows.append(("aux_layer_ids", f"{list(config.aux_layer_ids)} (id k is the input of layer k)"))
+    return "| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def _measured(measured: Any) -> str:
+    """The rows of measured.json, with what they were measured on."""
+    rows = measured.get("rows") if isinstance(measured, dict) else None
+    if not rows:
+        return "## Measured\n\nNothing was measured with it before it was exported."
+    where = measured.get("hardware") or {}
+    said = ", ".join(f"{key} {value}" for key, value in where.items()) if isinstance(where, dict) else str(where)
+    settings = measured.get("settings") or {}
+    lines = [
+        "## Measured",
+        "",
+        "accept_length is tokens committed per verify step, the target's own included, with a 95 % interval; speedup "
+        "is over plain decoding in the same run.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+        *(f"| {' | '.join(_cell(row.get(name)) for name in COLUMNS)} |" for row in rows),
+        "",
+        f"By toolkit, {measured.get('date', 'date not recorded')}, commit {measured.get('commit', 'not recorded')}; "
+        f"{said or 'hardware not recorded'}; settings {settings or 'not recorded'}.",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_cell(one) for one in value)}]"
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

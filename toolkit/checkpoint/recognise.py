@@ -1,0 +1,106 @@
+"""What a directory of weights is, told by its contents: config keys and tensor names, never by its file name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.checkpoint.errors import DraftDirError
+
+# Trainers and engines that wrap the head in a module of their own leave its name in front.
+WRAPPERS = ("draft_model.", "eagle_module.", "model.")
+RENAMED = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "draft_id_to_target_id": "d2t",
+}
+OTHER_HEADS = {
+    "dflash": "DFlash (a parallel drafter)",
+    "dspark": "DSpark (a parallel drafter)",
+    "peagle": "P-EAGLE (a parallel drafter)",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "mtp": "MTP layers in speculators' form",
+    "eagle": "EAGLE-1 in speculators' first form",
+}
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """`format`: toolkit, speculators, eagle3 or eagle. head: eagle3, eagle2 or mtp. writer: who writes such files."""
+
+    format: str
+    head: str
+    writer: str
+
+
+def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
+    """Raises `DraftDirError` for what is no draft head, or one that the engine has no module for."""
+    names = {plain_name(name) for name in names}
+    if "toolkit" in config:
+        return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        if kind != "eagle3":
+            raise _unknown(OTHER_HEADS.get(str(kind), f"speculators_model_type {kind!r}"))
+        return Recognised("speculators", "eagle3", "speculators")
+    _refuse_others(config, names)
+    if any(name.startswith(("midlayer.", "layers.0.")) and "hidden_norm" in name for name in names):
+        return Recognised("eagle3", "eagle3", _eagle3_writer(config, names))
+    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
+        return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
+    shown = ", ".join(sorted(names)[:6]) or "no tensors"
+    raise _unknown(f"not known: architectures {config.get('architectures')}, tensors such as {shown}")
+
+
+def _refuse_others(config: dict[str, Any], names: set[str]) -> None:
+    architecture = " ".join(config.get("architectures") or [])
+    for word, what in OTHER_HEADS.items():
+        if word != "eagle" and (word in str(config.get("model_type", "")).lower() or word in architecture.lower()):
+            raise _unknown(what)
+    if config.get("parallel_drafting") or "mask_hidden" in names or "ptd_token_id" in config:
+        raise _unknown(OTHER_HEADS["peagle"])
+    if "fc.weight" not in names and ("lm_head.weight" in names or "embed_tokens.weight" in names):
+        layers = {int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))}
+        if len(layers) > 1:
+            raise DraftDirError(
+                f"it is a whole language model ({architecture or 'unnamed'}, {len(layers)} layers), no draft head; "
+                "use it as --target"
+            )
+
+
+def _eagle3_writer(config: dict[str, Any], names: set[str]) -> str:
+    """A word for the reader; no rule depends on it."""
+    eagle_config = config.get("eagle_config") or {}
+    architecture = (config.get("architectures") or [""])[0]
+    if "use_last_layernorm" in eagle_config or "use_mtp_layernorm" in eagle_config:
+        return "NVIDIA ModelOpt"
+    if architecture == "LlamaForCausalLM":
+        return "SafeAILab EAGLE-3"
+    if architecture == "Eagle3LlamaForCausalLM":
+        return "AngelSlim or vLLM"
+    return "SpecForge or SGLang" if "t2d" in names else "SGLang"
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without the modules that were wrapped around the head."""
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def eagle3_name(name: str) -> str:
+    """A tensor's name in an EAGLE-3 checkpoint -> the name in our head."""
+    name = plain_name(name)
+    for theirs, ours in RENAMED.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _unknown(what: str) -> DraftDirError:
+    return DraftDirError(f"it is {what}; EAGLE-1/2, EAGLE-3 and our own draft directories are read")

@@ -1,0 +1,83 @@
+"""`toolkit export`: a head, ours or anybody's, in the form another engine reads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from toolkit.commands.recipe_arguments import ArgumentsError
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.draft_dir import DraftCheckpoint
+    from toolkit.checkpoint.launch_lines import Shape
+
+HELP = "write a draft head as SGLang, vLLM, speculators or EAGLE read it, and say how to serve it there"
+FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
+DEFAULT_SHAPE = "3,1,4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", required=True, metavar="DIR", help="any head's directory or hub id")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="who reads it; toolkit: our own draft directory")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that does not exist yet")
+    parser.add_argument("--target", metavar="MODEL", help="the head's target, where it names none (or another)")
+    parser.add_argument(
+        "--shape",
+        metavar="S,K,N",
+        help="levels, branches, nodes with the root, for the launch line (default: the best measured one, else "
+        f"{DEFAULT_SHAPE})",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="how an ambiguous setting of a foreign checkpoint is read: norm_output=false, aux_layer_ids=2,16,29",
+    )
+    parser.epilog = "What was written is read back and must be the same head, bit for bit; else nothing is left of it."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exports, and prints what was written and the launch line."""
+    from toolkit.checkpoint.export_head import export_head
+    from toolkit.checkpoint.open_head import open_head
+    from toolkit.target.facts import target_facts
+
+    draft = open_head(args.draft, target=args.target, overrides=parse_settings(args.set))
+    stated = draft.meta.get("target") or {}
+    name, revision = (args.target, None) if args.target else (stated.get("name"), stated.get("revision"))
+    if name is None:
+        raise ArgumentsError(f"{args.draft} does not name its target; name it with --target")
+    facts = target_facts(name, revision)
+    launch, notes = export_head(draft, args.to, args.out, facts, shape_of(args.shape, draft))
+    print(f"{args.out}: {draft.kind} head for {args.to}, read back and equal")
+    for note in notes:
+        print(f"  {note}")
+    print(f"serve it:\n  {launch}")
+    return 0
+
+
+def shape_of(text: str | None, draft: DraftCheckpoint) -> Shape:
+    """--shape, else the best measured one, else the default. Raises `ArgumentsError`."""
+    from toolkit.checkpoint.launch_lines import Shape
+
+    measured: Any = draft.meta.get("measured") or {}
+    words = (text or measured.get("best_shape") or DEFAULT_SHAPE).split(",")
+    if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ArgumentsError(f"--shape {','.join(words)}: three whole numbers from 1 are needed, such as 3,1,4")
+    return Shape(*(int(word) for word in words))
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """--set KEY=VALUE: true, false, numbers, and lists of numbers. Raises `ArgumentsError`."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ArgumentsError(f"--set {pair}: KEY=VALUE is needed, such as norm_output=false")
+        value = yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+        settings[key] = tuple(value) if isinstance(value, list) else value
+    return settings
