@@ -16,6 +16,7 @@ import yaml
 
 from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
 
+LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -108,6 +109,7 @@ class TrainSettings:
 
     ttt_steps: int = 4  # steps of the training-time test, K
     step_decay: float = 0.8  # step k weighs step_decay^k
+    loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: matrices by Muon, lm_head and norms by AdamW
     learning_rate: float = 1.5e-3  # AdamW's
     muon_learning_rate: float = 0.02

@@ -191,6 +191,12 @@ def test_wandb_offline(tiny_run, tmp_path):
     assert folder.name.endswith(name) and (folder / f"run-{name}.wandb").stat().st_size > 0
 
 
+def test_the_loss_of_the_recipe(tiny_run, tmp_path):
+    """Total variation is at most 1, where the default's cross-entropy lies above: an ignored setting would show."""
+    rows = _train(_copy_run(tiny_run, tmp_path / "run"), "train.max_steps=3", "train.loss=total_variation")
+    assert all(0 < value < 1 for row in rows for value in row["loss_by_step"])
+
+
 def test_states_of_other_settings_are_refused(tiny_run, tmp_path):
     run = _copy_run(tiny_run, tmp_path / "run")
     _train(run)

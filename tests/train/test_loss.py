@@ -1,124 +1,155 @@
-"""Which predictions are supervised, by what, and what the loss is."""
+"""Each loss against its formula, and the tiled forward and backward against torch's own differentiation."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from toolkit.train.loss import TrainedHead, plan_supervision, soft_cross_entropy
-from toolkit.train.teacher import Teacher, TeacherRows
-from toolkit.train.ttt import unroll
+from toolkit.train import loss as loss_module
+from toolkit.train.loss import ETA, ROW_LOSSES, DraftLoss, best_tokens
+from toolkit.train.teacher import TeacherRows
 
-#          p  p  p  A0 A1 A2 E  \n p
-RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
-
-
-def _nine() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([RESPONSE], dtype=torch.bool), torch.tensor([9])
+STATES, TEACHER_ROWS, WIDTH, VOCABULARY = 11, 5, 4, 7
 
 
-def test_nine_tokens():
-    """Exactly A1, A2 and E are predicted at every step; A0 (prefill's) and what follows the answer never are."""
-    supervision = plan_supervision(*_nine(), steps=3)
-    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
-        assert (roots + 2 + step).tolist() == [4, 5, 6]
-        # The teacher row stands at the position from which the token is predicted.
-        assert supervision.teacher_positions[rows].tolist() == [3, 4, 5]
-    assert supervision.counts.tolist() == [3, 3, 3]
+def _soft(p, q, choice):
+    return -(p * q.log()).sum(-1)
 
 
-def test_nine_tokens_with_the_lagging_mask():
-    """The experiment's mask supervises one token past the answer and misses its first draft."""
-    supervision = plan_supervision(*_nine(), steps=2, shift=1)
-    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
-        assert (roots + 2 + step).tolist() == [5, 6, 7]
-        assert supervision.teacher_positions[rows].tolist() == [4, 5, 6]
+def _hard(p, q, choice):
+    return F.nll_loss(q.log(), choice.clamp(min=0), reduction="none")
 
 
-def test_rows_of_a_batch_never_cross_sequences():
-    """A root near the end of row 0 must not be paired with a teacher row of row 1."""
-    response = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
-    supervision = plan_supervision(response, torch.tensor([6, 4]), steps=4)
-    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
-        positions = supervision.teacher_positions[rows]
-        assert torch.equal(positions, roots + 1 + step)
-        assert torch.equal(positions // 6, roots // 6)
+def _variation(p, q, choice):
+    return 1 - torch.minimum(p, q).sum(-1)
 
 
-def test_soft_cross_entropy_and_its_gradient(monkeypatch):
-    """Against the formula and torch's own differentiation, in float64, over a row count that no tile divides."""
-    monkeypatch.setattr("toolkit.train.loss.TILE_ROWS", 3)
+def _hybrid(p, q, choice):
+    share = (-ETA * torch.minimum(p, q).sum(-1)).exp().detach()
+    return share * (p * (p / q).log()).sum(-1) + (1 - share) * _variation(p, q, choice)
+
+
+FORMULAS = {
+    "soft_cross_entropy": _soft,
+    "hard_cross_entropy": _hard,
+    "total_variation": _variation,
+    "lk_hybrid": _hybrid,
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch) -> None:
+    """Chunks of 4 states and tiles of 3, neither of which divides what comes."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 4)
+    monkeypatch.setattr(loss_module, "TILE_ROWS", 3)
+
+
+def _problem(dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, TeacherRows, torch.Tensor, torch.Tensor]:
+    """States that read the teacher's rows out of order, several each; one row not kept, its right token unknown."""
     torch.manual_seed(0)
-    logits = (4 * torch.randn(7, 5, dtype=torch.float64)).requires_grad_(True)
-    probs, kept = torch.randn(7, 5, dtype=torch.float64).softmax(-1), torch.rand(7) > 0.3
-    loss, best = soft_cross_entropy(logits, probs, kept)
-    reference = (-(probs * logits.log_softmax(-1)).sum(-1) * kept).sum()
-    torch.testing.assert_close(loss, reference)
-    torch.testing.assert_close(torch.autograd.grad(3 * loss, logits), torch.autograd.grad(3 * reference, logits))
+    states = torch.randn(STATES, WIDTH, dtype=dtype, requires_grad=True)
+    matrix = torch.randn(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
+    probs = torch.randn(TEACHER_ROWS, VOCABULARY, dtype=torch.float64).mul(2).softmax(-1).to(dtype)
+    kept = torch.tensor([True, True, False, True, True])
+    teacher = TeacherRows(probs, torch.zeros(TEACHER_ROWS, dtype=torch.long), kept, lambda hidden: hidden)
+    rows = torch.tensor([0, 1, 2, 3, 4, 1, 2, 4, 0, 3, 4])
+    choice = torch.where(kept, probs.argmax(-1), -1)[rows]
+    return states, matrix, teacher, rows, choice
+
+
+def _task(name, teacher, rows, choice, dtype=torch.float64) -> DraftLoss:
+    weight = torch.linspace(0.1, 0.9, STATES, dtype=dtype) * teacher.kept[rows]
+    return DraftLoss(name, teacher, rows, choice, weight)
+
+
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_a_loss_and_its_gradients_equal_the_formula(small_tiles, name):
+    """float64, 1e-12: total, losses by row, gradients of states and matrix, times a factor from above."""
+    states, matrix, teacher, rows, choice = _problem()
+    task = _task(name, teacher, rows, choice)
+    total, losses, best = task(states, matrix)
+    logits = states @ matrix.T
+    wanted = FORMULAS[name](teacher.states[rows], logits.softmax(-1), choice)
+    kept = teacher.kept[rows]
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(losses[kept], wanted[kept], **close)
+    torch.testing.assert_close(total, (wanted * task.weight).sum(), **close)
     assert torch.equal(best, logits.argmax(-1))
+    mine = torch.autograd.grad(3 * total, (states, matrix))
+    theirs = torch.autograd.grad(3 * (wanted * task.weight).sum(), (states, matrix))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, **close)
 
 
-def test_the_loss_s_factor_is_not_rounded():
-    """In bf16 a factor such as 0.8 / 1021 would be off by up to 0.4 % in every gradient of its step."""
+@pytest.mark.parametrize("name", ["soft_cross_entropy", "hard_cross_entropy", "total_variation"])
+def test_gradcheck(small_tiles, name):
+    """Against differences. The hybrid's weight is held fixed in its gradient, so differences do not apply to it."""
+    states, matrix, teacher, rows, choice = _problem()
+    task = _task(name, teacher, rows, choice)
+    assert torch.autograd.gradcheck(lambda *inputs: task(*inputs)[0], (states, matrix))
+
+
+@pytest.mark.parametrize(("eta", "name"), [(0.0, "kl"), (1e9, "total_variation")])
+def test_the_hybrid_between_its_ends(small_tiles, monkeypatch, eta, name):
+    """Without adaptation it is KL, whose gradient is soft cross-entropy's; with all of it, total variation."""
+    monkeypatch.setattr(loss_module, "ETA", eta)
+    states, matrix, teacher, rows, choice = _problem()
+    other = "soft_cross_entropy" if name == "kl" else name
+    hybrid, reference = (_task(one, teacher, rows, choice)(states, matrix)[0] for one in ("lk_hybrid", other))
+    for a, b in zip(*(torch.autograd.grad(one, (states, matrix)) for one in (hybrid, reference)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_output_matrix_gets_no_gradient(small_tiles):
+    states, matrix, teacher, rows, choice = _problem()
+    total, _, _ = _task("soft_cross_entropy", teacher, rows, choice)(states, matrix.detach())
+    total.backward()
+    assert states.grad is not None and matrix.grad is None
+
+
+def test_best_tokens_in_chunks(small_tiles):
+    states, matrix, *_ = _problem()
+    assert torch.equal(best_tokens(states, matrix), (states @ matrix.T).argmax(-1))
+
+
+def test_factors_are_not_rounded():
+    """bf16: a factor such as 0.8 / 1021, of the loss or from above, would be off by up to 0.4 % in every gradient."""
     torch.manual_seed(0)
-    logits = torch.randn(200, 16, dtype=torch.bfloat16, requires_grad=True)
-    probs, kept = torch.randn(200, 16).softmax(-1), torch.ones(200, dtype=torch.bool)
-    factor = 0.8 / 1021
-    (plain,) = torch.autograd.grad(soft_cross_entropy(logits, probs, kept)[0], logits)
-    (scaled,) = torch.autograd.grad(factor * soft_cross_entropy(logits, probs, kept)[0], logits)
-    assert torch.equal(scaled, (plain.float() * factor).bfloat16())
-    assert not torch.equal(scaled, plain * torch.tensor(factor).bfloat16())
+    states = torch.eye(16, dtype=torch.bfloat16).requires_grad_(True)
+    matrix = torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    probs, factor = torch.randn(16, 16).softmax(-1), 0.8 / 1021
+    teacher = TeacherRows(probs, torch.zeros(16), torch.ones(16, dtype=torch.bool), lambda hidden: hidden)
+    weights = torch.ones(16)
+
+    def gradient(weight, above):
+        task = DraftLoss("soft_cross_entropy", teacher, torch.arange(16), torch.zeros(16, dtype=torch.long), weight)
+        return torch.autograd.grad(above * task(states, matrix)[0], matrix)[0]
+
+    plain = gradient(weights, 1.0)
+    assert torch.equal(gradient(weights, factor), (plain.float() * factor).bfloat16())
+    exact = (matrix.detach().T.float().softmax(-1) - probs).T * factor
+    torch.testing.assert_close(gradient(weights * factor, 1.0).float(), exact, rtol=2**-8, atol=0)
 
 
-def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft):
-    """The whole forward against the formula written out: sum_k 0.8^k mean_rows CE, dropped rows counting as zero."""
-    torch.manual_seed(1)
-    head, steps = tiny_draft.head, 3
-    aux, embeds = torch.randn(1, 9, 192), torch.randn(1, 9, 64)
-    supervision = plan_supervision(*_nine(), steps=steps)
-    probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
-    rows = TeacherRows(probs, torch.zeros(3, dtype=torch.long), torch.tensor([True, True, False]))
-    draft_choice = probs.argmax(-1)
-    loss, by_step, hits = TrainedHead(head, steps, 0.8)(
-        aux, embeds, supervision, rows, draft_choice, supervision.counts
+def test_nothing_as_wide_as_the_vocabulary_is_kept():
+    """What outlives the forward is a gradient of the states and one of the matrix; logits of all rows would be larger
+    than both together."""
+    sizes: list[int] = []
+    rows, vocabulary = 3000, 4096
+    states = torch.randn(rows, 8, requires_grad=True)
+    matrix = torch.randn(vocabulary, 8, requires_grad=True)
+    seen: list[int] = []
+
+    def distribution(hidden):
+        seen.append(len(hidden))
+        return hidden.new_full((len(hidden), vocabulary), 1 / vocabulary)
+
+    teacher = TeacherRows(torch.zeros(rows, 1), torch.zeros(rows), torch.ones(rows, dtype=torch.bool), distribution)
+    task = DraftLoss(
+        "soft_cross_entropy", teacher, torch.arange(rows), torch.zeros(rows, dtype=torch.long), torch.ones(rows)
     )
-    expected = 0.0
-    for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
-        for root in (2 - step, 3 - step):  # the third row is not kept
-            row = root + step - 2
-            term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
-            expected += 0.8**step * term
-            assert bool(hits[step][row]) == bool(head.logits(hidden[0, root]).argmax() == draft_choice[row])
-    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
-    assert float(loss) == pytest.approx(sum(0.8**k * float(v) for k, v in enumerate(by_step)), rel=1e-5)
-
-
-def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
-    """A process with no rows of a short last batch must still take part in the backward pass, with zeros."""
-    head = TrainedHead(tiny_draft.head, 2, 0.8).requires_grad_(True)
-    try:
-        supervision = plan_supervision(torch.zeros(1, 9, dtype=torch.bool), torch.tensor([9]), steps=2)
-        size = tiny_draft.head.config.draft_vocab_size
-        rows = TeacherRows(torch.zeros(0, size), torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool))
-        empty = torch.zeros(0, dtype=torch.long)
-        loss, _, _ = head(torch.randn(1, 9, 192), torch.randn(1, 9, 64), supervision, rows, empty, torch.ones(2))
-        loss.backward()
-        assert float(loss) == 0.0
-        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
-    finally:
-        head.zero_grad()
-        head.requires_grad_(False)
-
-
-def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
-    """Tiles and the sliced head must give what [M, V] logits in one piece would."""
-    monkeypatch.setattr("toolkit.train.teacher.TILE", 37)
-    torch.manual_seed(2)
-    hidden = torch.randn(11, tiny_target.hidden_size)
-    teacher = Teacher(tiny_target, tiny_draft.token_map)
-    rows = teacher(hidden)
-    full = tiny_target.logits(hidden)
-    torch.testing.assert_close(rows.probs, full[:, tiny_draft.token_map.ids].softmax(-1))
-    assert torch.equal(rows.choice, full.argmax(-1))
-    assert torch.equal(rows.kept, tiny_draft.token_map.t2d[full.argmax(-1)])
-    assert 0 < int(rows.kept.sum()) < 11, "the example must hold both kinds of rows"
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        task(states, matrix)
+    assert sizes and max(sizes) <= 8 * vocabulary
+    assert sum(seen) == rows and max(seen) * vocabulary <= loss_module.CHUNK_LOGITS

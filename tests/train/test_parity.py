@@ -13,8 +13,8 @@ from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
-from toolkit.train.loss import TrainedHead
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.trained_head import TrainedHead
 
 STEPS, TOKENS, PROMPTS = 3, 40, 12
 

@@ -24,7 +24,7 @@ def test_the_teacher_is_the_quantised_target(quantized):
     logits = quantized.logits(hidden)
     rows = Teacher(quantized, token_map)(hidden)
     assert torch.equal(rows.choice, logits.argmax(-1))
-    torch.testing.assert_close(rows.probs, logits[:, token_map.ids].softmax(-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rows.probs(slice(0, 20)), logits[:, token_map.ids].softmax(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_a_head_starts_from_the_rounded_weights(quantized, tiny_target, tiny_draft):

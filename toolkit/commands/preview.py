@@ -74,6 +74,7 @@ def painted(example: Example, kinds: list[str], tokenizer: PreTrainedTokenizerBa
     parts = []
     for kind, run_of in groupby(zip(kinds, example.input_ids, strict=True), key=lambda pair: pair[0]):
         text = tokenizer.decode([token for _, token in run_of], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "the ids of one rollout decode to one text"
         text = text.translate(UNPRINTABLE)
         opening, closing = (COLOURS[kind], END) if coloured else MARKS[kind]
         parts.append(f"{opening}{text}{closing}")

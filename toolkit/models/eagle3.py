@@ -15,10 +15,12 @@ token i+2:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from toolkit.models.decoder_layer import Attend, Attention, GatedMLP
@@ -91,6 +93,17 @@ class DraftLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+# Normed states [T, H] and the output matrix [D, H] -> logits [T, D]; training hands in what needs no logits of all T.
+Project = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class OutputMatrix(nn.Linear):
+    """A linear layer whose product is handed in: a trainer that shards weights has them whole in a forward alone."""
+
+    def forward(self, input: torch.Tensor, project: Project = F.linear) -> Any:
+        return project(input, self.weight)
+
+
 class Eagle3Head(nn.Module):
     """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's."""
 
@@ -105,7 +118,7 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(layers * width, config.hidden_size, bias=config.fc_bias)
         self.midlayer = DraftLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
@@ -130,6 +143,6 @@ class Eagle3Head(nn.Module):
         hidden = self.midlayer(embeds, hidden, cos, sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, D] over the draft vocabulary."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+    def logits(self, hidden: torch.Tensor, project: Project = F.linear) -> Any:
+        """[T, H] -> [T, D] over the draft vocabulary, or whatever `project` makes of the normed states."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden), project)

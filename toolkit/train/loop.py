@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,13 +24,13 @@ from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
 from toolkit.train.forecast import Forecast
 from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
-from toolkit.train.loss import TrainedHead
 from toolkit.train.metrics import Metrics
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
 from toolkit.train.schedule import rate_factor, total_steps
 from toolkit.train.split_data import read_data
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
+from toolkit.train.trained_head import TrainedHead
 from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
@@ -103,7 +104,7 @@ class Trainer:
             log.info("head starts from the target's last layer; features explain %.2f of its next input", r2 or 0.0)
         else:
             initialise_random(head, self.recipe.seed)
-        model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay)
+        model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay, self.settings.loss)
         return self.accelerator.prepare(model, build_optimizer(head, self.settings))
 
     def _collate(self, indices: list[int]) -> Batch:
@@ -191,7 +192,8 @@ class Trainer:
         totals = accelerator.reduce(totals, "sum").cpu()
         weights = settings.step_decay ** torch.arange(k)
         muon = settings.optimizer == "muon"
-        norm = self.model.get_global_grad_norm() if hasattr(self.model, "get_global_grad_norm") else None
+        read_norm: Callable[[], Any] | None = getattr(self.model, "get_global_grad_norm", None)
+        norm = None if read_norm is None else read_norm()
         return {
             "loss": float((weights * totals[:k]).sum()),
             "loss_by_step": totals[:k].tolist(),

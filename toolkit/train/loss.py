@@ -1,146 +1,196 @@
-"""The loss of the unrolled head: soft cross-entropy on the draft vocabulary (EAGLE-3), exactly masked.
+"""The losses on the draft vocabulary, with their gradients, a tile of rows at a time.
 
-Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of a step, D draft vocabulary.
+Logits of all tokens in fp32 are what makes trainers run out of memory. Here a chunk of states becomes logits, a tile of
+these becomes losses and, in place, gradients, and the chunk's share of the gradients of states and output matrix is
+taken at once (the idea of Liger's fused linear cross-entropy, arXiv 2410.10989): nothing as wide as the vocabulary
+outlives its chunk, and the backward pass only multiplies by the factor that comes from above.
+
+Shapes: N states (supervised rows of all steps), M teacher rows, n rows of a tile, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
-from toolkit.data.batches import supervised_mask
-from toolkit.models.eagle3 import Eagle3Head
+from toolkit.recipe import LossName
 from toolkit.train.teacher import TeacherRows
-from toolkit.train.ttt import unroll
 
-# A tile of fp32 rows (8,192 wide: 2 MB) should stay in a core's cache from the first op to the last.
+Tensor = torch.Tensor
+
+# A tile of fp32 rows (8,192 wide: 2 MB) should stay in a CPU core's cache from the first op to the last.
 TILE_ROWS = 64
+PIECE_ROWS = 1024
+# Logits of a chunk, in numbers: enough rows that adding up the output matrix's gradient costs little beside them.
+CHUNK_LOGITS, LEAST_CHUNK = 2**23, 128
+# Of the LK hybrid; the paper's best.
+ETA = 3.0
+
+# (z [n, D] shifted logits, p [n, D] rows that sum to 1, choice [n] right ids, weight [n]) -> losses [n]; z is
+# overwritten with weight * (the loss's gradient). z and p in fp32, or fp64 in tests.
+RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def soft_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    """-sum_v p(v) log q(v) (EAGLE-3, arXiv 2503.01840): logsumexp(z) - p.z, whose gradient is q - p."""
+    dot = torch.linalg.vecdot(p, z)
+    total = z.exp_().sum(-1)
+    z.mul_((weight / total)[:, None]).addcmul_(p, weight[:, None], value=-1)
+    return total.log() - dot
+
+
+def hard_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    """-log q(choice): the teacher's argmax as a label. Rows without one (-1) must weigh nothing."""
+    label = choice.clamp(min=0)[:, None]
+    picked = z.gather(1, label).squeeze(1)
+    total = z.exp_().sum(-1)
+    z.mul_((weight / total)[:, None]).scatter_add_(1, label, -weight[:, None])
+    return total.log() - picked
+
+
+def total_variation(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    """1 - alpha, where alpha = sum_v min(p(v), q(v)) is the chance that a sampled draft is accepted."""
+    q = z.exp_().div_(z.sum(-1, keepdim=True))
+    distance, change = _distance(q, p)
+    torch.mul(change, weight[:, None], out=z)
+    return distance
+
+
+def lk_hybrid(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
+    """lambda KL(p||q) + (1 - lambda)(1 - alpha), lambda = exp(-ETA alpha) of each row, held fixed in the gradient
+    (LK losses, arXiv 2602.23881): KL while the two hardly overlap and total variation has no slope, then the latter."""
+    dot = torch.linalg.vecdot(p, z)
+    total = z.exp_().sum(-1)
+    divergence = torch.special.xlogy(p, p).sum(-1) + total.log() - dot
+    q = z.div_(total[:, None])
+    distance, change = _distance(q, p)
+    share = (-ETA * (1 - distance)).exp()
+    q.sub_(p).mul_((weight * share)[:, None]).addcmul_(change, (weight * (1 - share))[:, None])
+    return share * divergence + (1 - share) * distance
+
+
+def _distance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Total variation of q and p by row, and its gradient in q's logits: q(v) (sum over u where q < p of q(u) - [q(v) <
+    p(v)])."""
+    short = torch.where(q < p, q, 0.0)
+    return (q - p).abs_().sum(-1).mul_(0.5), (q * short.sum(-1, keepdim=True)).sub_(short)
+
+
+ROW_LOSSES: dict[LossName, RowLoss] = {
+    "soft_cross_entropy": soft_cross_entropy,
+    "hard_cross_entropy": hard_cross_entropy,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
 
 
 @dataclass(frozen=True)
-class Supervision:
-    """Which roots are supervised at each step, and the teacher row of each.
+class DraftLoss:
+    """What N states are scored against: stands in the place of `F.linear` in the head's output matrix.
 
-    roots[k] [S] index the flat [B*L] positions; rows[k] [S] index the teacher's M rows, which stand for the flat
-    positions `teacher_positions` [M].
+    rows [N] index the teacher's; choice [N]: the right token as a draft id, -1 if there is none; weight [N]: the factor
+    of each row's loss. A row that the teacher does not keep must weigh nothing.
     """
 
-    teacher_positions: torch.Tensor
-    roots: list[torch.Tensor]
-    rows: list[torch.Tensor]
+    name: LossName
+    teacher: TeacherRows
+    rows: Tensor
+    choice: Tensor
+    weight: Tensor
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """Supervised tokens by step, [K] float."""
-        return torch.tensor([float(len(roots)) for roots in self.roots])
-
-
-def plan_supervision(response: torch.Tensor, lengths: torch.Tensor, steps: int, shift: int = 0) -> Supervision:
-    """Supervised roots of a batch: response [B, L] bool, lengths [B].
-
-    Root t of step k predicts token i+1 from position i = t+1+k, so one teacher row per position i serves all steps.
-    """
-    masks = [supervised_mask(response, step, shift, lengths).flatten() for step in range(steps)]
-    flat = [mask.nonzero().squeeze(-1) for mask in masks]
-    # Roots of step 0 reach every position that a later step predicts from.
-    positions = flat[0] + 1
-    row_of = torch.full((response.numel() + steps,), -1, dtype=torch.long, device=response.device)
-    row_of[positions] = torch.arange(len(positions), device=response.device)
-    return Supervision(positions, flat, [row_of[roots + 1 + step] for step, roots in enumerate(flat)])
+    def __call__(self, states: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """states [N, H], matrix [D, H] -> (sum of weight * loss, with gradients; losses [N] fp32; argmax [N])."""
+        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, self))
 
 
-class TrainedHead(nn.Module):
-    """The module that the optimiser sees: a head, and the unroll as its forward."""
-
-    def __init__(self, head: Eagle3Head, steps: int, step_decay: float) -> None:
-        super().__init__()
-        self.head = head
-        self.steps = steps
-        self.step_decay = step_decay
-
-    def forward(
-        self,
-        aux: torch.Tensor,
-        embeds: torch.Tensor,
-        supervision: Supervision,
-        teacher: TeacherRows | None = None,
-        draft_choice: torch.Tensor | None = None,
-        denominators: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Unroll and score.
-
-        draft_choice [M]: the right token as a draft id (the teacher's argmax, or what the rollout has there), -1 if the
-        draft vocabulary lacks it. With `teacher`, the loss sum_k decay^k * (sum of row losses) / denominators[k];
-        without one it is 0 and only the hits are computed.
-        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
-        """
-        losses, hits = [], []
-        for step, hidden in enumerate(unroll(self.head, aux, embeds, self.steps)):
-            rows = supervision.rows[step]
-            logits = self.head.logits(hidden.flatten(0, 1)[supervision.roots[step]])
-            if teacher is None:
-                best = logits.max(-1).indices
-            else:
-                loss, best = soft_cross_entropy(logits, _of_rows(teacher.probs, rows), teacher.kept[rows])
-                losses.append(loss / denominators[step])
-            hits.append(best == draft_choice[rows])
-        if teacher is None:
-            return embeds.new_zeros(()), embeds.new_zeros(self.steps), hits
-        by_step = torch.stack(losses)
-        weights = self.step_decay ** torch.arange(self.steps, device=by_step.device)
-        return (weights * by_step).sum(), by_step.detach(), hits
+def best_tokens(states: Tensor, matrix: Tensor) -> Tensor:
+    """The argmax [N] over the draft vocabulary alone, in chunks."""
+    parts = [F.linear(part, matrix).max(-1).indices for part in states.split(chunk_rows(len(matrix)))]
+    return torch.cat(parts)
 
 
-def _of_rows(probs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """probs[rows]. Rows come in order, so as many as there are means all of them: no copy of [M, D]."""
-    return probs if len(rows) == len(probs) else probs[rows]
+def chunk_rows(vocabulary: int) -> int:
+    return max(CHUNK_LOGITS // vocabulary, LEAST_CHUNK)
 
 
-class _TiledSoftCrossEntropy(torch.autograd.Function):
-    """Loss, gradient and argmax in one visit of the logits, a few rows at a time.
-
-    Written with plain ops the loss walks a dozen times over [S, D] in fp32, which on a CPU costs more than the matrix
-    products around it. With sum(p) = 1 a row's loss is logsumexp(z) - p.z and its gradient softmax(z) - p.
-    """
+class _TiledLoss(torch.autograd.Function):
+    """Losses, argmax and gradients in one visit of each chunk; states are visited in the order of the teacher's rows,
+    so that a row's distribution is computed once for all steps."""
 
     @staticmethod
-    def forward(ctx, logits, probs, kept):
-        gradient = torch.empty_like(logits)
-        best = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-        loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-        for start in range(0, len(logits), TILE_ROWS):
-            tile = slice(start, start + TILE_ROWS)
-            z = logits[tile].to(loss.dtype, copy=True)
-            p, weight = probs[tile], kept[tile].to(loss.dtype)
-            top, best[tile] = z.max(dim=-1)
-            z -= top[:, None]
-            dot = torch.linalg.vecdot(p.to(z.dtype), z)
-            total = z.exp_().sum(-1)
-            loss += ((total.log() - dot) * weight).sum()
-            gradient[tile] = z.mul_((weight / total)[:, None]).addcmul_(p, weight[:, None], value=-1)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(best)
-        return loss, best
+    def forward(ctx, states, matrix, task):
+        precise = torch.promote_types(states.dtype, torch.float32)
+        losses = states.new_empty(len(states), dtype=precise)
+        best = torch.empty(len(states), dtype=torch.long, device=states.device)
+        grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        grad_matrix = torch.zeros_like(matrix, dtype=precise) if ctx.needs_input_grad[1] else None
+        for at, offsets, probs in _chunks(task, chunk_rows(len(matrix))):
+            part = states[at]
+            logits = F.linear(part, matrix)
+            losses[at], best[at] = _score(task, logits, at, offsets, probs)
+            if grad_states is not None:
+                grad_states[at] = logits @ matrix
+            if grad_matrix is not None:
+                _add_product(grad_matrix, logits, part)
+        ctx.save_for_backward(grad_states, None if grad_matrix is None else grad_matrix.to(matrix.dtype))
+        ctx.mark_non_differentiable(losses, best)
+        return torch.dot(losses, task.weight.to(precise)), losses, best
 
     @staticmethod
-    def backward(ctx, loss_gradient, _):
-        (gradient,) = ctx.saved_tensors
-        scaled = torch.empty_like(gradient)
+    def backward(ctx, gradient, *_):
         # One dimension: a scalar would be rounded to the gradient's dtype before it multiplies.
-        scale = loss_gradient.reshape(1)
-        for start in range(0, len(gradient), TILE_ROWS):
-            tile = slice(start, start + TILE_ROWS)
-            torch.mul(gradient[tile], scale, out=scaled[tile])
-        return scaled, None, None
+        factor = gradient.reshape(1)
+        return *(None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors), None
 
 
-def soft_cross_entropy(
-    logits: torch.Tensor, probs: torch.Tensor, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-sum over kept rows of sum_v p(v) log q(v), scalar fp32, and the argmax of every row [S].
+def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Per chunk: which states [c], their offsets [c] in the chunk's teacher rows, and those rows' distributions."""
+    order = task.rows.argsort(stable=True)
+    rows = task.rows[order]
+    starts = torch.arange(0, len(rows), size, device=rows.device)
+    lasts = (starts + size).clamp(max=len(rows)) - 1
+    # One read of all bounds: on a GPU each would wait for all that is under way.
+    bounds = torch.stack((rows[starts], rows[lasts] + 1), dim=1).tolist()
+    for number, (low, high) in enumerate(bounds):
+        span = slice(number * size, (number + 1) * size)
+        yield order[span], rows[span] - low, task.teacher.probs(slice(low, high))
 
-    logits [S, D] in any dtype, probs [S, D] rows that sum to 1 (no gradient), kept [S] bool.
-    """
-    return _TiledSoftCrossEntropy.apply(logits, probs, kept)
+
+def _score(task: DraftLoss, logits: Tensor, at: Tensor, offsets: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and argmax of a chunk [c]; its logits are overwritten with their gradients."""
+    row_loss, losses, best = ROW_LOSSES[task.name], [], []
+    size = TILE_ROWS if logits.device.type == "cpu" else len(logits)
+    for start in range(0, len(logits), size):
+        tile = slice(start, start + size)
+        z = logits[tile].to(torch.promote_types(logits.dtype, torch.float32))
+        top = z.max(-1)
+        best.append(top.indices)
+        z -= top.values[:, None]
+        rows = at[tile]
+        losses.append(row_loss(z, probs[offsets[tile]].to(z.dtype), task.choice[rows], task.weight[rows].to(z.dtype)))
+        logits[tile] = z
+    return torch.cat(losses), torch.cat(best)
+
+
+def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
+    """total [D, H] += gradient' [D, c] @ states [c, H], the sum in `total`'s dtype."""
+    if states.dtype == total.dtype:
+        total.addmm_(gradient.T, states)
+        return
+    # On a CPU in pieces that stay in its cache between product and sum.
+    size = PIECE_ROWS if total.device.type == "cpu" else len(total)
+    for start in range(0, len(total), size):
+        piece = slice(start, start + size)
+        total[piece] += gradient[:, piece].T @ states
+
+
+def _scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """values * factor, rounded once; in pieces, because torch widens what it multiplies to the wider dtype."""
+    scaled = torch.empty_like(values)
+    for piece, out in zip(values.split(PIECE_ROWS), scaled.split(PIECE_ROWS), strict=True):
+        torch.mul(piece, factor, out=out)
+    return scaled

@@ -6,6 +6,8 @@ DeepSpeed's, which knows how to orthogonalise whole matrices under ZeRO's flat p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from toolkit.models.eagle3 import Eagle3Head
@@ -20,7 +22,11 @@ ADAMW_MATRICES = ("lm_head.weight",)
 def build_optimizer(head: Eagle3Head, settings: TrainSettings) -> torch.optim.Optimizer:
     """An optimiser over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
-    adamw = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    adamw: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "weight_decay": settings.weight_decay,
+    }
     if settings.optimizer == "adamw":
         return torch.optim.AdamW([parameter for _, parameter in named], **adamw)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -28,10 +34,11 @@ def build_optimizer(head: Eagle3Head, settings: TrainSettings) -> torch.optim.Op
     if not torch.cuda.is_available():
         # DeepSpeed compiles Newton-Schulz; on a CPU that would ask for a C++ compiler and a minute, for nothing.
         torch.compiler.set_stance("force_eager")
-    for name, parameter in named:
-        parameter.use_muon = parameter.dim() == 2 and name not in ADAMW_MATRICES
+    chosen = [parameter.dim() == 2 and name not in ADAMW_MATRICES for name, parameter in named]
+    for (_, parameter), muon in zip(named, chosen, strict=True):
+        parameter.use_muon = muon  # type: ignore[attr-defined]  # DeepSpeed reads this mark
     matrices = {
-        "params": [parameter for _, parameter in named if parameter.use_muon],
+        "params": [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if muon],
         "use_muon": True,
         "lr": settings.muon_learning_rate,
         "momentum": MOMENTUM,
@@ -39,7 +46,8 @@ def build_optimizer(head: Eagle3Head, settings: TrainSettings) -> torch.optim.Op
         # In bf16, or, where the curve must not depend on the number of processes, in the wider of the two.
         "ns_method": "standard" if settings.precision == "bf16" else "gram",
     }
-    others = {"params": [parameter for _, parameter in named if not parameter.use_muon], "use_muon": False, **adamw}
+    rest = [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if not muon]
+    others = {"params": rest, "use_muon": False, **adamw}
     return MuonWithAuxAdam([matrices, others])
 
 

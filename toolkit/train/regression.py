@@ -27,7 +27,8 @@ class Moments:
     @classmethod
     def empty(cls, columns: int, width: int, device: torch.device) -> Moments:
         sizes = ((columns, columns), (columns, width), (width,), (width,))
-        return cls(*(torch.zeros(*size, dtype=torch.float64, device=device) for size in sizes))
+        gram, cross, square, total = (torch.zeros(*size, dtype=torch.float64, device=device) for size in sizes)
+        return cls(gram, cross, square, total)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Count x [P, C] and y [P, H] (fp32) in."""

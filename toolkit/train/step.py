@@ -15,7 +15,7 @@ from toolkit.target.features import AuxCapture, target_features
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
-from toolkit.train.loss import Supervision, plan_supervision
+from toolkit.train.supervision import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher
 
 

@@ -5,6 +5,7 @@ Shapes: M rows (positions whose next token is supervised), H target hidden size,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,18 @@ TILE = 8192
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """probs [M, D] fp32, renormalised on the draft vocabulary; choice [M]: the target's own argmax (target ids);
-    kept [M]: whether that argmax is in the draft vocabulary. Rows that are not kept get no loss."""
+    """states [M, H], final-normed; choice [M]: the target's own argmax (target ids); kept [M]: whether that argmax is
+    in the draft vocabulary. Rows that are not kept get no loss. `distribution` turns states into probabilities: those
+    of all rows would be the largest tensor of a training, so they are made where they are read."""
 
-    probs: torch.Tensor
+    states: torch.Tensor
     choice: torch.Tensor
     kept: torch.Tensor
+    distribution: Callable[[torch.Tensor], torch.Tensor]
+
+    def probs(self, rows: slice) -> torch.Tensor:
+        """[m, D] fp32 of these rows, renormalised on the draft vocabulary."""
+        return self.distribution(self.states[rows])
 
 
 class Teacher:
@@ -53,8 +60,12 @@ class Teacher:
         return choice
 
     @torch.no_grad()
+    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Probabilities [m, D] fp32 on the draft vocabulary, from final-normed states [m, H]."""
+        scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
+        return scores.float().softmax(-1)
+
     def __call__(self, hidden: torch.Tensor) -> TeacherRows:
         """Rows of final-normed states [M, H]."""
-        scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
         choice = self.choice(hidden)
-        return TeacherRows(scores.float().softmax(-1), choice, self.in_draft[choice])
+        return TeacherRows(hidden, choice, self.in_draft[choice], self.distribution)

@@ -15,12 +15,13 @@ heads a key/value head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from toolkit.models.eagle3 import Eagle3Head
+from toolkit.train.causal_attention import causal_attention, causal_attention_backward
 
 
 class TTTAttention:
@@ -36,28 +37,66 @@ class TTTAttention:
         q, k, v = (x.view(self.batch, self.length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         self.keys.append(k)
         self.values.append(v)
-        group = q.shape[1] // k.shape[1]
-        if len(self.keys) == 1:
-            repeated = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            out = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
-        else:
-            out = self._with_own_drafts(q, group)
+        out = _MergedAttention.apply(q, *self.keys, *self.values)
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _with_own_drafts(self, q: torch.Tensor, group: int) -> torch.Tensor:
-        """Causal over the step-0 keys, and each root over its own later keys (the diagonals), in one softmax."""
-        batch, heads, length, width = q.shape
-        q = q.unflatten(1, (heads // group, group)) * width**-0.5
-        first = q.flatten(2, 3) @ self.keys[0].transpose(-1, -2)
-        first = first.unflatten(2, (group, length)).float()
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        first = first.masked_fill(future, float("-inf"))
-        own = [(q * key.unsqueeze(2)).sum(-1, dtype=torch.float32) for key in self.keys[1:]]
-        weights = torch.cat((first, torch.stack(own, dim=-1)), dim=-1).softmax(-1).to(q.dtype)
-        out = (weights[..., :length].flatten(2, 3) @ self.values[0]).unflatten(2, (group, length))
-        for step, value in enumerate(self.values[1:]):
-            out = out + weights[..., length + step].unsqueeze(-1) * value.unsqueeze(2)
-        return out.flatten(1, 2)
+
+class _MergedAttention(torch.autograd.Function):
+    """Causal over the step-0 keys, and each root over its own later keys (the diagonals), in one softmax.
+
+    Two softmaxes over disjoint keys merge exactly by their log-sum-exps: out = sum_i exp(lse_i - lse) out_i with
+    lse = log sum_i exp(lse_i); a single key has the score as lse and the value as out. Saved for backward are the
+    merged out and lse, from which every part's weights follow.
+    """
+
+    @staticmethod
+    def forward(ctx, q, *keys_and_values):
+        """q [B, kv*G, L, hd], then keys of steps 0..k, then values, each [B, kv, L, hd]; returns like q."""
+        keys, values = _halves(keys_and_values)
+        out, lse = causal_attention(q, keys[0], values[0])
+        if len(keys) > 1:
+            grouped = q.unflatten(1, (keys[0].shape[1], -1))
+            own = _own_scores(grouped, keys[1:])
+            merged = torch.logsumexp(torch.stack((lse, *own)), dim=0)
+            total = out * (lse - merged).exp_().unsqueeze(-1)
+            total = total.view(grouped.shape)
+            for score, value in zip(own, values[1:], strict=True):
+                weight = (score - merged).exp_().view(grouped.shape[:-1])
+                total.addcmul_(weight.unsqueeze(-1), value.unsqueeze(2))
+            out, lse = total.flatten(1, 2), merged
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, out, lse, *keys_and_values)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, out, lse, *keys_and_values = ctx.saved_tensors
+        keys, values = _halves(keys_and_values)
+        dq, dk, dv = causal_attention_backward(grad, q, keys[0], values[0], out, lse)
+        grad_keys, grad_values = [dk.to(q.dtype)], [dv.to(q.dtype)]
+        if len(keys) > 1:
+            grouped, upstream, total = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, grad, dq))
+            upstream, total = upstream.to(lse.dtype), total.to(lse.dtype)
+            delta = (upstream * out.view(upstream.shape)).sum(-1)
+            for score, key, value in zip(_own_scores(grouped, keys[1:]), keys[1:], values[1:], strict=True):
+                weight = (score - lse).exp_().view(delta.shape)
+                change = (upstream * value.unsqueeze(2)).sum(-1).sub_(delta).mul_(weight).mul_(q.shape[-1] ** -0.5)
+                total.addcmul_(change.unsqueeze(-1), key.unsqueeze(2))
+                grad_keys.append((change.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
+                grad_values.append((weight.unsqueeze(-1) * upstream).sum(2).to(value.dtype))
+            dq = total.flatten(1, 2)
+        return dq.to(q.dtype), *grad_keys, *grad_values
+
+
+def _halves(keys_and_values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    count = len(keys_and_values) // 2
+    return keys_and_values[:count], keys_and_values[count:]
+
+
+def _own_scores(q: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each root's score with its own key of every later step, [B, kv*G, L] in fp32 or fp64; q [B, kv, G, L, hd]."""
+    dtype, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5
+    return [(q * key.unsqueeze(2)).sum(-1, dtype=dtype).mul_(scale).flatten(1, 2) for key in keys]
 
 
 def unroll(head: Eagle3Head, aux: torch.Tensor, embeds: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:

@@ -1,0 +1,107 @@
+"""Which predictions are supervised, and what the unrolled head makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.train.supervision import plan_supervision
+from toolkit.train.teacher import Teacher, TeacherRows
+from toolkit.train.trained_head import TrainedHead
+from toolkit.train.ttt import unroll
+
+#          p  p  p  A0 A1 A2 E  \n p
+RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
+
+
+def _nine() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([RESPONSE], dtype=torch.bool), torch.tensor([9])
+
+
+def test_nine_tokens():
+    """Exactly A1, A2 and E are predicted at every step; A0 (prefill's) and what follows the answer never are."""
+    supervision = plan_supervision(*_nine(), steps=3)
+    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
+        assert (roots + 2 + step).tolist() == [4, 5, 6]
+        # The teacher row stands at the position from which the token is predicted.
+        assert supervision.teacher_positions[rows].tolist() == [3, 4, 5]
+    assert supervision.counts.tolist() == [3, 3, 3]
+
+
+def test_nine_tokens_with_the_lagging_mask():
+    """The experiment's mask supervises one token past the answer and misses its first draft."""
+    supervision = plan_supervision(*_nine(), steps=2, shift=1)
+    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
+        assert (roots + 2 + step).tolist() == [5, 6, 7]
+        assert supervision.teacher_positions[rows].tolist() == [4, 5, 6]
+
+
+def test_rows_of_a_batch_never_cross_sequences():
+    """A root near the end of row 0 must not be paired with a teacher row of row 1."""
+    response = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    supervision = plan_supervision(response, torch.tensor([6, 4]), steps=4)
+    for step, (roots, rows) in enumerate(zip(supervision.roots, supervision.rows, strict=True)):
+        positions = supervision.teacher_positions[rows]
+        assert torch.equal(positions, roots + 1 + step)
+        assert torch.equal(positions // 6, roots // 6)
+
+
+def _rows(probs: torch.Tensor, kept: torch.Tensor) -> TeacherRows:
+    """A teacher whose states are its distributions."""
+    return TeacherRows(probs, torch.zeros(len(probs), dtype=torch.long), kept, lambda states: states)
+
+
+def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft):
+    """The whole forward against the formula written out: sum_k 0.8^k mean_rows CE, dropped rows counting as zero."""
+    torch.manual_seed(1)
+    head, steps = tiny_draft.head, 3
+    aux, embeds = torch.randn(1, 9, 192), torch.randn(1, 9, 64)
+    supervision = plan_supervision(*_nine(), steps=steps)
+    probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
+    rows = _rows(probs, torch.tensor([True, True, False]))
+    draft_choice = probs.argmax(-1)
+    loss, by_step, hits = TrainedHead(head, steps, 0.8)(
+        aux, embeds, supervision, rows, draft_choice, supervision.counts
+    )
+    expected = 0.0
+    for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
+        for root in (2 - step, 3 - step):  # the third row is not kept
+            row = root + step - 2
+            term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
+            expected += 0.8**step * term
+            assert bool(hits[step][row]) == bool(head.logits(hidden[0, root]).argmax() == draft_choice[row])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert float(loss) == pytest.approx(sum(0.8**k * float(v) for k, v in enumerate(by_step)), rel=1e-5)
+
+
+def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
+    """A process with no rows of a short last batch must still take part in the backward pass, with zeros."""
+    head = TrainedHead(tiny_draft.head, 2, 0.8).requires_grad_(True)
+    try:
+        supervision = plan_supervision(torch.zeros(1, 9, dtype=torch.bool), torch.tensor([9]), steps=2)
+        size = tiny_draft.head.config.draft_vocab_size
+        rows = _rows(torch.zeros(0, size), torch.zeros(0, dtype=torch.bool))
+        empty = torch.zeros(0, dtype=torch.long)
+        loss, _, _ = head(torch.randn(1, 9, 192), torch.randn(1, 9, 64), supervision, rows, empty, torch.ones(2))
+        loss.backward()
+        assert float(loss) == 0.0
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
+    finally:
+        head.zero_grad()
+        head.requires_grad_(False)
+
+
+def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
+    """Tiles and the sliced head must give what [M, V] logits in one piece would."""
+    monkeypatch.setattr("toolkit.train.teacher.TILE", 37)
+    torch.manual_seed(2)
+    hidden = torch.randn(11, tiny_target.hidden_size)
+    teacher = Teacher(tiny_target, tiny_draft.token_map)
+    rows = teacher(hidden)
+    full = tiny_target.logits(hidden)
+    wanted = full[:, tiny_draft.token_map.ids].softmax(-1)
+    torch.testing.assert_close(rows.probs(slice(0, 11)), wanted)
+    torch.testing.assert_close(rows.probs(slice(3, 7)), wanted[3:7])
+    assert torch.equal(rows.choice, full.argmax(-1))
+    assert torch.equal(rows.kept, tiny_draft.token_map.t2d[full.argmax(-1)])
+    assert 0 < int(rows.kept.sum()) < 11, "the example must hold both kinds of rows"
