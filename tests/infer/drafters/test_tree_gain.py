@@ -12,8 +12,8 @@ from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.loss import TrainedHead
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.trained_head import TrainedHead
 
 STEPS = 3
 
