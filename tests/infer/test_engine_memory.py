@@ -268,8 +268,8 @@ def test_soak(small_target, small_draft, scattered, count):
         engine.step()
         engine.check_integrity()
     engine.close()
-    assert sum(request.preemptions for request in requests) > 20
-    assert sum(request.finish_reason == "abort" for request in requests) > 100
+    assert sum(request.preemptions for request in requests) > count / 500
+    assert sum(request.finish_reason == "abort" for request in requests) > count / 50
     assert sum(request.cached_tokens for request in requests) > 1_000
     for request, answer in zip(requests, wanted, strict=True):
         assert request.output_ids == answer[: len(request.output_ids)]

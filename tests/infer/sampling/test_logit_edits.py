@@ -122,6 +122,7 @@ def test_penalties_inside_long_accepted_runs(small_target, oracle, tree):
     engine = Engine(small_target, max_batch=3)
     answers = {tuple(prompt): one.output_ids for prompt, one in zip(prompts, wanted, strict=True)}
     engine.drafter = oracle(answers, 24, right=0.85, tree=tree)
+    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
     got = engine.generate(prompts, params)
     assert [request.output_ids for request in got] == [request.output_ids for request in wanted]
     assert summarise(event for request in got for event in request.events).accept_length > 2
@@ -139,6 +140,7 @@ def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle, tree):
         plain = Engine(small_target).generate([prompt], params)[0]
         engine = Engine(small_target, max_batch=1)
         engine.drafter = oracle({tuple(prompt): plain.output_ids}, 24, right=1.0, tree=tree)
+        engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
         got = engine.generate([prompt], params)[0]
         assert got.output_ids == plain.output_ids
         assert stop not in got.output_ids[:least]

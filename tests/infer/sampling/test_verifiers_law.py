@@ -60,7 +60,8 @@ def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
 def seeded(runs: int, params: SamplingParams) -> RowLaws:
     """`runs` requests that differ in their seeds."""
     laws = RowLaws([params], torch.device("cpu"))
-    laws.__dict__.update({name: value.repeat_interleave(runs, dim=0) for name, value in vars(laws).items()})
+    of_rows = {name: value for name, value in vars(laws).items() if isinstance(value, torch.Tensor)}
+    laws.__dict__.update({name: value.repeat_interleave(runs, dim=0) for name, value in of_rows.items()})
     laws._seeds = torch.arange(runs)[:, None]
     return laws
 
