@@ -174,7 +174,7 @@ class Engine:
             tree = self._propose()
             proposed = time.perf_counter()
             found, choices = self._verify(tree)
-            self._commit(tree, found, choices, started, proposed, time.perf_counter())
+            self._commit(found, choices, started, proposed, time.perf_counter())
             self._finish()
         return touched
 
@@ -223,6 +223,7 @@ class Engine:
             admitted = self._prompts.read_due(self.drafter, self._keep)
         except BaseException:
             self.scheduler.put_back()
+            self._sampler = None  # prompts read before the failure hold rows now
             raise
         if admitted:
             self._sampler = None
@@ -246,9 +247,7 @@ class Engine:
             self._compact(found, lengths)
         return found, choices
 
-    def _commit(
-        self, tree: DraftTree, found: Walk, choices: Choices, started: float, proposed: float, verified: float
-    ) -> None:
+    def _commit(self, found: Walk, choices: Choices, started: float, proposed: float, verified: float) -> None:
         """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
         batch = len(self._running)
         runs = zip(self._running, found.path_tokens, found.accepted, strict=True)
