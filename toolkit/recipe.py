@@ -124,7 +124,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     init: Literal["target", "random"] = "target"
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 where the CPU multiplies that faster, else bf16
     save_every: int = _passing(50)
     eval_every: int = 25
     keep_states: int = _passing(2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast
@@ -18,6 +18,7 @@ from toolkit.data.batches import Batch, collate, process_share
 from toolkit.log import get_logger, progress
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import Recipe, TrainSettings, result_settings
+from toolkit.target.cpu_dtype import fastest_cpu_dtype
 from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
@@ -40,7 +41,8 @@ class Trainer:
     """Owns the prepared model and optimiser; `run()` trains to the end and writes the draft directory."""
 
     def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
-        self.recipe, self.settings, self.directory = recipe, recipe.train, directory
+        self.recipe, self.directory = recipe, directory
+        self.settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
         # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
         self.target = load_target(
             recipe.target.model,
@@ -275,6 +277,13 @@ def accumulation_steps(settings: TrainSettings, processes: int) -> int:
     """Micro-batches a process runs per optimiser step. Raises `RecipeError` if the global batch cannot be shared."""
     settings.check_processes(processes)
     return max(1, settings.global_batch // processes // settings.micro_batch)
+
+
+def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
+    """The arithmetic of the head's training: "auto" is bf16 on a GPU and on CPUs that multiply it no slower than fp32."""
+    if wanted != "auto":
+        return wanted
+    return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:

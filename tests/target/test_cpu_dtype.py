@@ -1,0 +1,62 @@
+"""Which float an "auto" target gets on this CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from toolkit.target import cpu_dtype
+from toolkit.target.load import load_target
+from toolkit.target.target import Target
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, speedup: float) -> list[float]:
+    """A CPU with float32 products so much faster; the list counts measurements."""
+    taken: list[float] = []
+
+    def measure() -> dict[str, float]:
+        taken.append(speedup)
+        return {"float32_speedup": speedup}
+
+    monkeypatch.setattr(cpu_dtype, "_measure", measure)
+    return taken
+
+
+@pytest.mark.parametrize("speedup, expected", [(1.6, torch.float32), (0.3, torch.bfloat16), (1.0, torch.bfloat16)])
+def test_the_faster_one_is_taken_and_remembered(monkeypatch, own_cache, speedup, expected):
+    """A second process must not measure again and come to another answer: stages would not fit each other."""
+    first = pretend(monkeypatch, speedup)
+    assert cpu_dtype.fastest_cpu_dtype() == expected and len(first) == 1
+    other = pretend(monkeypatch, 1 / speedup if speedup != 1 else 2.0)
+    assert cpu_dtype.fastest_cpu_dtype() == expected and not other
+    assert len(json.loads((own_cache / "cpu_products.json").read_text())) == 1
+
+
+def test_a_cache_that_cannot_be_kept_still_gives_an_answer(monkeypatch, own_cache):
+    """A damaged or unwritable file costs a measurement, not the run."""
+    own_cache.mkdir()
+    (own_cache / "cpu_products.json").write_text("{")
+    pretend(monkeypatch, 2.0)
+    assert cpu_dtype.fastest_cpu_dtype() == torch.float32
+    monkeypatch.setenv("TOOLKIT_CACHE", "/proc/nowhere")
+    assert cpu_dtype.fastest_cpu_dtype() == torch.float32
+
+
+def test_the_measurement_compares_and_leaves_the_threads_alone():
+    threads = torch.get_num_threads()
+    speedup = cpu_dtype._measure()["float32_speedup"]
+    assert 0.01 < speedup < 100 and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("quantization, expected", [(None, torch.float32), ("int8", torch.bfloat16)])
+def test_an_auto_target_of_a_bf16_config(monkeypatch, tmp_path, tiny_target: Target, quantization, expected):
+    """Where float32 is faster it is taken, but int8 products pay for each bit of their inputs."""
+    pretend(monkeypatch, 2.0)
+    tiny_target.model.save_pretrained(tmp_path / "model")
+    tiny_target.tokenizer.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    assert load_target(tmp_path / "model", quantization=quantization).dtype == expected
+    assert load_target(tmp_path / "model", dtype="bfloat16").dtype == torch.bfloat16
