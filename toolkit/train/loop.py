@@ -280,7 +280,7 @@ def accumulation_steps(settings: TrainSettings, processes: int) -> int:
 
 
 def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
-    """The arithmetic of the head's training: "auto" is bf16 on a GPU and on CPUs that multiply it no slower than fp32."""
+    """The arithmetic of training: "auto" is bf16 on a GPU and on CPUs that multiply it no slower than fp32."""
     if wanted != "auto":
         return wanted
     return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
