@@ -12,6 +12,7 @@ from toolkit.infer.llm import LLM
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.packed_linear import PackedLinear
 from toolkit.target.load import load_target
 from toolkit.target.target import Target
 from toolkit.weights import read_json, write_json
@@ -79,7 +80,7 @@ def test_the_draft_directory_says_what_its_target_was(tiny_draft_directory, tmp_
     for path in tiny_draft_directory.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     write_json(folder / "config.json", config)
-    for asked, expected in (("auto", Int8Linear), ("none", torch.nn.Linear), ("int8", Int8Linear)):
+    for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear)):
         opened = open_engine(draft=folder, quantization=asked)
         assert type(opened.target.lm_head) is expected
         opened.engine.close()

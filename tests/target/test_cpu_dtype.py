@@ -50,13 +50,16 @@ def test_the_measurement_compares_and_leaves_the_threads_alone():
     assert 0.01 < speedup < 100 and torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("quantization, expected", [(None, torch.float32), ("int8", torch.bfloat16)])
-def test_an_auto_target_of_a_bf16_config(monkeypatch, tmp_path, tiny_target: Target, quantization, expected):
-    """Where float32 is faster it is taken, but int8 products pay for each bit of their inputs."""
+@pytest.mark.parametrize(
+    "batched, quantization, expected",
+    [(True, None, torch.float32), (True, "int8", torch.bfloat16), (False, None, torch.bfloat16)],
+)
+def test_an_auto_target_of_a_bf16_config(monkeypatch, tmp_path, tiny_target: Target, batched, quantization, expected):
+    """For batches the faster one; a request at a time reads weights, and int8 products pay for each bit of an input."""
     pretend(monkeypatch, 2.0)
     tiny_target.model.save_pretrained(tmp_path / "model")
     tiny_target.tokenizer.save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert load_target(tmp_path / "model", quantization=quantization).dtype == expected
-    assert load_target(tmp_path / "model", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_target(tmp_path / "model", quantization=quantization, batched=batched).dtype == expected
+    assert load_target(tmp_path / "model", dtype="bfloat16", batched=batched).dtype == torch.bfloat16

@@ -43,12 +43,8 @@ def test_a_directory_loads_as_it_was_saved(directory, tiny_target, sample_ids):
         ("float32", "bfloat16", torch.bfloat16),
     ],
 )
-def test_dtype(directory, monkeypatch, stated, asked, expected):
-    """auto follows a bf16 config where the CPU is not slower with it; float16 has no place on a CPU.
-
-    Casting after loading would round the rotary table.
-    """
-    monkeypatch.setattr("toolkit.target.load.fastest_cpu_dtype", lambda: torch.bfloat16)
+def test_dtype(directory, stated, asked, expected):
+    """auto follows a bf16 config; float16 has no place on a CPU. Casting after loading would round the rotary table."""
     edit_config(directory, dtype=stated)
     target = load_target(directory, dtype=asked)
     assert target.dtype == expected and {p.dtype for p in target.model.parameters()} == {expected}

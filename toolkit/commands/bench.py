@@ -116,7 +116,7 @@ def _measure_any(args: argparse.Namespace) -> int:
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
-    from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft
+    from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft, pack
     from toolkit.infer.open_engine import quantization_of, target_of
     from toolkit.target.load import load_target
 
@@ -134,6 +134,8 @@ def _measure_any(args: argparse.Namespace) -> int:
         quantization=quantization_of(draft, args.quantization or "auto"),
     )
     draft = fit_draft(draft, target, args.token_map)
+    if not args.torch_compile:
+        pack(target, draft)
     record = _measure(
         target,
         draft,
@@ -156,10 +158,13 @@ def measure_run(job: Run) -> str:
     from toolkit.bench.rows import best_row
     from toolkit.bench.table import length_text, print_acceptance, shape_name
     from toolkit.checkpoint.draft_dir import load_draft
+    from toolkit.infer.open_draft import pack
     from toolkit.weights import write_json
 
-    ckpt, target = job.folder / "ckpt", job.target
+    job.release_target()
+    ckpt, target = job.folder / "ckpt", job.load_target(batched=False)
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
+    pack(target, draft)
     record = _measure(target, draft, job.recipe.bench, seed=job.recipe.seed, keep=job.folder / ROUNDS)
     write_json(ckpt / "measured.json", measured_summary(record))
     write_record(job.folder / ACCEPTANCE, record)

@@ -46,14 +46,21 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The target, loaded once for all stages that need it in this process."""
+        """The target that writes prompts and rollouts, loaded once for both."""
         from toolkit.commands.bench import prompts_and_shapes
-        from toolkit.target.load import load_target
 
         # Found by the last stages, a mistake here or below would cost the minutes of all before.
         prompts_and_shapes(self.recipe.bench)
         if self.trains:
             self.recipe.train.check_processes(training_processes(self.processes))
+        target = self.load_target(batched=True)
+        check_head_fits(target, self.recipe.train.aux_layer_ids)
+        return target
+
+    def load_target(self, *, batched: bool) -> Target:
+        """The target for decoding: many rows at once, or a request at a time as users are served."""
+        from toolkit.target.load import load_target
+
         chosen = self.recipe.target
         target = load_target(
             chosen.model,
@@ -61,8 +68,9 @@ class Run:
             revision=chosen.revision,
             device=best_device(),
             quantization=chosen.quantization,
+            batched=batched,
         )
-        check_head_fits(target, self.recipe.train.aux_layer_ids)
+        target.pack()
         return target
 
     def release_target(self) -> None:

@@ -11,6 +11,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.log import get_logger
 from toolkit.target.load import Target
+from toolkit.target.packed_linear import pack_linears
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
@@ -72,3 +73,10 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
         given = TokenMap.from_ids(given.ids.tolist() + missing, target.vocab_size)
     logger.info("drafting with %d of the target's %d ids", given.size, target.vocab_size)
     return replace(draft, token_map=given)
+
+
+def pack(target: Target, draft: Draft | None) -> None:
+    """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted. Not for layers that are compiled."""
+    target.pack()
+    if isinstance(draft, DraftCheckpoint) and target.quantization is None:
+        pack_linears(draft.head)

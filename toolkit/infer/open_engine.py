@@ -15,7 +15,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
-from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft
+from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.log import get_logger
 from toolkit.target.load import Target, load_target
@@ -107,6 +107,8 @@ def open_engine(
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
+    if not torch_compile:
+        pack(loaded, head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
     engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, **options)
     return Opened(engine, loaded, head, wanted, adaptive)

@@ -41,11 +41,12 @@ def load_target(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     quantization: str | None = None,
+    batched: bool = False,
 ) -> Target:
     """Load a target by the demo's name, hub id, directory or .gguf path.
 
-    `dtype` "auto" is bfloat16 where the config says so and this CPU (or GPU) is not slower with it, else float32;
-    a quantized target keeps to the config's. `revision` is for hub ids; for the demo and GGUF
+    `dtype` "auto" is bfloat16 where the config says so, else float32; with `batched` (for rollouts and training, many
+    rows at a time) float32 also where this CPU multiplies it faster. `revision` is for hub ids; for the demo and GGUF
     files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
     that it is the same one from any folder. `quantization` "int8" rounds the linear layers to a byte a weight (CPU);
     the model that results is the target. Raises `TargetError`.
@@ -55,7 +56,7 @@ def load_target(
     source, resolved = _locate(str(name), revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
-    wanted = DTYPES.get(dtype) or _auto_dtype(config, torch.device(device), quantization)
+    wanted = DTYPES.get(dtype) or _auto_dtype(config, batched and str(device) == "cpu" and quantization is None)
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
@@ -205,11 +206,10 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
 
 
-def _auto_dtype(config: PretrainedConfig, device: torch.device, quantization: str | None) -> torch.dtype:
+def _auto_dtype(config: PretrainedConfig, fastest: bool) -> torch.dtype:
     if _config_dtype(config) != torch.bfloat16:
         return torch.float32
-    # int8 products split their inputs by bits: float32 has the more of them.
-    return fastest_cpu_dtype() if device.type == "cpu" and quantization is None else torch.bfloat16
+    return fastest_cpu_dtype() if fastest else torch.bfloat16
 
 
 def _first_line(error: BaseException) -> str:

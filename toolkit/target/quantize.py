@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from toolkit.target.errors import TargetError
 from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product
+from toolkit.target.packed_linear import PackedLinear
 
 QUANTIZATIONS = ("int8",)
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
@@ -60,6 +61,9 @@ def weight_bits(model: PreTrainedModel) -> float:
     for module in model.modules():
         if isinstance(module, Int8Linear):
             held, weights = held + module.qweight.nbytes + module.scale.nbytes, weights + module.qweight.numel()
+        elif isinstance(module, PackedLinear) and module.dense is None:
+            count = module.packed.numel()
+            held, weights = held + count * module.packed.element_size(), weights + count
     head = model.get_output_embeddings()
     if isinstance(head, Int8Linear) and getattr(model.config, "tie_word_embeddings", False):
         weights -= head.qweight.numel()

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from toolkit.target.errors import TargetError
 from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.packed_linear import PackedLinear, pack_linears
 from toolkit.target.quantize import weight_bits
 from toolkit.weights import sha256_json
 
@@ -128,12 +129,21 @@ class Target:
         return embedding
 
     @cached_property
-    def lm_head(self) -> nn.Linear | Int8Linear:
+    def lm_head(self) -> nn.Linear | Int8Linear | PackedLinear:
         """Output embedding: hidden [T, H] -> raw scores [T, V]; `logits` adds the family's own scaling."""
         head = self.model.get_output_embeddings()
-        if not isinstance(head, (nn.Linear, Int8Linear)):
+        if not isinstance(head, (nn.Linear, Int8Linear, PackedLinear)):
             raise self._unsupported(f"its output embedding is {type(head).__name__}, not nn.Linear")
         return head
+
+    def pack(self) -> None:
+        """For decoding on a CPU: linear layers keep their weights as products of few rows read them fastest.
+
+        Not for training, and not for layers that are compiled, which take their weights as they are.
+        """
+        if self.device.type == "cpu" and self.quantization is None:
+            pack_linears(self.model, tied=self.embed_tokens.weight)
+            self.__dict__.pop("lm_head", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of final-normed hidden states [..., H], with the family's logit factor and soft cap."""

@@ -50,6 +50,7 @@ class Trainer:
             revision=recipe.target.revision,
             device=_device(),
             quantization=recipe.target.quantization,
+            batched=True,
         )
         self.token_map = load_token_map(token_map)
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)

@@ -1,0 +1,77 @@
+"""Linear layers whose weights are kept as products of few rows read them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.models.eagle3 import OutputMatrix
+from toolkit.target import packed_linear
+from toolkit.target.packed_linear import PackedLinear, pack_linears
+from toolkit.target.target import Target
+
+
+@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_says_what_the_layer_said(dtype, allowed, bias):
+    """At every number of rows, for rows that lie apart in memory, and for none."""
+    torch.manual_seed(0)
+    linear = nn.Linear(72, 40, bias=bias).to(dtype)
+    packed = PackedLinear(linear)
+    assert torch.equal(packed.weight, linear.weight) and (packed.in_features, packed.out_features) == (72, 40)
+    with torch.inference_mode():
+        for rows in (1, 2, 5, 16, 130):
+            x = torch.randn(rows, 144).to(dtype)[:, :72]
+            torch.testing.assert_close(packed(x), linear(x), rtol=allowed, atol=allowed)
+        assert packed(x[:0]).shape == (0, 40)
+        assert packed(x[None]).shape == (1, 130, 40)
+
+
+def test_a_model_is_packed_but_for_what_is_more_than_a_product():
+    """A subclass may do anything in its forward; the output matrix of a head keeps its product from outside."""
+
+    class Doubling(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": Doubling(8, 8), "lm_head": OutputMatrix(8, 12, bias=False)})
+    before = copy.deepcopy(model)
+    assert pack_linears(model) == 2
+    assert [type(model[name]).__name__ for name in ("a", "b", "lm_head")] == [
+        "PackedLinear",
+        "Doubling",
+        "PackedLinear",
+    ]
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(model["lm_head"](x, F.linear), before["lm_head"](x))
+        assert torch.equal(model["lm_head"](x, lambda rows, weight: weight), before["lm_head"].weight)
+
+
+def test_a_product_that_differs_is_not_taken(monkeypatch):
+    """A CPU or a torch whose packed products are wrong costs speed, never tokens."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    monkeypatch.setattr(
+        packed_linear, "_pack", lambda weight: torch.ops.mkldnn._reorder_linear_weight(-weight.detach())
+    )
+    assert pack_linears(model) == 0 and type(model[0]) is nn.Linear
+    monkeypatch.setattr(packed_linear, "_available", lambda: False)
+    assert pack_linears(model) == 0
+
+
+def test_a_packed_target_has_its_weights_and_bits(tiny_target: Target):
+    """A tied output matrix is there twice, but a step reads it once: bits a weight are those of the dtype."""
+    target = copy.deepcopy(tiny_target)
+    bits, rows = target.weight_bits, tiny_target.lm_head.weight[3:5].clone()
+    ids = torch.arange(3, 40)[None]
+    expected = tiny_target.model(ids).logits
+    target.__dict__.pop("weight_bits")
+    target.pack()
+    assert isinstance(target.lm_head, PackedLinear) and torch.equal(target.lm_head.weight[3:5], rows)
+    assert target.weight_bits == pytest.approx(bits)
+    with torch.inference_mode():
+        torch.testing.assert_close(target.model(ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,94 @@
+"""Linear layers whose weight lies as this CPU's matrix products read it.
+
+A product of few rows (a decoding step, the nodes of a draft tree) spends much of its time bringing the weight into that
+order, every time anew. oneDNN, which torch multiplies with, can keep it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.log import get_logger
+
+log = get_logger(__name__)
+
+# Rounding of a sum over a few thousand products, relative to the largest result.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU; `weight` is unpacked when somebody asks for it.
+
+    `dense`: the weight as it was, where it takes no memory of its own (an output matrix tied to the embedding).
+    """
+
+    def __init__(self, linear: nn.Linear, *, keep_dense: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self.packed: torch.Tensor = _pack(linear.weight)
+        self.dense = linear.weight if keep_dense else None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], in the order of rows that everybody else knows."""
+        return self.packed.to_dense() if self.dense is None else self.dense
+
+    def forward(self, x: torch.Tensor, project: Callable[[torch.Tensor, torch.Tensor], Any] = F.linear) -> Any:
+        """[..., in] -> [..., out]; a product that is handed in gets the plain weight (see `OutputMatrix`)."""
+        if project is not F.linear:
+            return project(x, self.weight)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module, tied: torch.Tensor | None = None) -> int:
+    """Replaces the linear layers of `model`, on a CPU and in one of TOLERANCE's dtypes, by packed ones.
+
+    Returns how many. `tied`: a weight that stays in memory whatever happens (the token embedding's). A layer whose
+    packed product is not what its own was stays as it is, as does all of a model where torch has no such products.
+    """
+    if not _available():
+        return 0
+    count = 0
+    for path, module in list(model.named_modules()):
+        # Subclasses may do more than multiply; a head's output matrix is known to take its product from outside.
+        plain = type(module) is nn.Linear or type(module).__name__ == "OutputMatrix"
+        if not plain or not isinstance(module, nn.Linear) or not _packs(module.weight):
+            continue
+        packed = PackedLinear(module, keep_dense=tied is not None and module.weight.data_ptr() == tied.data_ptr())
+        if not _same_product(module, packed):
+            log.warning("%s: its packed product differs from its own; it stays as it was", path)
+            continue
+        parent, _, own = path.rpartition(".")
+        setattr(model.get_submodule(parent), own, packed)
+        count += 1
+    return count
+
+
+def _available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in TOLERANCE:
+        return False
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    # No number of rows is named: what is best for one row is slow for the others.
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+
+
+def _same_product(linear: nn.Linear, packed: PackedLinear) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, linear.in_features, generator=generator).to(linear.weight.dtype)
+    expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
+    allowed = TOLERANCE[linear.weight.dtype] * float(expected.abs().max())
+    return bool(((expected - got).abs() <= allowed).all())
