@@ -12,8 +12,8 @@ from toolkit.infer.llm import LLM
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.int8_linear import Int8Linear
-from toolkit.target.packed_linear import PackedLinear
 from toolkit.target.load import load_target
+from toolkit.target.packed_linear import PackedLinear
 from toolkit.target.target import Target
 from toolkit.weights import read_json, write_json
 
