@@ -18,7 +18,12 @@ from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreEr
 
 SPEC = FeatureSpec("f00d", "main", "ab12", "bfloat16", None, (1, 2, 5), 8)
 TEXTS = [list(range(index, index + 4 + index % 3)) for index in range(12)]
-SHARD = 10 * SPEC.bytes_per_token
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch) -> None:
+    """Of two texts or three."""
+    monkeypatch.setattr(feature_store, "SHARD_BYTES", 10 * SPEC.bytes_per_token)
 
 
 def features_of(text: list[int]) -> torch.Tensor:
@@ -27,7 +32,7 @@ def features_of(text: list[int]) -> torch.Tensor:
 
 
 def write(store: FeatureStore, texts: list[list[int]]) -> None:
-    with FeatureWriter(store, SHARD) as writer:
+    with FeatureWriter(store) as writer:
         for text in texts:
             writer.add(text, features_of(text))
 

@@ -215,9 +215,8 @@ class FeatureStore:
 class FeatureWriter:
     """Adds texts to a store, a shard at a time. A context manager: what waits is written at its end."""
 
-    def __init__(self, store: FeatureStore, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, store: FeatureStore) -> None:
         self.store = store
-        self._shard_positions = max(1, shard_bytes // store.spec.bytes_per_token)
         self._waiting: dict[str, torch.Tensor] = {}
         self._positions = 0
 
@@ -229,7 +228,7 @@ class FeatureWriter:
             return
         self._waiting[key] = features.detach().to("cpu", spec.torch_dtype)
         self._positions += len(features)
-        if self._positions >= self._shard_positions:
+        if self._positions * spec.bytes_per_token >= SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -52,12 +52,12 @@ def offline_features(
     accelerator.wait_for_everyone()
     store = FeatureStore(folder, spec)
     texts = texts_of(data)
-    missing = missing_texts(store, texts)
-    log.info("features of %d of %d rollouts are in %s", len(texts) - len(missing), len(texts), folder)
+    known, missing = ([text for text in texts if (text in store) == there] for there in (True, False))
+    log.info("features of %d of %d rollouts are in %s", len(known), len(texts), folder)
     if missing:
         store.check_room(sum(len(text) - 1 for text in missing))
-    if len(store):
-        check_agreement(store, target, [text for text in texts if text in store])
+    if known:
+        check_agreement(store, target, known[len(known) // 2])
     accelerator.wait_for_everyone()  # nobody writes before all have seen that there is room
     write_features(store, target, missing[accelerator.process_index :: accelerator.num_processes])
     accelerator.wait_for_everyone()
@@ -66,19 +66,14 @@ def offline_features(
 
 
 def texts_of(data: Data) -> list[list[int]]:
-    """The ids of every rollout that training or a forecast reads."""
+    """The ids of every rollout that training or a forecast reads, each text once, by length."""
     held_out = [
         ids[:length].tolist()
         for batch in data.held_out
         for ids, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True)
     ]
-    return [example.input_ids for example in data.train] + held_out
-
-
-def missing_texts(store: FeatureStore, texts: Sequence[list[int]]) -> list[list[int]]:
-    """Those without stored features, each once, by length."""
-    missing = {tuple(text): text for text in texts if text not in store}
-    return sorted(missing.values(), key=lambda text: (len(text), text))
+    texts = {tuple(text): text for text in [example.input_ids for example in data.train] + held_out}
+    return sorted(texts.values(), key=lambda text: (len(text), text))
 
 
 def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int]]) -> None:
@@ -99,11 +94,11 @@ def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int
         bar.close()
 
 
-def forwards(texts: Sequence[list[int]], tokens: int = FORWARD_TOKENS) -> Iterator[list[list[int]]]:
-    """Neighbours in groups of at most `tokens` padded tokens; a longer text stands alone. They come by length."""
+def forwards(texts: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    """Neighbours in groups of at most FORWARD_TOKENS padded tokens; a longer text stands alone. They come by length."""
     group: list[list[int]] = []
     for text in texts:
-        if group and len(text) * (len(group) + 1) > tokens:
+        if group and len(text) * (len(group) + 1) > FORWARD_TOKENS:
             yield group
             group = []
         group.append(text)
@@ -122,15 +117,12 @@ def features_of(target: Target, capture: AuxCapture, texts: Sequence[list[int]])
         yield features[row, : len(text) - 1].clone()  # the padding does not wait for its shard with it
 
 
-def check_agreement(store: FeatureStore, target: Target, texts: Sequence[list[int]]) -> None:
-    """Compare one stored text, of middle length, with the target's forward: a target that was trained further under
-    the same name is another one. Position 0 is left out, an outlier in most models.
+def check_agreement(store: FeatureStore, target: Target, text: list[int]) -> None:
+    """Compare what is stored of one text with the target's forward: trained further, under the same name and
+    configuration, it is another target. Position 0 is left out, an outlier in most models.
 
     Raises `FeatureStoreError` when the last hidden states differ by more than rounding.
     """
-    if not texts:
-        return
-    text = sorted(texts, key=len)[len(texts) // 2]
     capture = AuxCapture(target, store.spec.layer_ids)
     try:
         now = next(features_of(target, capture, [text]))[1:, store.last_columns].float()
