@@ -81,6 +81,7 @@ class RolloutSettings:
     max_tokens: int = 160
     batch_size: int = _passing(64)
     held_out: float = 0.05
+    keep_features: bool = _passing(False)  # store the hidden states they are written with, for train.features: offline
 
     def __post_init__(self) -> None:
         _positive(self, "rollouts", "max_tokens", "batch_size")
@@ -117,6 +118,7 @@ class TrainSettings:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
     micro_batch: int = _passing(8)  # in one forward of one process
+    features: Literal["online", "offline"] = _passing("online")  # the target's: a forward in each step, or from disk
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
@@ -198,6 +200,8 @@ class Recipe:
         _need(self.seed >= 0, "seed", self.seed, "0 or more")
         held_out = self.rollouts.held_out
         _need(held_out > 0, "rollouts.held_out", held_out, "a share above 0 (training is judged on what it holds out)")
+        unread = self.rollouts.keep_features and self.train.features == "online"
+        _need(not unread, "rollouts.keep_features", True, "train.features: offline, which reads them, or false,")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
 

@@ -166,6 +166,17 @@ def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_offline_features_give_the_same_curve(tiny_run, uninterrupted, tmp_path, processes):
+    """fp32, 1e-4 relative over 12 steps: the features come from other batches, so only roundings differ. Two processes
+    write a share each and read both."""
+    run = _copy_run(tiny_run, tmp_path / "run")
+    rows = _train(run, "train.max_steps=40", "train.features=offline", options=_processes(processes, "zero2"))
+    for ours, theirs in zip(rows[:12], _losses(uninterrupted)[:12], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert len(list((run / "features").glob("shard-*"))) == processes
+
+
 def test_bf16_keeps_what_bf16_cannot_show(tiny_run, tmp_path):
     """Updates of 1e-5 are below half a unit in the last place of every bf16 weight above 2^-8: without fp32 master
     weights each would be rounded away, and 40 of them leave such weights where they were."""

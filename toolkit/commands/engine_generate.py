@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
 from toolkit.infer.engine import Engine
@@ -10,10 +10,15 @@ from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
 
-def engine_generate(engine: Engine, draft_used: str | None = None) -> GenerateFn:
+def engine_generate(
+    engine: Engine,
+    draft_used: str | None = None,
+    on_end: Callable[[GenerationRequest, Request], None] | None = None,
+) -> GenerateFn:
     """`generate` over `engine`, which is kept full: the next request goes in as soon as one ends.
 
-    `draft_used` goes into every result's provenance. Leaving the loop early (an error, Ctrl-C) aborts what runs.
+    `draft_used` goes into every result's provenance. `on_end` sees what was asked and what became of it, before the
+    result is given out. Leaving the loop early (an error, Ctrl-C) aborts what runs.
     """
 
     def generate(requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
@@ -25,6 +30,8 @@ def engine_generate(engine: Engine, draft_used: str | None = None) -> GenerateFn
                 for request in engine.step():
                     if request.finish_reason is not None:
                         index, _ = running.pop(id(request))
+                        if on_end is not None:
+                            on_end(requests[index], request)
                         yield index, GenerationResult(list(request.output_ids), request.finish_reason, draft_used)
         finally:
             for _, request in running.values():

@@ -6,9 +6,10 @@ prompts -> rollouts -> token_map -> train -> measure -> report. Building the lis
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,14 @@ from toolkit.recipe import Recipe, RecipeError, result_settings
 from toolkit.weights import read_json
 
 if TYPE_CHECKING:
+    from toolkit.commands.feature_capture import OnEnd
+    from toolkit.infer.engine import Engine
     from toolkit.target.load import Target
 
 PROMPTS = "prompts/prompts.jsonl"
 ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"
 TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
+FEATURES = "features"  # the rollouts' hidden states, where the recipe stores them
 METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
 ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
 REPORT, REPORT_PAGE = "report.json", "report.html"
@@ -104,6 +108,7 @@ class Run:
                 settings={**target, "rollouts": result_settings(recipe.rollouts)},
                 inputs=lambda: self._inputs(PROMPTS),
                 work=self._write_rollouts,
+                makes=(FEATURES,),
                 self_checking=True,
             ),
             Stage(
@@ -158,7 +163,12 @@ class Run:
         from toolkit.commands.rollouts import answer_prompts
 
         told = answer_prompts(
-            self.target, self.recipe.rollouts, self.recipe.seed, self.folder / PROMPTS, self.folder / ROLLOUTS
+            self.target,
+            self.recipe.rollouts,
+            self.recipe.seed,
+            self.folder / PROMPTS,
+            self.folder / ROLLOUTS,
+            capture=self._capture() if self.recipe.rollouts.keep_features else None,
         )
         splits = read_json(self.folder / ROLLOUTS_STATS)["splits"]
         absent = [name for name, count in splits.items() if not count]
@@ -168,6 +178,11 @@ class Run:
                 "and training needs both; give more prompts, or another share"
             )
         return told
+
+    def _capture(self) -> Callable[[Engine, int], AbstractContextManager[OnEnd]]:
+        from toolkit.commands.feature_capture import captured_features
+
+        return partial(captured_features, settings=self.recipe.train, folder=self.folder / FEATURES)
 
     def _build_token_map(self) -> str:
         from toolkit.commands.build_token_map import map_rollouts

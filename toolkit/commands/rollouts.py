@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.commands.launch import set_threads
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
+from toolkit.log import get_logger
 from toolkit.recipe import RolloutSettings
 
 if TYPE_CHECKING:
+    from toolkit.commands.feature_capture import OnEnd
+    from toolkit.infer.engine import Engine
     from toolkit.target.target import Target
+
+log = get_logger(__name__)
 
 HELP = "let the target answer the prompts of a recipe, or of any file of conversations"
 
@@ -36,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.force:
         raise ArgumentsError(f"--force is for the recipe's own rollouts; remove {args.out} to answer again")
+    if job.recipe.rollouts.keep_features:
+        log.info("rollouts.keep_features is for the recipe's own rollouts; none are kept of %s", args.out)
     print(answer_prompts(job.target, job.recipe.rollouts, job.recipe.seed, args.prompts, args.out, args.draft))
     return 0
 
@@ -47,25 +56,32 @@ def answer_prompts(
     prompts: str | Path,
     out: Path,
     draft_dir: Path | None = None,
+    capture: Callable[[Engine, int], AbstractContextManager[OnEnd]] | None = None,
 ) -> str:
-    """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline."""
+    """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline.
+
+    capture: keeps features, given the engine and the number of conversations (see feature_capture.py).
+    """
     from toolkit.commands.engine_generate import engine_generate
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
     from toolkit.data.rollouts import write_rollouts
     from toolkit.infer.engine import Engine
+    from toolkit.infer.kv_memory import MemorySettings
     from toolkit.infer.open_draft import fit_draft, open_draft
 
     conversations = read_conversations(prompts)
     draft = None
     if draft_dir is not None:
         draft = fit_draft(open_draft(draft_dir, target.name, target.revision), target)
-    engine = Engine(target, draft, max_batch=settings.batch_size)
+    # What a prefix cache gives is not read anew, so it has no features.
+    engine = Engine(target, draft, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=capture is None))
+    keeping = nullcontext() if capture is None else capture(engine, len(conversations))
     try:
-        with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
+        with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
             stats = write_rollouts(
                 conversations,
-                engine_generate(engine, draft_used=None if draft_dir is None else str(draft_dir)),
+                engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end),
                 target.tokenizer,
                 settings,
                 out,

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and how to continue it. `temperature` 0 is greedy; `seed` decides every draw of this request."""
+    """One prompt and how to continue it. `temperature` 0 is greedy; `seed` decides every draw of this request.
+
+    last: no turn of the same conversation is asked after it, so prompt and answer are the conversation's whole text.
+    """
 
     prompt_ids: list[int]
     temperature: float
     top_p: float
     max_tokens: int
     seed: int
+    last: bool = True
 
 
 @dataclass(frozen=True)

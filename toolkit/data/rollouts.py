@@ -143,7 +143,8 @@ class _Writer:
             sample_seed = derived_seed(self.provenance["seed"], "rollout", one.id, one.turn)
             length = min(self.settings.max_tokens, room)
             asked.append(one)
-            requests.append(GenerationRequest(ids, self.settings.temperature, self.settings.top_p, length, sample_seed))
+            sampling = (self.settings.temperature, self.settings.top_p, length, sample_seed)
+            requests.append(GenerationRequest(ids, *sampling, last=not one.waiting))
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:

@@ -21,7 +21,6 @@ from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.drafters.drafter import NoDrafter
 from toolkit.infer.errors import DraftShapeError, EngineError
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.prompt_reader import PromptReader
@@ -119,7 +118,7 @@ class Engine:
             id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,
             params=params,
-            speculative=speculative and not isinstance(self.drafter, NoDrafter),
+            speculative=speculative and self.shape is not None,
             shape=shape,
             arrival=next(self._arrivals),
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),

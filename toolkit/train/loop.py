@@ -26,6 +26,7 @@ from toolkit.train.accelerator import build_accelerator
 from toolkit.train.forecast import Forecast
 from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train.metrics import Metrics
+from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
 from toolkit.train.schedule import rate_factor, total_steps
 from toolkit.train.split_data import read_data
@@ -82,7 +83,11 @@ class Trainer:
             draft_vocab_size=self.token_map.size,
             aux_layer_ids=ids,
         )
-        self.side = TargetSide(self.target, self.token_map, ids, self.settings.precision)
+        stored = None
+        if self.settings.features == "offline":
+            folder = directory.parent / "features"
+            stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
+        self.side = TargetSide(self.target, self.token_map, ids, self.settings.precision, stored)
         self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
         self.metrics = Metrics(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.data.batches import Batch
-from toolkit.target.features import AuxCapture, target_features
+from toolkit.target.features import AuxCapture
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.features import FeatureSource, OnlineFeatures
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
 from toolkit.train.supervision import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher
@@ -30,19 +31,27 @@ class UnrollInputs:
 
 
 class TargetSide:
-    """Everything that runs on the frozen target for a batch: features, embeddings, teacher."""
+    """Everything of the frozen target for a batch: features, embeddings, teacher. features: None runs its forward."""
 
-    def __init__(self, target: Target, token_map: TokenMap, aux_layer_ids: tuple[int, ...], precision: str) -> None:
+    def __init__(
+        self,
+        target: Target,
+        token_map: TokenMap,
+        aux_layer_ids: tuple[int, ...],
+        precision: str,
+        features: FeatureSource | None = None,
+    ) -> None:
         self.target = target
         self.token_map = token_map
         self.capture = AuxCapture(target, aux_layer_ids)
+        self.features = OnlineFeatures(target, self.capture) if features is None else features
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
     def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
-        """One target forward over `batch`; the features come in the head's dtype."""
+        """What `batch` needs of the target; the features come in the head's dtype."""
+        features = self.features(batch)
         batch = batch.to(self.target.device)
-        features = target_features(self.target, self.capture, batch.input_ids)
         supervision = plan_supervision(batch.response, batch.lengths, steps, shift)
         with torch.no_grad():
             embeds = self.target.embed_tokens(batch.input_ids)

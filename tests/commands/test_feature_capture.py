@@ -1,0 +1,111 @@
+"""The rollout stage leaves the features it computed anyway, and training reads them, from wherever they came."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit.commands.pipeline import Run
+from toolkit.commands.stages import run_stages
+from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
+from toolkit.recipe import RecipeError, load_recipe
+from toolkit.target.features import AuxCapture
+from toolkit.train.offline_features import features_of, offline_features
+from toolkit.train.split_data import read_data
+
+RECIPE = """
+name: tiny
+target: {{model: {target}}}
+run_dir: {folder}/run
+prompts: {{sources: [{folder}/prompts.jsonl]}}
+rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25, keep_features: true}}
+token_map: {{size: 128}}
+train: {{features: offline, max_length: 50, precision: fp32, ttt_steps: 2}}
+"""
+
+
+@pytest.fixture
+def recipe(tiny_target_directory: Path, tmp_path: Path) -> Path:
+    """Twelve conversations of one turn, two or three."""
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(target=tiny_target_directory, folder=tmp_path))
+    rows = [
+        {"id": f"p{at}", "messages": [{"role": "user", "content": f"count {at} apples {t}"} for t in range(1 + at % 3)]}
+        for at in range(12)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "tiny.yaml"
+
+
+def write_rollouts(path: Path, *overrides: str) -> Run:
+    run = Run(load_recipe(path, overrides), path)
+    run_stages(run.folder, run.stages(), until="rollouts", say=lambda _: None)
+    return run
+
+
+def opened(run: Run) -> FeatureStore:
+    """The store as training has it, and how many texts it had to make itself."""
+    data = read_data(run.recipe.train, run.folder / "rollouts" / "rollouts.jsonl", run.target, run.recipe.seed)
+    alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
+    return offline_features(run.recipe.train, run.target, (2, 3, 4), data, run.folder / "features", alone).store
+
+
+def test_rollouts_leave_the_features_training_reads(recipe: Path) -> None:
+    """Of every conversation the whole last text, cut as training cuts it: nothing is left for training to make. Each
+    position is that of a forward over the text (fp32, 1e-4 where states are of size 1)."""
+    run = write_rollouts(recipe)
+    spec = FeatureSpec.of(run.target, (2, 3, 4, 6))
+    store = FeatureStore(run.folder / "features", spec)
+    rows = [json.loads(line) for line in (run.folder / "rollouts" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and any(len(row["input_ids"]) > 50 for row in rows)
+    assert len(store) == 12, "the texts of earlier turns are not stored"
+    capture = AuxCapture(run.target, spec.layer_ids)
+    for row in rows:
+        ids = row["input_ids"][:50]
+        torch.testing.assert_close(store.read(ids), next(features_of(run.target, capture, [ids])), rtol=1e-4, atol=1e-4)
+    capture.remove()
+    shards = {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")}
+    assert len(opened(run)) == 12
+    assert {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")} == shards
+
+
+def test_what_capture_lost_training_makes(recipe: Path) -> None:
+    """A kill between an answer and its shard; features that came from either side are found alike."""
+    run = write_rollouts(recipe)
+    before = {row: FeatureStore(run.folder / "features", FeatureSpec.of(run.target, (2, 3, 4, 6))) for row in (0,)}[0]
+    texts = [json.loads(line)["input_ids"][:50] for line in (run.folder / "rollouts" / "rollouts.jsonl").open()]
+    kept = {tuple(text): before.read(text).clone() for text in texts}
+    shutil.rmtree(run.folder / "features")
+    after = opened(run)
+    for text in texts:
+        torch.testing.assert_close(after.read(text), kept[tuple(text)], rtol=1e-4, atol=1e-4)
+    out: list[str] = []
+    run_stages(run.folder, run.stages(), until="rollouts", say=out.append)
+    assert sum("skipped" in line for line in out) == 2, "lost features are no reason to write the rollouts again"
+
+
+def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
+    """They would take room for nothing; a switch of where features come from is no new rollout, and no new training."""
+    run = write_rollouts(recipe)
+    for off in (("rollouts.keep_features=false",), ("rollouts.keep_features=false", "train.features=online")):
+        out: list[str] = []
+        other = Run(load_recipe(recipe, off), recipe)
+        run_stages(other.folder, other.stages(), until="rollouts", say=out.append)
+        assert sum("skipped" in line for line in out) == 2
+        assert other.stages()[3].settings == run.stages()[3].settings
+    write_rollouts(recipe, "rollouts.max_tokens=20", "rollouts.keep_features=false")
+    assert not (run.folder / "features").exists() and list((run.folder / "replaced").glob("*/features/shard-*"))
+
+
+def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None:
+    """Features that nothing reads, and a disk without room for the longest texts there can be."""
+    with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.features: offline"):
+        load_recipe(recipe, ["train.features=online"])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(FeatureStoreError, match=r"at most 0\.753 MB \(1280 bytes a token x 588 tokens\).*0\.100 MB"):
+        write_rollouts(recipe)
+    assert not (recipe.parent / "run" / "rollouts" / "rollouts.jsonl").exists()

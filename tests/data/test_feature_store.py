@@ -1,0 +1,141 @@
+"""Features on disk: whole shards survive any kill, other settings are never mixed in, and a full disk is told."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from toolkit.data import feature_store
+from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
+
+SPEC = FeatureSpec("f00d", "main", "ab12", "bfloat16", None, (1, 2, 5), 8)
+TEXTS = [list(range(index, index + 4 + index % 3)) for index in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch) -> None:
+    """Of two texts or three."""
+    monkeypatch.setattr(feature_store, "SHARD_BYTES", 10 * SPEC.bytes_per_token)
+
+
+def features_of(text: list[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(text[0])
+    return torch.randn(len(text) - 1, SPEC.width, generator=generator).bfloat16()
+
+
+def write(store: FeatureStore, texts: list[list[int]]) -> None:
+    with FeatureWriter(store) as writer:
+        for text in texts:
+            writer.add(text, features_of(text))
+
+
+def check(store: FeatureStore, texts: list[list[int]]) -> None:
+    for text in texts:
+        assert torch.equal(store.read(torch.tensor(text)), features_of(text))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """By this store, by another that opens the folder, and without a second copy of what is there already."""
+    store = FeatureStore.start(tmp_path, SPEC)
+    write(store, TEXTS[:7])
+    write(store, TEXTS)
+    assert len(list(tmp_path.glob("shard-*"))) > 2 and store.tokens == sum(len(text) - 1 for text in TEXTS)
+    for one in (store, FeatureStore(tmp_path, SPEC)):
+        check(one, TEXTS)
+        assert TEXTS[3][:-1] not in one and len(one) == len(TEXTS)
+    assert SPEC.bytes_per_token == 2 * 4 * 8
+    with pytest.raises(FeatureStoreError, match="text of 3 ids"):
+        store.read([1, 2, 3])
+    assert store.columns(2) == slice(8, 16) and store.last_columns == slice(24, 32)
+    with pytest.raises(FeatureStoreError, match=r"\[1, 2, 5\], 3 is needed"):
+        store.columns(3)
+
+
+def test_what_a_kill_leaves(tmp_path: Path) -> None:
+    """Half-written files of ours and of safetensors go; a shard that is cut short counts as absent, whole ones stay."""
+    write(FeatureStore.start(tmp_path, SPEC), TEXTS)
+    torn = sorted(tmp_path.glob("shard-*"))[1]
+    torn.write_bytes(torn.read_bytes()[:-40])
+    (tmp_path / ".shard-00.safetensors.abc.part").write_bytes(b"half")
+    (tmp_path / ".tmpA1b2").write_bytes(b"half")
+    store = FeatureStore.start(tmp_path, SPEC)
+    missing = [text for text in TEXTS if text not in store]
+    assert 0 < len(missing) < len(TEXTS) and not list(tmp_path.glob(".*"))
+    write(store, missing)
+    check(FeatureStore(tmp_path, SPEC), TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [("target", "beef"), ("revision", None), ("template_sha256", "cd"), ("dtype", "float32"), ("quantization", "int8"),
+     ("layer_ids", (1, 2, 4)), ("hidden_size", 16)],
+)  # fmt: skip
+def test_features_of_other_settings(tmp_path: Path, caplog, monkeypatch, key: str, other: object) -> None:
+    """Each key of the manifest alone is enough: a reader refuses, a writer starts anew, and both name the key."""
+    monkeypatch.setattr(feature_store.log.parent, "propagate", True)
+    write(FeatureStore.start(tmp_path, SPEC), TEXTS)
+    changed = replace(SPEC, **{key: other})
+    with pytest.raises(FeatureStoreError, match=f"other settings.*{key} .*now"):
+        FeatureStore(tmp_path, changed)
+    assert len(FeatureStore.start(tmp_path, SPEC)) == len(TEXTS)
+    store = FeatureStore.start(tmp_path, changed)
+    assert len(store) == 0 and not list(tmp_path.glob("shard-*")) and f"anew ({key} " in caplog.text
+
+
+def test_no_room_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatch) -> None:
+    store = FeatureStore.start(tmp_path, SPEC)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63_000_000))
+    store.check_room(900_000)
+    with pytest.raises(FeatureStoreError, match=r"0\.06 GB \(64 bytes a token x 1000000 tokens\).*only 0\.06 GB are"):
+        store.check_room(1_000_000)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> None:
+    """In the midst of the third shard. What was whole stays, the half goes, the message says what to do; with room
+    again, the rest is added. safetensors tells the system's error in words only."""
+    save, calls = safetensors.torch.save_file, []
+
+    def filling(tensors, path, metadata=None):
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half a shard")
+            raise error
+        save(tensors, path, metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", filling)
+    store = FeatureStore.start(tmp_path, SPEC)
+    with pytest.raises(FeatureStoreError, match=r"is full: a shard of .* start again.*tokens\) is kept"):
+        write(store, TEXTS)
+    assert len(calls) == 3 and len(list(tmp_path.glob("shard-*"))) == 2 and not list(tmp_path.glob(".*"))
+    store = FeatureStore.start(tmp_path, SPEC)
+    kept = [text for text in TEXTS if text in store]
+    assert 0 < len(kept) < len(TEXTS)
+    check(store, kept)
+    write(store, TEXTS)
+    check(store, TEXTS)
+
+
+def test_other_errors_are_not_called_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    def failing(tensors, path, metadata=None):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        write(FeatureStore.start(tmp_path, SPEC), TEXTS)

@@ -1,0 +1,42 @@
+"""The hidden states that the engine computes while it writes rollouts, kept for a training with offline features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
+from toolkit.data.generation import GenerationRequest
+from toolkit.infer.engine import Engine
+from toolkit.infer.feature_recorder import record_features
+from toolkit.infer.request import Request
+from toolkit.recipe import TrainSettings
+from toolkit.train.offline_features import stored_layer_ids
+
+OnEnd = Callable[[GenerationRequest, Request], None]
+
+
+@contextmanager
+def captured_features(engine: Engine, conversations: int, settings: TrainSettings, folder: Path) -> Iterator[OnEnd]:
+    """Yields the callback of `engine_generate` that stores the features of every whole text, cut as training cuts it.
+
+    Of a conversation only the last turn's text is stored. What is not stored in the end (texts that lay in memory when
+    the process was killed, conversations that ended before their last turn) the training makes itself.
+    Raises `FeatureStoreError` when the disk has no room for so many conversations of train.max_length, or fills up.
+    """
+    target = engine.target
+    spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
+    store = FeatureStore.start(folder, spec)
+    longest = min(settings.max_length, engine.max_context) - 1
+    store.check_room(max(0, conversations - len(store)) * longest, "at most ")
+    recorder = record_features(engine, spec.layer_ids)
+    with FeatureWriter(store) as writer:
+
+        def keep(wanted: GenerationRequest, request: Request) -> None:
+            features = recorder.take(request)
+            if wanted.last and features is not None:
+                ids = (request.prompt_ids + request.output_ids)[: settings.max_length]
+                writer.add(ids, features[: len(ids) - 1])
+
+        yield keep

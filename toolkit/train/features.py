@@ -1,0 +1,61 @@
+"""Where a training step gets the target's hidden states: from its forward, or from what was stored on disk.
+
+Shapes: B sequences, L positions, A auxiliary layers, H target hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from toolkit.data.batches import Batch
+from toolkit.data.feature_store import FeatureStore
+from toolkit.target.features import AuxCapture, TargetFeatures, target_features
+from toolkit.target.load import Target
+
+
+class FeatureSource(Protocol):
+    """What gives a batch its features. Rows of padding, and the row of each sequence's last id, hold numbers that no
+    supervised root reads (see supervision.py)."""
+
+    def __call__(self, batch: Batch) -> TargetFeatures: ...
+
+
+class OnlineFeatures:
+    """One forward of the target for every batch; `capture` says what it keeps."""
+
+    def __init__(self, target: Target, capture: AuxCapture) -> None:
+        self.target, self.capture = target, capture
+
+    def __call__(self, batch: Batch) -> TargetFeatures:
+        return target_features(self.target, self.capture, batch.input_ids)
+
+
+class StoredFeatures:
+    """Features of a store, on `device`; the target's layers do not run.
+
+    aux_layer_ids: whose inputs stand side by side as `aux`; None: the last hidden state is what the head reads.
+    """
+
+    def __init__(self, store: FeatureStore, aux_layer_ids: tuple[int, ...] | None, device: torch.device) -> None:
+        self.store, self.device = store, device
+        ids = aux_layer_ids
+        self._columns = [store.last_columns] if ids is None else [store.columns(layer) for layer in ids]
+
+    def __call__(self, batch: Batch) -> TargetFeatures:
+        """Zeros stand where nothing is stored: on padding and on each sequence's last id."""
+        stored = self._stored(batch)
+        aux = torch.cat([stored[..., columns] for columns in self._columns], dim=-1)
+        return TargetFeatures(aux=aux, last=stored[..., self.store.last_columns])
+
+    def layer(self, batch: Batch, layer_id: int) -> torch.Tensor:
+        """The input of one stored layer, [B, L, H]. Raises `FeatureStoreError` when that layer is not stored."""
+        return self._stored(batch)[..., self.store.columns(layer_id)]
+
+    def _stored(self, batch: Batch) -> torch.Tensor:
+        spec, ids = self.store.spec, batch.input_ids.cpu()
+        stored = torch.zeros(*ids.shape, spec.width, dtype=spec.torch_dtype)
+        for row, length in enumerate(batch.lengths.tolist()):
+            stored[row, : length - 1] = self.store.read(ids[row, :length])
+        return stored.to(self.device)

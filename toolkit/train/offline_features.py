@@ -1,0 +1,139 @@
+"""Offline features of a run: what the rollout stage did not leave on disk is made by the target's forward.
+
+Shapes: L ids of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
+from toolkit.log import get_logger, progress
+from toolkit.recipe import TrainSettings
+from toolkit.target.features import AuxCapture, default_aux_layer_ids, target_features
+from toolkit.target.load import Target
+from toolkit.train.features import StoredFeatures
+from toolkit.train.split_data import Data
+
+if TYPE_CHECKING:  # the rollout stage asks for layer ids only
+    from accelerate import Accelerator
+
+log = get_logger(__name__)
+
+FORWARD_TOKENS = 4096  # padded, of one forward of the writer
+
+
+def stored_layer_ids(settings: TrainSettings, n_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are stored for a training of these settings: the auxiliary ones, and where the head
+    starts from the target the last one too, whose input `fc` is regressed on."""
+    ids = set(settings.aux_layer_ids or default_aux_layer_ids(n_layers))
+    return tuple(sorted(ids | ({n_layers - 1} if settings.init == "target" else set())))
+
+
+def offline_features(
+    settings: TrainSettings,
+    target: Target,
+    aux_layer_ids: tuple[int, ...] | None,
+    data: Data,
+    folder: Path,
+    accelerator: Accelerator,
+) -> StoredFeatures:
+    """The features of all rollouts in `data`, in `folder`; each process makes its share of the missing ones.
+
+    All processes must call this. Raises `FeatureStoreError`: no room, or features of other weights than the target's.
+    """
+    spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
+    if accelerator.is_main_process:
+        FeatureStore.start(folder, spec)
+    accelerator.wait_for_everyone()
+    store = FeatureStore(folder, spec)
+    texts = texts_of(data)
+    known, missing = ([text for text in texts if (text in store) == there] for there in (True, False))
+    log.info("features of %d of %d rollouts are in %s", len(known), len(texts), folder)
+    if missing:
+        store.check_room(sum(len(text) - 1 for text in missing))
+    if known:
+        check_agreement(store, target, known[len(known) // 2])
+    accelerator.wait_for_everyone()  # nobody writes before all have seen that there is room
+    write_features(store, target, missing[accelerator.process_index :: accelerator.num_processes])
+    accelerator.wait_for_everyone()
+    store.refresh()
+    return StoredFeatures(store, aux_layer_ids, target.device)
+
+
+def texts_of(data: Data) -> list[list[int]]:
+    """The ids of every rollout that training or a forecast reads, each text once, by length."""
+    held_out = [
+        ids[:length].tolist()
+        for batch in data.held_out
+        for ids, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True)
+    ]
+    texts = {tuple(text): text for text in [example.input_ids for example in data.train] + held_out}
+    return sorted(texts.values(), key=lambda text: (len(text), text))
+
+
+def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int]]) -> None:
+    """Store the features of `texts`, which come by length. Raises `FeatureStoreError` when the disk fills up; started
+    again, it goes on behind the last whole shard."""
+    if not texts:
+        return
+    capture = AuxCapture(target, store.spec.layer_ids)
+    bar = progress(sum(len(text) for text in texts), "features", "token")
+    try:
+        with FeatureWriter(store) as writer:
+            for group in forwards(texts):
+                for text, features in zip(group, features_of(target, capture, group), strict=True):
+                    writer.add(text, features)
+                    bar.update(len(text))
+    finally:
+        capture.remove()
+        bar.close()
+
+
+def forwards(texts: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    """Neighbours in groups of at most FORWARD_TOKENS padded tokens; a longer text stands alone. They come by length."""
+    group: list[list[int]] = []
+    for text in texts:
+        if group and len(text) * (len(group) + 1) > FORWARD_TOKENS:
+            yield group
+            group = []
+        group.append(text)
+    if group:
+        yield group
+
+
+def features_of(target: Target, capture: AuxCapture, texts: Sequence[list[int]]) -> Iterator[torch.Tensor]:
+    """[L-1, W] of each text, by one forward over all of them (see feature_store.py)."""
+    ids = torch.zeros(len(texts), max(len(text) for text in texts), dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+    found = target_features(target, capture, ids)
+    features = torch.cat((found.aux, found.last), dim=-1).cpu()
+    for row, text in enumerate(texts):
+        yield features[row, : len(text) - 1].clone()  # the padding does not wait for its shard with it
+
+
+def check_agreement(store: FeatureStore, target: Target, text: list[int]) -> None:
+    """Compare what is stored of one text with the target's forward: trained further, under the same name and
+    configuration, it is another target. Position 0 is left out, an outlier in most models.
+
+    Raises `FeatureStoreError` when the last hidden states differ by more than rounding.
+    """
+    capture = AuxCapture(target, store.spec.layer_ids)
+    try:
+        now = next(features_of(target, capture, [text]))[1:, store.last_columns].float()
+    finally:
+        capture.remove()
+    before = store.read(text)[1:, store.last_columns].float()
+    difference = float((now - before).norm() / now.norm())
+    allowed = 1e-3 if store.spec.torch_dtype == torch.float32 else 1e-1
+    if not difference <= allowed:
+        raise FeatureStoreError(
+            f"the features in {store.folder} are not those of {target.name} as it is now: one text's last hidden "
+            f"states differ by {difference:.2g} of their size (allowed: {allowed:g}); delete the folder to make them "
+            "anew"
+        )
