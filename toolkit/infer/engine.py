@@ -240,7 +240,7 @@ class Engine:
         # Nodes past the context are never committed; clamping only keeps learned position tables in range.
         hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)
         choices = self._choose(hidden, positions + 1, tree)
-        found = walk(tree, choices.tokens)
+        found = walk(tree, choices.tokens, choices.along)
         self.drafter.observe(self._running, found)
         if not tree.is_chain:
             self._compact(found, lengths)
