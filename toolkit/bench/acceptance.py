@@ -89,8 +89,8 @@ def measure_acceptance(
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
+        **_settings(chosen, shapes, token_map),
         "prompts": prompts_from,
-        "tasks": _tasks(chosen),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
@@ -99,9 +99,7 @@ def measure_acceptance(
         "warmup": warmup,
         "check_tokens": check_tokens,
         "verify": verify,
-        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
         "torch_compile": torch_compile,
-        "shapes": [shape.as_text() for shape in shapes],
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
     options: Any = {"max_batch": batch, "memory": FORGETFUL, "torch_compile": torch_compile}
@@ -165,8 +163,12 @@ def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> No
         raise BenchError(f"warmup is {warmup}; 0 or more prompts are needed")
 
 
-def _tasks(prompts: Sequence[Prompt]) -> list[str]:
-    return list(dict.fromkeys(prompt.task for prompt in prompts))
+def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: Path | None) -> dict[str, Any]:
+    return {
+        "tasks": list(dict.fromkeys(prompt.task for prompt in prompts)),
+        "shapes": [shape.as_text() for shape in shapes],
+        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
+    }
 
 
 def _describe_target(target: Target) -> dict[str, Any]:

@@ -27,7 +27,6 @@ def tabulate(
     shapes: Sequence[DraftShape],
     target: Target,
     temperature: float,
-    *,
     method: str = "eagle3",
     check_tokens: bool = True,
     verify: str = "follow",

@@ -268,8 +268,9 @@ class Engine:
     def _keep(self, row: int, request: Request) -> None:
         """Let what a row has read be found again."""
         if request.ready:
-            read = min(request.length - 1, self.drafter.positions_read(row, request))
-            self._memory.keep(row, request.prompt_ids + request.output_ids, read)
+            drafted = self.drafter.positions_read(row, request)
+            read = min(request.length - 1, drafted or request.length)
+            self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)
 
     def _change_rows(self, change: Callable[[], list[Move]]) -> None:
         """Let the scheduler take rows away; the drafter and the sampler follow."""
