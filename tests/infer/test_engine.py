@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -256,36 +254,3 @@ def test_other_users_of_the_model_keep_their_attention(tiny_target, tiny_draft):
     engine.close()
     assert tiny_target.model.config._attn_implementation == "sdpa"
     assert torch.isfinite(tiny_target.model(input_ids=torch.tensor([[5, 6, 7]])).logits).all()
-
-
-def test_soak_with_aborts(small_target, small_draft, oracle):
-    """200 requests of every kind, a quarter aborted at random moments: no row is lost, no other answer changes."""
-    chance = random.Random(7)
-    prompts = ragged_prompts(24, tuple(chance.randint(1, 12) for _ in range(200)), seed=9)
-    params = [
-        SamplingParams(
-            temperature=chance.choice((0.0, 0.7)),
-            top_p=chance.choice((1.0, 0.9)),
-            seed=i,
-            max_tokens=chance.randint(1, 12),
-            ignore_eos=chance.random() < 0.5,
-        )
-        for i in range(200)
-    ]
-    engine = Engine(small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=6)
-    wanted = [request.output_ids for request in engine.generate(prompts, params, speculative=False)]
-    requests, waiting = [], list(range(200))
-    while waiting or engine.has_work():
-        for _ in range(min(len(waiting), chance.randint(0, 4))):
-            i = waiting.pop(0)
-            requests.append(engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.7))
-        if requests and chance.random() < 0.3:
-            engine.abort(chance.choice(requests[-12:]))
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    aborted = [request for request in requests if request.finish_reason == "abort"]
-    assert len(aborted) > 20 and not engine.has_work()
-    for request, answer in zip(requests, wanted, strict=True):
-        assert request.output_ids == answer[: len(request.output_ids)]
-        assert request.finish_reason == "abort" or request.output_ids == answer

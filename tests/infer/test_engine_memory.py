@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +119,38 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
     fresh.close()
     assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
     assert [[e.accepted for e in one.events] for one in ours] == [[e.accepted for e in one.events] for one in wanted]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers"])
+def test_requests_without_drafts_share_prefixes(small_target, build, name, scattered):
+    """Beside a head: they find what is known of their text, and what they leave is not taken for the head's."""
+    memory = MemorySettings(scattered_pages=scattered)
+    stem, params = [(7 * i) % 23 + 1 for i in range(64)], SamplingParams(max_tokens=30, ignore_eos=True)
+    engine, fresh = (
+        Engine(small_target, build(name), DraftShape.chain(3), max_batch=2, memory=one) for one in (memory, NO_PREFIXES)
+    )
+    # (what follows the stem, whether drafts are wanted, tokens found)
+    turns = [
+        ([1], False, 0),
+        ([2], False, 64),
+        ([3], True, 0),
+        ([3, 4], False, 64),
+        ([3, 5], True, 64),
+        ([2, 6], True, 48),
+    ]
+    for tail, drafted, found in turns:
+        prompt = stem + tail
+        done, wanted = (one.generate([prompt], params, speculative=drafted)[0] for one in (engine, fresh))
+        engine.check_integrity()
+        assert (done.output_ids, done.cached_tokens) == (
+            wanted.output_ids,
+            found if name == "eagle3" else done.cached_tokens,
+        )
+        assert (done.cached_tokens > 0) == (found > 0)
+        assert [event.accepted for event in done.events] == [event.accepted for event in wanted.events]
+    engine.close()
+    fresh.close()
 
 
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
@@ -239,10 +275,23 @@ def test_the_last_chunk_holds_what_the_drafter_sees_together(unread, most, looka
     assert chunk_of(unread, most, lookahead) == read
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("scattered", "count"), [(False, 5000), (True, 1000)])
+def resident_bytes() -> int:
+    """What this process holds now."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_answer(request, answer) -> None:
+    assert request.output_ids == answer[: len(request.output_ids)]
+    assert request.finish_reason == "abort" or request.output_ids == answer
+
+
+@pytest.mark.parametrize(("scattered", "count"), [
+    (False, 200), pytest.param(False, 5000, marks=pytest.mark.slow), pytest.param(True, 5000, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_soak(small_target, small_draft, scattered, count):
-    """Thousands of short requests of every kind, aborts and preemptions at random: no page leaks, no answer changes."""
+    """Many short requests of every kind, aborts and preemptions at random: no page leaks, no answer changes, and in
+    the long ones memory is flat: of the last four fifths at most 16 MiB stay, 4 KiB a request."""
     chance = random.Random(11)
     prompts = families(3, count, chance)
     params = [
@@ -258,22 +307,29 @@ def test_soak(small_target, small_draft, scattered, count):
         small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, adaptive=True,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
-    requests, left = [], list(range(len(prompts)))
+    left, live = list(range(len(prompts))), {}  # by number: those that have not ended
+    seen: Counter[str] = Counter()
     while left or engine.has_work():
+        if len(left) * 5 >= count * 4:
+            before = resident_bytes()
         for _ in range(min(len(left), chance.randint(0, 6))):
             i = left.pop(0)
-            requests.append(engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.8))
-        if requests and chance.random() < 0.3:
-            engine.abort(chance.choice(requests[-24:]))
+            live[i] = engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.8)
+        if live and chance.random() < 0.3:
+            engine.abort(chance.choice(list(live.values())[-24:]))
         engine.step()
         engine.check_integrity()
+        for i, request in [(i, request) for i, request in live.items() if request.finished]:
+            check_answer(live.pop(i), wanted[i])
+            seen["aborted"] += request.finish_reason == "abort"
+            seen["preempted"] += request.preemptions
+            seen["cached"] += request.cached_tokens
+            seen["ended"] += 1
+    assert seen["ended"] == count and seen["aborted"] > count / 50 and seen["cached"] > count / 5
+    assert seen["preempted"] > count / 500
+    if count >= 5000:
+        assert resident_bytes() - before < 16 * 2**20
     engine.close()
-    assert sum(request.preemptions for request in requests) > count / 500
-    assert sum(request.finish_reason == "abort" for request in requests) > count / 50
-    assert sum(request.cached_tokens for request in requests) > 1_000
-    for request, answer in zip(requests, wanted, strict=True):
-        assert request.output_ids == answer[: len(request.output_ids)]
-        assert request.finish_reason == "abort" or request.output_ids == answer
     held = engine._memory.pool.held
     assert engine._memory._prefixes is not None
     engine._memory._prefixes.evict(engine._memory.pool.capacity)

@@ -47,22 +47,25 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
-@pytest.mark.parametrize("name", ["none", "eagle3", "eagle2", "mtp-three-layers", "ngram"])
-def test_one_read_a_round(small_target, build, monkeypatch, name, shape, temperature, scattered):
-    """Propose, verify, commit and compaction, ragged rows, one of them plain.
+# Of three rows: greedy; drawn from whole laws; from laws cut in every way, with all that changes or reports them.
+SETTINGS = {
+    "greedy": [{}, {}, {}],
+    "drawn": [{"temperature": 0.8}] * 3,
+    "cut": [
+        {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5},
+        {"logprobs": 2},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.95, "min_p": 0.01, "logprobs": 4, "logit_bias": {7: 1.0}},
+    ],
+}
 
-    (top-k, top-p and min-p read more: they look at no more of the vocabulary than they must.)
-    """
-    draft = None if name == "none" else build(name)
+
+def check_one_read_a_round(target, monkeypatch, draft, shape, settings, verify="follow", scattered=False) -> int:
     engine = Engine(
-        small_target, draft, None if draft is None else DraftShape.parse(shape), max_batch=3,
+        target, draft, None if draft is None else DraftShape.parse(shape), max_batch=3, verify=verify,
         memory=MemorySettings(scattered_pages=scattered),
     )  # fmt: skip
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True)
-    requests = [engine.add_request([5 + i] * (3 + 4 * i), params, speculative=i != 1) for i in range(3)]
+    params = [SamplingParams(max_tokens=60, seed=1, ignore_eos=True, **one) for one in SETTINGS[settings]]
+    requests = [engine.add_request([5 + i] * (3 + 4 * i), params[i], speculative=i != 1) for i in range(3)]
     engine.step()
     reads = HostReads(monkeypatch)
     rounds = 12
@@ -72,8 +75,30 @@ def test_one_read_a_round(small_target, build, monkeypatch, name, shape, tempera
     engine.close()
     assert not any(request.finished for request in requests)
     assert reads.found == ["tolist"] * rounds
-    if name == "eagle3":
-        assert max(event.accepted for request in requests for event in request.events) > 0
+    for request in requests:
+        assert len(request.logprobs) == (0 if request.params.logprobs is None else len(request.output_ids))
+    return max(event.accepted for request in requests for event in request.events)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
+@pytest.mark.parametrize("name", ["none", "eagle3", "eagle2", "mtp-three-layers", "ngram"])
+def test_one_read_a_round(small_target, build, monkeypatch, name, shape, settings, scattered):
+    """Propose, verify, commit and compaction, ragged rows, one of them plain.
+
+    (Of a vocabulary of more than 64 tokens a CPU reads more under top-p: it looks at no more than it must.)
+    """
+    draft = None if name == "none" else build(name)
+    longest = check_one_read_a_round(small_target, monkeypatch, draft, shape, settings, scattered=scattered)
+    assert longest > 0 or name != "eagle3" or settings == "cut"
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+@pytest.mark.parametrize("settings", ["drawn", "cut"])
+def test_one_read_with_drawn_drafts(small_target, small_draft, monkeypatch, verify, settings):
+    """The head's law, the rule and the draw behind what it kept."""
+    check_one_read_a_round(small_target, monkeypatch, small_draft, "3,1,4", settings, verify)
 
 
 def test_the_counter_counts(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from toolkit.target import int8_linear
-from toolkit.target.int8_linear import PLANES, Int8Linear, split_planes
+from toolkit.target.int8_linear import PLANES, Int8Linear, SharedInput, integer_product, split_planes
 
 # Widths that no vector register divides, and numbers of rows on both sides of the switch of kernels.
 SIZES = [(33, 7), (64, 24), (576, 192)]
@@ -83,3 +83,29 @@ def test_no_rows():
 def test_other_dtypes_are_refused():
     with pytest.raises(ValueError, match="bfloat16 or float32"):
         Int8Linear(nn.Linear(8, 8).half())
+
+
+@pytest.mark.parametrize("dtype", list(PLANES))
+@pytest.mark.parametrize("rows", [8, 16, 60])
+def test_layers_with_one_input_split_it_once(dtype, rows, monkeypatch):
+    """The results are those of each layer alone, also when the same tensor comes again with other numbers in it, or
+    when only some of the layers read it; a prompt's planes are let go."""
+    layers = [build(576, outputs, dtype, bias=False) for outputs in (576, 192, 192)]
+    alone = [build(576, outputs, dtype, bias=False) for outputs in (576, 192, 192)]
+    shared = SharedInput(len(layers))
+    for layer in layers:
+        layer.shared = shared
+    made = []
+    monkeypatch.setattr(int8_linear, "DIRECT_PRODUCTS", 4_000_000 if rows > 8 else 0)
+    split = int8_linear.split_planes
+    monkeypatch.setattr(int8_linear, "split_planes", lambda *given: made.append(1) or split(*given))
+    inputs = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got = [layer(inputs) for layer in layers]
+    assert len(made) == 1 and shared._planes is None
+    wanted = [integer_product(inputs[0], layer.qweight, layer.scale)[None] for layer in alone]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    layers[0](inputs)
+    inputs.mul_(2)
+    again = layers[0](inputs)
+    assert torch.equal(again, integer_product(inputs[0], alone[0].qweight, alone[0].scale)[None])
+    assert not torch.equal(again, got[0])

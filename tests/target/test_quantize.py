@@ -32,6 +32,17 @@ def test_linear_layers_are_int8_and_the_rest_stays(plain, quantized):
     assert quantized.fingerprint == plain.fingerprint
 
 
+def test_layers_with_the_same_input_share_it(quantized):
+    """q, k and v of one layer, gate and up of one layer, and nothing else with anything else."""
+    groups: dict[int, list[str]] = {}
+    for path, module in quantized.model.named_modules():
+        if isinstance(module, Int8Linear) and module.shared is not None:
+            groups.setdefault(id(module.shared), []).append(path.removeprefix("model.layers."))
+    wanted = [[f"{i}.self_attn.{x}_proj" for x in "qkv"] for i in range(7)]
+    wanted += [[f"{i}.mlp.{x}_proj" for x in ("gate", "up")] for i in range(7)]
+    assert sorted(groups.values()) == sorted(wanted)
+
+
 def test_logits_stay_near(plain, quantized, sample_ids):
     """Not equal, or nothing was rounded; a wrong scale would be off by far more."""
     with torch.no_grad():

@@ -24,8 +24,10 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import Engine
 from toolkit.infer.kv_memory import MemorySettings
+from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
+from toolkit.weights import sha256_file
 
 FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other
 
@@ -37,7 +39,8 @@ DEFINITIONS = {
     "tokens_per_s": "tokens of the decode phase / its seconds; reading the prompt and the first token are in neither",
     "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the ratio of plain's decode time to this one's",
     "speedup_with_prefill": "the same with prefill and first tokens counted on both sides",
-    "tokens_equal": "every answer equals plain decoding's, or first parts from it at a near-tie",
+    "tokens_equal": "every answer equals plain decoding's, or first parts from it at a near-tie; null: not compared",
+    "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the law is plain's",
     "near_ties": NOISE_RULE,
 }
 
@@ -55,6 +58,8 @@ def measure_acceptance(
     batch: int = 1,
     warmup: int = 1,
     check_tokens: bool = True,
+    verify: str = "follow",
+    token_map: Path | None = None,
     torch_compile: bool = False,
     command: str | None = None,
     prompts_from: str = BUILTIN,
@@ -67,10 +72,16 @@ def measure_acceptance(
 
     Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
     tasks. `keep` names a file for finished prompts, from which a killed measurement goes on. `on_progress(done, total)`
-    counts answers. torch_compile: plain and drafted, both with the target's layers compiled.
-    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`.
+    counts answers. torch_compile: plain and drafted, both with the target's layers compiled. verify: how drafts are
+    accepted at a temperature above 0 (Engine); where that is not "follow" tokens are no plain decoding's, and are not
+    compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`,
+    and for a verifier that does not go with draft or shapes `EngineError`, `DraftShapeError`.
     """
     _check_settings(shapes, batch, warmup)
+    for shape in shapes:
+        choose_verifier(verify, draft, shape)
+    check_tokens = check_tokens and (verify == "follow" or temperature == 0)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
     if not chosen:
@@ -78,8 +89,8 @@ def measure_acceptance(
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
+        **_settings(chosen, shapes, token_map),
         "prompts": prompts_from,
-        "tasks": _tasks(chosen),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
@@ -87,13 +98,14 @@ def measure_acceptance(
         "batch": batch,
         "warmup": warmup,
         "check_tokens": check_tokens,
+        "verify": verify,
         "torch_compile": torch_compile,
-        "shapes": [shape.as_text() for shape in shapes],
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
-    speculative = Engine(target, draft, shapes[0], max_batch=batch, memory=FORGETFUL, torch_compile=torch_compile)
+    options: Any = {"max_batch": batch, "memory": FORGETFUL, "torch_compile": torch_compile}
+    speculative = Engine(target, draft, shapes[0], verify=verify, **options)
     # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
-    plain = Engine(target, max_batch=batch, memory=FORGETFUL, torch_compile=torch_compile)
+    plain = Engine(target, **options)
     modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     sampling = Sampling(max_tokens, temperature, seed)
     try:
@@ -107,7 +119,7 @@ def measure_acceptance(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(rounds, shapes, target, temperature, method=draft.kind, check_tokens=check_tokens),
+        **tabulate(rounds, shapes, target, temperature, method=draft.kind, check_tokens=check_tokens, verify=verify),
         target=_describe_target(target),
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
@@ -151,8 +163,12 @@ def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> No
         raise BenchError(f"warmup is {warmup}; 0 or more prompts are needed")
 
 
-def _tasks(prompts: Sequence[Prompt]) -> list[str]:
-    return list(dict.fromkeys(prompt.task for prompt in prompts))
+def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: Path | None) -> dict[str, Any]:
+    return {
+        "tasks": list(dict.fromkeys(prompt.task for prompt in prompts)),
+        "shapes": [shape.as_text() for shape in shapes],
+        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
+    }
 
 
 def _describe_target(target: Target) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def tabulate(
     shapes: Sequence[DraftShape],
     target: Target,
     temperature: float,
-    *,
     method: str = "eagle3",
     check_tokens: bool = True,
+    verify: str = "follow",
 ) -> dict[str, Any]:
     """Rows, the answers one by one, and every divergence, of finished rounds."""
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
@@ -47,7 +47,7 @@ def tabulate(
         ]
         tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
         for task in (ALL, *tasks):
-            row = {"method": method, **_shape_keys(shape), "temperature": temperature, "task": task}
+            row = {"method": method, **_shape_keys(shape), "temperature": temperature, "verify": verify, "task": task}
             rows.append({**row, **_row(rounds, shape, task, judged if check_tokens else None)})
     return {"rows": rows, "answers": answers, "divergences": divergences}
 

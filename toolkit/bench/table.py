@@ -41,11 +41,12 @@ def header_line(record: dict[str, Any]) -> str:
     steps = " / ".join(f"{row['verify_steps']}" for row in rows)
     target = record.get("target") or {}
     weights = f"{target['quantization']} weights, " if target.get("quantization") else ""
+    how = "" if settings.get("verify", "follow") == "follow" else f"verify {settings['verify']}, "
     return (
         f"{target.get('name', 'target')} ({weights}{target.get('dtype', 'dtype not recorded')}), "
         f"{prompts_phrase(record)}, "
         f"{rows[0]['answers']} answers of at most {settings['max_tokens']} tokens; "
-        f"temperature {settings['temperature']:g}, batch {settings['batch']}, verify steps {steps}"
+        f"temperature {settings['temperature']:g}, {how}batch {settings['batch']}, verify steps {steps}"
     )
 
 

@@ -68,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto; float32 makes the comparison exact"
     )
+    group.add_argument(
+        "--verify",
+        choices=("follow", "rejection", "block"),
+        help="how drafts are accepted at a temperature above 0 (default: follow, as `toolkit serve --help` says); the "
+        "tokens of the others are not compared with plain decoding's",
+    )
     add_quantization_argument(group)
     add_compile_argument(group)
     group.add_argument(
@@ -93,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "batch",
         "no_check",
         "dtype",
+        "verify",
         "quantization",
         "torch_compile",
         "out",
@@ -118,13 +125,17 @@ def _measure_any(args: argparse.Namespace) -> int:
     from toolkit.bench.table import print_acceptance
     from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft, pack
     from toolkit.infer.open_engine import quantization_of, target_of
+    from toolkit.infer.sampling.choose_verifier import choose_verifier
     from toolkit.target.load import load_target
 
     # What is small first: a mistake in it is found before the target is loaded.
-    prompts_and_shapes(wanted)
+    shapes = prompts_and_shapes(wanted)[1]
     draft = open_draft(args.draft, args.target)
     if args.token_map is not None:
         check_token_map_goes_with(draft, args.token_map)
+    verify = args.verify or "follow"
+    for shape in shapes:
+        choose_verifier(verify, draft, shape)
     name, revision = (args.target, None) if args.target else target_of(draft)
     target = load_target(
         name,
@@ -143,6 +154,8 @@ def _measure_any(args: argparse.Namespace) -> int:
         seed=args.seed or 0,
         batch=1 if args.batch is None else args.batch,
         check_tokens=not args.no_check,
+        verify=verify,
+        token_map=None if args.token_map is None else Path(args.token_map),
         torch_compile=bool(args.torch_compile),
     )
     print_acceptance(record)

@@ -240,7 +240,7 @@ class Engine:
         # Nodes past the context are never committed; clamping only keeps learned position tables in range.
         hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)
         choices = self._choose(hidden, positions + 1, tree)
-        found = walk(tree, choices.tokens)
+        found = walk(tree, choices.tokens, choices.along)
         self.drafter.observe(self._running, found)
         if not tree.is_chain:
             self._compact(found, lengths)
@@ -268,8 +268,9 @@ class Engine:
     def _keep(self, row: int, request: Request) -> None:
         """Let what a row has read be found again."""
         if request.ready:
-            read = min(request.length - 1, self.drafter.positions_read(row, request))
-            self._memory.keep(row, request.prompt_ids + request.output_ids, read)
+            drafted = self.drafter.positions_read(row, request)
+            read = min(request.length - 1, drafted or request.length)
+            self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)
 
     def _change_rows(self, change: Callable[[], list[Move]]) -> None:
         """Let the scheduler take rows away; the drafter and the sampler follow."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +11,10 @@ from toolkit.infer.attention.kv_cache import KVShape
 from toolkit.infer.attention.page_pool import PAGE_SIZE, PagePool
 from toolkit.infer.errors import EngineError
 from toolkit.infer.prefix_cache import PrefixCache
+from toolkit.memory import usable_memory
 
 ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
-CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of the machine's memory, or the GPU's free one, for the target's cache
+CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of usable memory, or the GPU's free one, for the target's cache
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class MemorySettings:
 
     max_total_tokens: tokens that running requests and kept prefixes hold together; where they do not suffice, prefixes
     go first, then the youngest requests wait and are read again. None: whole contexts for all rows, at most an eighth
-    of the machine's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache: what a prompt shares with
-    an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of running answers.
+    of the machine's or the container's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache: what a
+    prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of
+    running answers.
     scattered_pages: the layout of page_pool.py; None: on a GPU.
     """
 
@@ -45,7 +46,7 @@ class MemorySettings:
         if shape.device.type == "cuda":
             share = torch.cuda.mem_get_info(shape.device)[0] * GPU_SHARE
         else:
-            share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE
+            share = usable_memory() * CPU_SHARE
         one = max_context + ROOM
         return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
 
@@ -76,16 +77,17 @@ class KVMemory:
                 "max_context"
             )
 
-    def admit(self, row: int, tokens: Sequence[int], reserve: int) -> int | None:
+    def admit(self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True) -> int | None:
         """Give the empty row pages for `tokens` and a step behind them, starting with what is known of them.
 
+        drafted: by target and drafter; else the target's part will do.
         Returns how many tokens need not be read again, None when there is no room: `reserve` pages must stay free for
         requests that run. At least one token is left to read, and those that the drafter has to see with it.
         """
         size = self.pool.page_size
         found: list[int] = []
         if self._prefixes is not None:
-            found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size)
+            found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, drafted)
         if self._start(row, found, len(tokens), reserve):
             return len(found) * size
         # Where pages are copied, what was found stands in its own way.
@@ -108,10 +110,10 @@ class KVMemory:
         missing = self.pool.missing(row, length + self.slack)
         return self._free(missing) and self.pool.grow(row, length + self.slack)
 
-    def keep(self, row: int, tokens: Sequence[int], positions: int) -> None:
-        """Keep the row's first `positions` positions to be found again; all its caches hold them."""
+    def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
+        """Keep the row's first `positions` positions to be found again; all its caches hold them, or the target's."""
         if self._prefixes is not None:
-            self._prefixes.keep(tokens, row, positions)
+            self._prefixes.keep(tokens, row, positions, drafted)
 
     def release(self, row: int) -> None:
         self.pool.release(row)

@@ -8,6 +8,9 @@ before it; with pages of 4 and a lookahead of 1:
     page 0   t0 t1 t2 t3   t4
     page 1                 t4 t5 t6 t7   t8
 
+A request that nothing is drafted for leaves pages that hold the target's part alone. These are known by their own
+tokens and are found by its like only; they may stand on whole pages, never the other way round.
+
 Tokens are compared, not hashes. Least recently used pages go first; a page goes before the one it stands on.
 """
 
@@ -19,13 +22,15 @@ from dataclasses import dataclass, field
 
 from toolkit.infer.attention.page_pool import PagePool
 
+_Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's part too, and the tokens it is known by
+
 
 @dataclass(eq=False)
 class _Node:
     page: int
-    above: dict[tuple[int, ...], _Node]  # where this node is filed
-    key: tuple[int, ...]
-    below: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    above: dict[_Key, _Node]  # where this node is filed
+    key: _Key
+    below: dict[_Key, _Node] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -33,7 +38,7 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, lookahead: int) -> None:
         self._pool, self._lookahead = pool, lookahead
-        self._roots: dict[tuple[int, ...], _Node] = {}
+        self._roots: dict[_Key, _Node] = {}
         self._recency: OrderedDict[_Node, None] = OrderedDict()  # the least recent first, always a leaf
 
     @property
@@ -41,26 +46,30 @@ class PrefixCache:
         """All pages it holds."""
         return [node.page for node in self._recency]
 
-    def find(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Pages that hold the first positions of `tokens`, `most` pages at most; they become the most recent."""
-        path = self._path(tokens, most)
+    def find(self, tokens: Sequence[int], most: int, drafted: bool = True) -> list[int]:
+        """Pages that hold the first positions of `tokens`, `most` pages at most; they become the most recent.
+
+        drafted: the drafter's part is needed too.
+        """
+        path = self._path(tokens, most, drafted)
         self._touch(path)
         return [node.page for node in path]
 
-    def keep(self, tokens: Sequence[int], row: int, positions: int) -> None:
+    def keep(self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True) -> None:
         """Keep what the row's pages hold of its first `positions` positions, as far as there is room.
 
-        Only whole pages whose successors are known are kept. `tokens`: the row's text.
+        Only whole pages whose successors are known are kept. `tokens`: the row's text. drafted: the drafter's part is
+        right too.
         """
-        complete = min(positions, len(tokens) - self._lookahead) // self._pool.page_size
-        path = self._path(tokens, complete)
+        complete = min(positions, len(tokens) - (self._lookahead if drafted else 0)) // self._pool.page_size
+        path = self._path(tokens, complete, drafted)
         missing = complete - len(path)
         for node in path:
             del self._recency[node]  # not to be evicted for its own continuation
         if self._pool.homes:  # elsewhere sharing takes no page
             self.evict(missing)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
-            key = self._key(tokens, number)
+            key = self._key(tokens, number, drafted)
             above = path[-1].below if path else self._roots
             node = above[key] = _Node(page, above, key)
             path.append(node)
@@ -94,18 +103,27 @@ class PrefixCache:
                 found.append(node)
         return found
 
-    def _path(self, tokens: Sequence[int], most: int) -> list[_Node]:
-        path: list[_Node] = []
+    def _path(self, tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
+        """The longest one: whole pages, and unless `drafted`, behind as many of them as may be, the target's alone."""
+        whole = self._follow([], tokens, most, drafted=True)
+        if drafted or len(whole) >= most:
+            return whole
+        branches = (self._follow(whole[:length], tokens, most, drafted=False) for length in range(len(whole), -1, -1))
+        return max(branches, key=len)  # the first of the longest: of as many whole pages as there are
+
+    def _follow(self, path: list[_Node], tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
+        """`path` and all known pages of that kind behind it."""
         while len(path) < most:
-            node = (path[-1].below if path else self._roots).get(self._key(tokens, len(path)))
+            node = (path[-1].below if path else self._roots).get(self._key(tokens, len(path), drafted))
             if node is None:
                 break
             path.append(node)
         return path
 
-    def _key(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
+    def _key(self, tokens: Sequence[int], number: int, drafted: bool) -> _Key:
         size = self._pool.page_size
-        return tuple(tokens[number * size : (number + 1) * size + self._lookahead])
+        behind = self._lookahead if drafted else 0
+        return drafted, tuple(tokens[number * size : (number + 1) * size + behind])
 
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):  # what a page stands on is always more recent than the page

@@ -99,10 +99,11 @@ class PromptReader:
         roots = root_only(input_ids[rows, ends])
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
-        for request, token in zip(requests, first.tokens[:, 0].tolist(), strict=True):
-            request.append_run([token], 0)
+        found = walk(roots, first.tokens, first.along)
+        for request, tokens in zip(requests, found.path_tokens, strict=True):
+            request.append_run(tokens, 0)
         if first.logprobs is not None:
-            first.logprobs.record(requests, walk(roots, first.tokens))
+            first.logprobs.record(requests, found)
 
 
 def chunk_of(unread: int, most: int, lookahead: int) -> int:

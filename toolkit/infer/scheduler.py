@@ -55,7 +55,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give the next row's pages to a request. A page more for everyone who runs is left over."""
-        known = self.memory.admit(len(self.running), request.context_ids, reserve=len(self.running))
+        row = len(self.running)
+        known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
         if known is None:
             return False
         request.n_read, request.ready = known, False

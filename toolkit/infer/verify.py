@@ -10,7 +10,7 @@ carries the chosen token until there is none. The tokens chosen on the way are e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ class Walk:
 
     On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
     ranks: which child of its parent each accepted node was, from 0, in the order in which the drafter prefers them.
-    offered: drafted nodes. depth_offered: depth of the deepest one.
+    offered: drafted nodes. depth_offered: depth of the deepest one. also: what was to be read along with these.
     """
 
     path: Tensor
@@ -39,16 +39,21 @@ class Walk:
     ranks: list[list[int]]
     offered: list[int]
     depth_offered: list[int]
+    also: list[int]
 
 
-def walk(tree: DraftTree, choices: Tensor) -> Walk:
-    """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once."""
+def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | None = None) -> Walk:
+    """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once.
+
+    along: from `path` to whatever else the host will need, int64 [.], which is read with it.
+    """
     nodes, longest = tree.nodes, tree.deepest + 1
     if nodes == 1:
         zeros = [0] * len(choices)
+        path = torch.zeros_like(choices)
+        written, also = _read(choices, None if along is None else along(path))
         return Walk(
-            torch.zeros_like(choices), choices, zeros, [[0] for _ in zeros], choices.tolist(), [[] for _ in zeros],
-            zeros, zeros,
+            path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
         )  # fmt: skip
     hit = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
     hit &= tree.valid
@@ -61,15 +66,24 @@ def walk(tree: DraftTree, choices: Tensor) -> Walk:
     tokens = choices.gather(1, path)
     ranks = _sibling_ranks(tree).gather(1, path)
     numbers = torch.stack((on_path.sum(dim=1) - 1, tree.offered, tree.depth_offered), dim=1)
-    rows = torch.cat((numbers, path, tokens, ranks), dim=1).tolist()
+    rows, also = _read(torch.cat((numbers, path, tokens, ranks), dim=1), None if along is None else along(path))
     accepted = [row[0] for row in rows]
     of_path, of_tokens, of_ranks = (
         [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
     return Walk(
         path, tokens, accepted, of_path, of_tokens, [row[1:] for row in of_ranks],
-        [row[1] for row in rows], [row[2] for row in rows],
+        [row[1] for row in rows], [row[2] for row in rows], also,
     )  # fmt: skip
+
+
+def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """rows [B, C] by row, and `also` [.] behind them: one copy to the host."""
+    if also is None:
+        return rows.tolist(), []
+    count, width = rows.shape
+    flat = torch.cat((rows.flatten(), also)).tolist()
+    return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
 
 
 def _sibling_ranks(tree: DraftTree) -> Tensor:

@@ -10,6 +10,8 @@ Shapes: M rows, K input features, N output features, P planes.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +22,41 @@ LARGEST = 127
 # products. It reads beyond the row when K is no multiple of 16.
 DIRECT_PRODUCTS = 4_000_000
 DIRECT_MULTIPLE = 16
+LEAST_SHARED = 8  # rows from which on layers share the planes of one input; fewer cost less than asking for them
 SMALLEST = 1e-30
 # Sums of a tile of outputs, 2 MB of them, stay in the cache until they are put together.
 TILE_SUMS, LEAST_TILE = 2**19, 256
 # A sum of K products of two int8 numbers must fit 31 bits.
 MOST_INPUTS = 2**31 // 128**2 - 1
+
+
+class SharedInput:
+    """Of layers that read the same input one after the other, as q, k and v do: its planes are made once.
+
+    An input is known by its identity, until every layer has read it, or one of them reads again.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self._readers = readers
+        self._inputs: weakref.ref[Tensor] | None = None
+        self._planes: tuple[Tensor, Tensor] | None = None
+        self._read: set[int] = set()
+
+    def holds(self, inputs: Tensor, reader: nn.Module) -> bool:
+        """Whether another layer has made the planes that this one needs."""
+        return self._inputs is not None and self._inputs() is inputs and id(reader) not in self._read
+
+    def planes(self, inputs: Tensor, reader: nn.Module) -> tuple[Tensor, Tensor]:
+        """`split_planes` of inputs [..., K] as rows."""
+        if not self.holds(inputs, reader):
+            self._inputs, self._read = weakref.ref(inputs), set()
+            self._planes = split_planes(inputs.reshape(-1, inputs.shape[-1]), PLANES[inputs.dtype])
+        planes = self._planes
+        assert planes is not None, "an input is known without its planes"
+        self._read.add(id(reader))
+        if len(self._read) == self._readers:  # of a long prompt they are megabytes
+            self._inputs = self._planes = None
+        return planes
 
 
 class Int8Linear(nn.Module):
@@ -51,6 +83,7 @@ class Int8Linear(nn.Module):
         rounded = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         self.register_buffer("qweight", rounded.to(torch.int8), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
+        self.shared: SharedInput | None = None  # of layers beside it with the same input
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     @property
@@ -60,10 +93,15 @@ class Int8Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the inputs' dtype."""
-        rows = inputs.reshape(-1, self.in_features)
-        # Traced, it is one operator: which kernel is used depends on the number of rows.
-        product = torch.ops.toolkit.int8_product if torch.compiler.is_exporting() else int8_product
-        out = product(rows, self.qweight, self.scale)
+        rows, shared = inputs.reshape(-1, self.in_features), self.shared
+        if torch.compiler.is_exporting():  # one operator: which kernel is used depends on the number of rows
+            out = torch.ops.toolkit.int8_product(rows, self.qweight, self.scale)
+        elif shared is None or rows.shape[0] < LEAST_SHARED:
+            out = int8_product(rows, self.qweight, self.scale)
+        elif takes_direct(rows, self.qweight, self.scale) and not shared.holds(inputs, self):
+            out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)
+        else:
+            out = integer_product(rows, self.qweight, self.scale, shared.planes(inputs, self))
         if self.bias is not None:
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
@@ -72,14 +110,18 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def int8_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
-    """rows @ (qweight * scale).T as `integer_product`, by whichever kernel is faster for that many rows."""
-    direct = (
+def takes_direct(rows: Tensor, qweight: Tensor, scale: Tensor) -> bool:
+    """Whether PyTorch's own kernel is the faster one."""
+    return (
         rows.dtype == scale.dtype == torch.bfloat16
         and rows.shape[0] * qweight.numel() <= DIRECT_PRODUCTS
         and rows.shape[1] % DIRECT_MULTIPLE == 0
     )
-    if direct:
+
+
+def int8_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
+    """rows @ (qweight * scale).T as `integer_product`, by whichever kernel is faster for that many rows."""
+    if takes_direct(rows, qweight, scale):
         return torch._weight_int8pack_mm(rows.contiguous(), qweight, scale)
     return integer_product(rows, qweight, scale)
 
@@ -92,11 +134,11 @@ torch.library.register_fake(
 )
 
 
-def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor) -> Tensor:
+def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor, made: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """rows @ (qweight * scale).T [M, N], in the rows' dtype: rows [M, K] of a dtype of `PLANES`, qweight [N, K] int8,
-    scale [N]."""
+    scale [N]. made: the rows' planes, where they are there already."""
     count, outputs, planes = rows.shape[0], qweight.shape[0], PLANES[rows.dtype]
-    digits, step = split_planes(rows, planes)
+    digits, step = split_planes(rows, planes) if made is None else made
     tile = max(TILE_SUMS // max(1, planes * count), LEAST_TILE)
     parts = []
     for start in range(0, outputs, tile):

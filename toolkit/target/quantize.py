@@ -11,12 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.target.errors import TargetError
-from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product
+from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, SharedInput, integer_product
 from toolkit.target.packed_linear import PackedLinear
 
 QUANTIZATIONS = ("int8",)
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
 LEAST_SHARE = 0.5
+# Layers of one module that its forward gives the same tensor, one after the other.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
@@ -48,6 +50,18 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")
         setattr(model.get_submodule(parent), own, Int8Linear(module))
+    for parent_module in model.modules():
+        _share_inputs(parent_module)
+
+
+def _share_inputs(parent: nn.Module) -> None:
+    for names in SAME_INPUT:
+        found = [getattr(parent, name, None) for name in names]
+        layers = [layer for layer in found if isinstance(layer, Int8Linear)]
+        if len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
+            shared = SharedInput(len(layers))
+            for layer in layers:
+                layer.shared = shared
 
 
 def weight_bits(model: PreTrainedModel) -> float:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import UnsupportedTargetError
 from toolkit.infer.kv_memory import MemorySettings
@@ -168,22 +169,25 @@ def test_head_on_family_is_exact(family, small_target, reference):
 @pytest.mark.parametrize("scattered", [False, True], ids=["homes", "scattered"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_exact_with_little_memory(family, scattered, small_target, reference):
-    """Prompts that begin alike, read in chunks of 7 and from kept pages, five at once where three have room."""
+    """Prompts that begin alike, read in chunks of 7 and from kept pages, five at once where three have room; a tree
+    and a chain of a head, and n-gram lookup."""
     target = build(family, FAMILIES[family], small_target.tokenizer)
     generator = torch.Generator().manual_seed(1)
     stem = torch.randint(3, VOCABULARY, (35,), generator=generator).tolist()
     prompts = [stem + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 5, 1, 9, 7)]
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     memory = MemorySettings(464, chunked_prefill_size=7, scattered_pages=scattered)
-    engine = Engine(target, build_head(target), DraftShape.parse("3,4,14"), max_batch=5, max_context=128, memory=memory)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
-    while engine.has_work():
-        engine.step()
-        engine.check_integrity()
-    engine.close()
-    assert [request.output_ids for request in requests] == wanted
-    assert sum(request.cached_tokens for request in requests) >= 2 * 32
-    assert sum(request.preemptions for request in requests) > 0
+    other = (NgramLookup(), "3,1,4") if scattered else (build_head(target), "3,1,4")  # each once is enough
+    for draft, shape in ((build_head(target), "3,4,14"), other):
+        engine = Engine(target, draft, DraftShape.parse(shape), max_batch=5, max_context=128, memory=memory)
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
+        while engine.has_work():
+            engine.step()
+            engine.check_integrity()
+        engine.close()
+        assert [request.output_ids for request in requests] == wanted
+        assert sum(request.cached_tokens for request in requests) >= 2 * 32
+        assert sum(request.preemptions for request in requests) > 0
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.infer.sampling.token_law import RowLaws, draw, draw_from, law
+from toolkit.infer.sampling.token_law import RowLaws, draw_from, weights_left, widths_for
 
 
 def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -23,11 +23,21 @@ def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> to
     return law / law.sum()
 
 
+def columns(settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top_k, top_p, min_p = zip(*settings, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float32)
+
+
 def drawn_with(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, u: torch.Tensor) -> torch.Tensor:
-    """`draw` with one setting for all rows."""
-    rows = len(logits)
-    floor = torch.full((rows,), min_p)
-    return draw(logits, torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64), floor, u)
+    """Draws with one setting for all rows. A GPU looks at as many tokens, and finds the same ones left."""
+    rows, size = logits.shape
+    settings = columns([(top_k, top_p, min_p)] * rows)
+    lazy, at_once = (
+        weights_left(logits, *settings, widths_for(size, top_k, top_p < 1 and not top_k, torch.device(name)))
+        for name in ("cpu", "cuda")
+    )
+    assert torch.equal(lazy, at_once)
+    return draw_from(lazy, u)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +85,29 @@ def test_law_equals_brute_force():
     """The verifiers' p and q: written out, every setting must give the law that `draw` draws from."""
     logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(3)) * 2
     settings = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (300, 0.99, 0.0), (0, 1.0, 0.2), (0, 0.999, 0.05)]
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
-    got = law(logits, top_k, top_p.double(), min_p)
+    got = weights_left(logits, *columns(settings), widths_for(1500, 300, True, torch.device("cpu")))
+    got = got / got.sum(dim=-1, keepdim=True)
     for row, setting in enumerate(settings):
         wanted = filtered(logits[row], *setting)
         assert torch.equal(got[row] > 0, wanted.float() > 0)
         assert torch.allclose(got[row].double(), wanted, atol=1e-6)
     assert torch.allclose(got.sum(dim=-1), torch.ones(6), atol=1e-5)
+
+
+def test_a_rows_draw_does_not_depend_on_its_neighbours():
+    """Else a seed's text would depend on what else runs: rows that cut nothing, and rows that need a wider look."""
+    logits = torch.randn(4, 1, 3000, generator=torch.Generator().manual_seed(5))
+    logits[2] *= 6
+    params = [SamplingParams(temperature=1.0, seed=i, **more) for i, more in enumerate(
+        ({}, {"top_p": 0.9}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.5, "min_p": 0.01})
+    )]  # fmt: skip
+    positions = torch.arange(7, 11)[:, None]
+    together = RowLaws(params, torch.device("cpu"))
+    for row, one in enumerate(params):
+        alone = RowLaws([one], torch.device("cpu"))
+        here = slice(row, row + 1)
+        assert torch.equal(alone.written_out(logits[here]) > 0, (together.written_out(logits) > 0)[here])
+        assert torch.equal(alone.draw(logits[here], positions[here]), together.draw(logits, positions)[here])
 
 
 def test_every_request_has_its_own_law():

@@ -20,7 +20,7 @@ from torch import Tensor
 from toolkit.infer.draft_tree import Proposal, chain_tree
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.sampling.seeded_uniform import Stream
-from toolkit.infer.sampling.token_law import RowLaws, draw_from, law
+from toolkit.infer.sampling.token_law import RowLaws, draw_from
 from toolkit.infer.sampling.verifiers import BLOCK, REJECTION, DrawnChains, Verifier, block, by, rejection
 from toolkit.infer.verify import walk
 
@@ -46,14 +46,7 @@ class Tables:
 
 def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law of logits [..., V] under the settings of `params`."""
-    flat = logits.flatten(0, -2)
-    rows = len(flat)
-    filters = (
-        torch.full((rows,), params.top_k),
-        torch.full((rows,), params.top_p, dtype=torch.float64),
-        torch.full((rows,), params.min_p),
-    )
-    return law(flat / params.temperature, *filters).view(logits.shape)
+    return RowLaws([params], logits.device).written_out(logits.flatten(0, -2)[None]).view(logits.shape)
 
 
 @cache

@@ -98,7 +98,9 @@ class AutoregressiveDrafter:
         if whole:
             pending.hold(first_row + rows, 1)
             pending.counts[first_row:] = [1] * rows
-            self._read[first_row:] = [max(0, len(one.context_ids) - stages) if drafted else 0 for one in requests]
+            # A row that nothing is drafted for may stand on pages that the head has never read.
+            read = [max(0, len(one.context_ids) - stages) if self._drafts(one) else 0 for one in requests]
+            self._read[first_row:] = read
         if not drafted:
             return
         features = self._head.features().to(self._dtype)

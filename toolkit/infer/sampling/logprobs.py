@@ -7,8 +7,10 @@ Shapes: B rows of the batch, R of them asked, N nodes, n of them looked at here,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -42,14 +44,33 @@ class NodeLogprobs:
         )
         return cls(parts[0].rows, chosen, top, ids)
 
-    def record(self, requests: Sequence[Request], found: Walk) -> None:
-        """Give every asking request the entries of its newest tokens, those on the path that it really got."""
-        path = found.path[list(self.rows)]
+    def along(self, path: Tensor) -> Tensor:
+        """What the host needs of the nodes on `path` [B, A], as int64 [.], for `verify.walk` to read with the rest."""
+        path = path[list(self.rows)]
         wide = path[:, :, None].expand(-1, -1, self.top.shape[2])
-        chosen, top, ids = self.chosen.gather(1, path), self.top.gather(1, wide), self.ids.gather(1, wide)
-        for row, *kept in zip(self.rows, chosen.tolist(), top.tolist(), ids.tolist(), strict=True):
+        chosen, top, ids = self.chosen.gather(1, path)[:, :, None], self.top.gather(1, wide), self.ids.gather(1, wide)
+        bits = torch.cat((chosen, top), dim=2).contiguous().view(torch.int32).long()  # as they are, not rounded
+        return torch.cat((bits, ids), dim=2).flatten()
+
+    def record(self, requests: Sequence[Request], found: Walk) -> None:
+        """Give every asking request the entries of its newest tokens, those on the path that it really got.
+
+        found: walked with `along`.
+        """
+        most, nodes = self.top.shape[2], found.path.shape[1]
+        read = iter(_nodes_of(found.also, most))
+        for row in self.rows:
             request = requests[row]
-            new, most = request.output_ids[len(request.logprobs) :], request.params.logprobs
-            for token, logprob, values, tokens in zip(new, *kept, strict=False):
-                best = tuple(zip(tokens[:most], values[:most], strict=True))
-                request.logprobs.append(TokenLogprob(token, logprob, best))
+            new, wanted = request.output_ids[len(request.logprobs) :], request.params.logprobs
+            entries = list(islice(read, nodes))  # of the whole path, of which the request may have got a part
+            for token, (chosen, values, ids) in zip(new, entries, strict=False):
+                best = tuple(zip(ids[:wanted], values[:wanted], strict=True))
+                request.logprobs.append(TokenLogprob(token, chosen, best))
+
+
+def _nodes_of(read: Sequence[int], most: int) -> Iterator[tuple[float, list[float], list[int]]]:
+    """Of each node: log-probability of the token chosen, of the `most` best ones, and these."""
+    for start in range(0, len(read), 1 + 2 * most):
+        middle = start + 1 + most
+        chosen, *values = memoryview(array("i", read[start:middle])).cast("B").cast("f")
+        yield chosen, values, list(read[middle : middle + most])

@@ -9,7 +9,7 @@ Shapes: B rows, N nodes a row, n of them looked at here, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,11 @@ class Choices:
 
     tokens: Tensor
     logprobs: NodeLogprobs | None
+
+    @property
+    def along(self) -> Callable[[Tensor], Tensor] | None:
+        """For `verify.walk`: what else it is to read."""
+        return None if self.logprobs is None else self.logprobs.along
 
     @classmethod
     def joined(cls, parts: Sequence[Choices]) -> Choices:

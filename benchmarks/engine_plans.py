@@ -1,0 +1,172 @@
+"""Which engines benchmarks/engine_cpu.py starts, by its arguments, and why others have no row.
+
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target's weights in a byte (--quantization):
+
+    plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_folders import eagle_target, exported
+from engine_rows import REFERENCE
+
+from toolkit.bench.side_by_side import BenchError
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.errors import is_for_users
+from toolkit.infer.draft_tree import DraftShape
+
+QUANTISED = f"{REFERENCE}-int8"
+REFERENCES: dict[str, str | None] = {REFERENCE: None, QUANTISED: "int8"}  # plain row -> quantisation of its target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine to start. settings: the worker's, beside those that all share.
+
+    equals: the row of REFERENCES with the same weights, whose tokens it has to write; None: weights of its own. over:
+    our plain row of the same settings.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    shape: str | None = None
+    python: str | None = None
+    equals: str | None = REFERENCE
+    over: str = REFERENCE
+
+
+@dataclass
+class _Plans:
+    """Plans so far, and why others are none of them."""
+
+    plans: list[Plan]
+    absent: dict[str, str]
+
+    def add(self, name: str, settings: Mapping[str, Any], **more: Any) -> None:
+        self.plans.append(Plan(name, settings, **more))
+
+    def prepared(self, name: str, prepare: Callable[[], dict[str, Any]], **more: Any) -> None:
+        """With settings that need files written first."""
+        try:
+            self.add(name, prepare(), **more)
+        except Exception as error:
+            if not is_for_users(error):
+                raise
+            self.absent[name] = str(error)
+
+
+def plans_for(
+    args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> tuple[list[Plan], dict[str, str]]:
+    """The engines of these arguments, and why others have no row. Files that they read are written into `folder`.
+
+    Raises BenchError for a name in --only that is no row of these arguments.
+    """
+    found = _Plans([], {})
+    _add_ours(found, args, head)
+    found.add("hf-generate", {"engine": "hugging-face"})
+    found.add("hf-prompt-lookup", {"engine": "hugging-face", "lookup": args.lookup})
+    if args.quantization is not None:
+        found.add("hf-generate-int8", {"engine": "hugging-face", "quantization": "int8"}, equals=QUANTISED)
+    _add_vllm(found, args, head, shared, folder)
+    _add_eagle(found, args, head, shared, folder)
+    if args.gguf is None:
+        found.absent["llama.cpp"] = "no --gguf was given"
+    else:
+        # Other weights, and other arithmetic even for the same GGUF: its tokens are its own.
+        gguf = {"engine": "llama.cpp", "gguf": str(args.gguf.resolve())}
+        found.add("llama.cpp", gguf, python=args.llama_python, equals=None)
+    if args.only:
+        found.absent["all others"] = f"--only {' '.join(args.only)}"
+    return _only(found.plans, args.only), found.absent
+
+
+def _add_ours(found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None) -> None:
+    chain, tree, lookup = DraftShape.chain(args.chain), DraftShape.parse(args.tree), DraftShape.chain(args.lookup)
+    kinds: list[tuple[str, str | None]] = [("chain", chain.as_text()), ("tree", tree.as_text()), ("adaptive", None)]
+    if head is None:
+        found.absent["ours with a head"] = "no --draft was given"
+    for what, option, given in (
+        ("-compiled", "--torch-compile", args.torch_compile), ("-int8", "--quantization int8", args.quantization)
+    ):  # fmt: skip
+        if not given:
+            found.absent[f"{REFERENCE}{what} and others {what}"] = f"no {option} was given"
+    for quantization in dict.fromkeys((None, args.quantization)):
+        for compiled in sorted({False, args.torch_compile}):
+            suffix = ("" if quantization is None else "-int8") + ("-compiled" if compiled else "")
+            settings = {"engine": "ours", "quantization": quantization, "torch_compile": compiled}
+            equals, over = REFERENCE if quantization is None else QUANTISED, REFERENCE + suffix
+            found.add(over, settings, equals=equals, over=over)
+            for kind, shape in kinds if head is not None else ():
+                drafting = {**settings, "draft": str(args.draft), "shape": shape}
+                found.add(f"ours-{head.kind}-{kind}{suffix}", drafting, shape=shape, equals=equals, over=over)
+            if not suffix:
+                drafting = {**settings, "draft": "ngram", "shape": lookup.as_text()}
+                found.add("ours-ngram", drafting, shape=lookup.as_text())
+
+
+def _add_vllm(
+    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> None:
+    names, chain = ("vllm-cpu", "vllm-cpu-eagle3"), DraftShape.chain(args.chain)
+    if args.vllm_python is None:
+        found.absent |= dict.fromkeys(names, "no --vllm-python was given")
+        return
+    found.add(names[0], {"engine": "vllm"}, python=args.vllm_python)
+    if head is None or head.kind != "eagle3":
+        found.absent[names[1]] = _no_head(head, "eagle3")
+        return
+
+    def prepare() -> dict[str, Any]:
+        draft = exported(head, "vllm", folder / "vllm-head", shared["target"], shared["revision"], chain)
+        return {"engine": "vllm", "draft": draft, "num_steps": args.chain}
+
+    found.prepared(names[1], prepare, shape=chain.as_text(), python=args.vllm_python)
+
+
+def _add_eagle(
+    found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | None, shared: Mapping[str, Any], folder: Path
+) -> None:
+    name, tree = "eagle-own-tree", DraftShape.parse(args.tree)
+    if args.eagle_python is None:
+        found.absent[name] = "no --eagle-python was given"
+        return
+    if head is None or head.kind not in ("eagle3", "eagle2"):
+        found.absent[name] = _no_head(head, "eagle3 or eagle2")
+        return
+
+    def prepare() -> dict[str, Any]:
+        return {
+            "engine": "eagle",
+            "draft": exported(head, "eagle", folder / "eagle-head", shared["target"], shared["revision"], tree),
+            "directory": eagle_target(shared["directory"], folder / "eagle-target"),
+            "eagle3": head.kind == "eagle3",
+            "torch_dtype": args.dtype,
+            "num_steps": tree.num_steps,
+            "top_k": tree.top_k,
+            "num_draft_tokens": tree.num_draft_tokens,
+        }
+
+    found.prepared(name, prepare, shape=tree.as_text(), python=args.eagle_python)
+
+
+def _no_head(head: DraftCheckpoint | None, needed: str) -> str:
+    return "no --draft was given" if head is None else f"it takes a head of kind {needed}; --draft has {head.kind}"
+
+
+def _only(plans: list[Plan], names: list[str] | None) -> list[Plan]:
+    """The plans of those names, with the plain rows that they are compared with."""
+    if not names:
+        return plans
+    unknown = sorted(set(names) - {plan.name for plan in plans})
+    if unknown:
+        raise BenchError(f"--only {' '.join(unknown)}: of these arguments come {', '.join(p.name for p in plans)}")
+    wanted = [plan for plan in plans if plan.name in names]
+    needed = {REFERENCE, *names, *(plan.over for plan in wanted), *(plan.equals for plan in wanted)}
+    return [plan for plan in plans if plan.name in needed]

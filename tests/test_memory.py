@@ -1,0 +1,50 @@
+"""A container's limit counts, wherever in the tree of groups it stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.memory import usable_memory
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "bytes_"),
+    [
+        ("0::/\n", {"memory.max": 512 * MB}, 512 * MB),  # a container with a view of its own
+        ("0::/docker/abc\n", {"memory.max": 512 * MB}, 512 * MB),  # the host's path, which is not there
+        ("0::/user/job\n", {"user/memory.max": 64 * MB, "user/job/memory.max": "max"}, 64 * MB),  # bound from above
+        ("0::/a\n", {"a/memory.max": 64 * MB, "b/memory.max": 8 * MB}, 64 * MB),  # another group's
+        ("9:cpu,cpuacct:/x\n4:memory:/x\n", {"memory/x/memory.limit_in_bytes": 32 * MB, "memory.max": 1}, 32 * MB),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": 2**63 - 4096}, MACHINE),  # version 1's "no limit"
+        ("0::/\n", {"memory.max": "max"}, MACHINE),
+        ("0::/\n", {}, MACHINE),
+        (None, {"memory.max": MB}, MACHINE),
+    ],
+)
+def test_usable_memory(tmp_path: Path, own: str | None, files: dict, bytes_: int) -> None:
+    """Half of the host's memory taken for a cache would get a container of an eighth of it killed."""
+    for name, value in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{value}\n")
+    if own is not None:
+        (tmp_path / "cgroup").write_text(own)
+    assert usable_memory(tmp_path / "groups", tmp_path / "cgroup") == bytes_
+
+
+def test_the_engines_cache_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default size is an eighth of what may be used, not of what the machine has."""
+    import torch
+
+    from toolkit.infer.attention.kv_cache import KVShape
+    from toolkit.infer.kv_memory import MemorySettings
+
+    shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr("toolkit.infer.kv_memory.usable_memory", lambda: 8 * 4096 * shape.bytes_per_token)
+    assert MemorySettings().pool(shape, max_batch=64, max_context=256).capacity == 4096 // 16
