@@ -222,7 +222,7 @@ def oracle() -> type[OracleDrafter]:
 
 def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What Hugging Face's generate writes, stop id included."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=target.device)
     out = target.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

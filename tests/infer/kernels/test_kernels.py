@@ -31,13 +31,17 @@ GROUPS = {
 
 @cache
 def outcomes(what: str, where: str) -> dict[str, Any]:
-    """What kernel_cases.py says, in a process of its own: the interpreter has to be on before kernels are imported."""
+    """What kernel_cases.py says."""
+    return said_by("kernel_cases.py", what, where, interpreted=where == "cpu")
+
+
+def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
+    """What a program beside this file prints; a process of its own, since the interpreter is chosen at import."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    environment.pop("TRITON_INTERPRET", None)
-    if where == "cpu":
-        environment["TRITON_INTERPRET"] = "1"
-    line = [sys.executable, str(Path(__file__).with_name("kernel_cases.py")), what, where]
+    if interpreted and not interpreter_works():
+        pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
+    line = [sys.executable, str(Path(__file__).with_name(program)), *given]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -53,11 +57,21 @@ def interpreter_works() -> bool:
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
-    if not interpreter_works():
-        pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
     found = outcomes("compare", "cpu")[group]
     assert found["wrong"] is None, found["wrong"]
     assert found["count"] == GROUPS[group][0]
+
+
+def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
+    """A plan that hands a kernel another table, length, mask or depth than the reference path uses writes other tokens.
+
+    Windows, soft caps, grouped heads, chunks of prompts, kept pages, a chain and trees, two ragged rows.
+    """
+    found = said_by("engine_on_kernels.py", interpreted=True)
+    assert found["got"] == found["wanted"]
+    assert len({token for answer in found["wanted"] for token in answer}) > 5, "the answers hardly vary"
+    assert found["accepted"] > 1, "nothing was accepted, so nothing was walked or moved"
+    assert set(found["ran"]) == set(GROUPS), "a kernel that never ran was not compared"
 
 
 @pytest.mark.parametrize("group", GROUPS)
