@@ -114,7 +114,7 @@ CAUSAL = [
 ]
 TREES = [
     Attention(4, 1, 64, (0, 5, 37), 1, nodes=1, page_size=4, compiled=True),  # decoding; one row begins with nothing
-    Attention(3, 3, 64, (33, 2), 4, BF16, nodes=4, compiled=True),
+    Attention(3, 3, 64, (33, 2), 4, BF16, nodes=4),
     Attention(2, 8, 128, (20,), 8, BF16, nodes=8, window=2),  # narrower than the tree is deep
     Attention(1, 9, 96, (6, 41), 16, nodes=16, softcap=2.0, page_size=8),
     Attention(1, 2, 256, (23,), 11, nodes=11, window=9, softcap=3.0, sinks=True, compiled=True),

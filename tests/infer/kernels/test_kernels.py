@@ -25,7 +25,7 @@ GROUPS = {
     "follow_choices": (5, 1),
     "rank_candidates": (4, 2),
     "argmax": (4, 1),
-    "top_log_probs": (4, 2),
+    "top_log_probs": (4, 4),
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.attention.page_pool import PagePool
-from toolkit.infer.kernels.paged_reference import write_kv
+from toolkit.infer.kernels.paged_reference import gather_pages, write_kv
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone do not count as memory
 
@@ -150,5 +150,4 @@ class PagedWindow:
         return self._gather(self._cache.keys[layer]), self._gather(self._cache.values[layer])
 
     def _gather(self, store: Tensor) -> Tensor:
-        pages = store.view(-1, self._cache.pool.page_size, *store.shape[1:])[self._table]  # [B, pages, size, Hkv, D]
-        return pages.flatten(1, 2)[:, : self._span]
+        return gather_pages(store, self._table, self._cache.pool.page_size, self._span)

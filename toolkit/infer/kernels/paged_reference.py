@@ -102,12 +102,12 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 def _attend(q: Tensor, pages: Pages, allowed: Tensor, scoring: Scoring) -> Tensor:
     """allowed [B, N, span] bool."""
-    keys, values = (gather_pages(store, pages).transpose(1, 2) for store in (pages.keys, pages.values))
+    where = (pages.table, pages.page_size, pages.span)
+    keys, values = (gather_pages(store, *where).transpose(1, 2) for store in (pages.keys, pages.values))
     mask = additive_mask(allowed, q.shape[1] // keys.shape[1], q.dtype)
     return attend(q, keys, values, mask, scaling=scoring.scaling, softcap=scoring.softcap, sinks=scoring.sinks)
 
 
-def gather_pages(store: Tensor, pages: Pages) -> Tensor:
-    """store [E, Hkv, D] -> [B, span, Hkv, D]: the positions of every row, in order."""
-    taken = store.view(-1, pages.page_size, *store.shape[1:])[pages.table]
-    return taken.flatten(1, 2)[:, : pages.span]
+def gather_pages(store: Tensor, table: Tensor, page_size: int, span: int) -> Tensor:
+    """store [E, Hkv, D], table [B, P] -> [B, span, Hkv, D]: the positions of every row, in order."""
+    return store.view(-1, page_size, *store.shape[1:])[table].flatten(1, 2)[:, :span]
