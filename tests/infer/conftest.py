@@ -16,8 +16,9 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
+from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.server.app import build_app, listen
@@ -221,7 +222,7 @@ def oracle() -> type[OracleDrafter]:
 
 def hf_greedy(target: Target, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What Hugging Face's generate writes, stop id included."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=target.device)
     out = target.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

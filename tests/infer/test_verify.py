@@ -6,7 +6,8 @@ import random
 
 import torch
 
-from toolkit.infer.draft_tree import DraftTree, ancestor_mask, root_only, without_padding
+from toolkit.infer.draft_tree import DraftTree, root_only
+from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.verify import moved_entries, walk
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.kernels.choose import ops_for
+from toolkit.infer.kernels.tree_reference import without_padding
 
 
 @dataclass(frozen=True)
@@ -182,58 +184,8 @@ def rerank(
     nodes: Sequence[int],
     deepest: int,
 ) -> DraftTree:
-    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates row b keeps the nodes[b] - 1 of the highest score.
-
-    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
-    levels [C] from 1 to `deepest`. A score is a cumulative log-probability, so no child exceeds its parent, and the
-    sort is stable: on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its
-    parent.
-    Where rows differ in their number of nodes, candidates of score -inf are not kept either.
-    """
-    rows, found = tokens.shape
-    most = max(nodes)
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : most - 1]
-    uniform = min(nodes) == most
-    if not uniform:
-        rank = torch.arange(order.shape[1], device=tokens.device)
-        good = rank < torch.tensor(nodes, device=tokens.device)[:, None] - 1
-        good &= scores.gather(1, order) > -torch.inf
-    kept, places = order.sort(dim=1)
-    count = kept.shape[1]
-    node_of = torch.zeros(rows, found + 1, dtype=torch.long, device=tokens.device)
-    node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
-    parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1, the root, is node 0
-    minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
-    depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
-    valid = torch.ones_like(depths, dtype=torch.bool)
-    mask = ancestor_mask(parent_nodes, deepest)
-    if not uniform:
-        valid[:, 1:] = good.gather(1, places)
-        mask = without_padding(mask, valid)
+    """EAGLE-2's second phase: the tree of the best candidates; arguments as in `tree_reference.rank_candidates`."""
+    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
     return DraftTree(
-        tokens=torch.cat((roots[:, None], tokens.gather(1, kept)), dim=1),
-        parents=torch.cat((minus_one, parent_nodes), dim=1),
-        depths=depths,
-        mask=mask,
-        valid=valid,
-        deepest=deepest,
-        is_chain=False,
+        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
     )
-
-
-def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
-    """parents [B, N-1] of nodes 1..N-1 (0 = root) -> [B, N, N] bool: row i marks node i and all its ancestors."""
-    rows, drafted = parents.shape
-    nodes = drafted + 1
-    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(rows, nodes, nodes)
-    up = torch.nn.functional.pad(parents, (1, 0))[:, :, None].expand(rows, nodes, nodes)
-    mask = own
-    for _ in range(deepest):
-        mask = own | mask.gather(1, up)
-    return mask
-
-
-def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
-    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
-    own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    return torch.where(valid[:, :, None], mask, own)

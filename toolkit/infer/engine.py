@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.attention_plan import TreePlan
+from toolkit.infer.attention.attention_plan import tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.detokenize import Detokenizer
@@ -235,7 +235,7 @@ class Engine:
     def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
         """One target forward over every node; its laws and the verifier decide how far each tree was right."""
         lengths = self._lengths()
-        plan = TreePlan(self._cache, lengths, tree.mask, tree.depths)
+        plan = tree_plan(self._cache, lengths, tree.mask, tree.depths)
         positions = torch.tensor(lengths, device=self.target.device)[:, None] + tree.depths
         # Nodes past the context are never committed; clamping only keeps learned position tables in range.
         hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftTree
+from toolkit.infer.kernels.choose import ops_for
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,17 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
 
     along: from `path` to whatever else the host will need, int64 [.], which is read with it.
     """
-    nodes, longest = tree.nodes, tree.deepest + 1
-    if nodes == 1:
+    longest = tree.deepest + 1
+    if tree.nodes == 1:
         zeros = [0] * len(choices)
         path = torch.zeros_like(choices)
         written, also = _read(choices, None if along is None else along(path))
         return Walk(
             path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
         )  # fmt: skip
-    hit = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
-    hit &= tree.valid
-    hit[:, 0] = True
-    # A node is on the path iff it and all its ancestors were chosen; siblings differ, so these nodes form one path.
-    on_path = ((hit[:, None] | ~tree.mask).all(dim=-1)) & tree.valid
-    number = torch.arange(nodes, device=choices.device)
-    path = torch.where(on_path, number, nodes).sort(dim=1).values[:, :longest]
-    path = path.masked_fill(path == nodes, 0)
-    tokens = choices.gather(1, path)
-    ranks = _sibling_ranks(tree).gather(1, path)
-    numbers = torch.stack((on_path.sum(dim=1) - 1, tree.offered, tree.depth_offered), dim=1)
+    follow_choices = ops_for(choices.device.type).follow_choices
+    path, tokens, ranks, kept = follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, longest)
+    numbers = torch.stack((kept, tree.offered, tree.depth_offered), dim=1)
     rows, also = _read(torch.cat((numbers, path, tokens, ranks), dim=1), None if along is None else along(path))
     accepted = [row[0] for row in rows]
     of_path, of_tokens, of_ranks = (
@@ -86,12 +79,6 @@ def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]
     return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
 
 
-def _sibling_ranks(tree: DraftTree) -> Tensor:
-    """[B, N]: how many siblings stand before each node."""
-    if tree.is_chain:
-        return torch.zeros_like(tree.parents)
-    same = tree.parents[:, :, None] == tree.parents[:, None, :]
-    return (same & tree.valid[:, None]).tril(diagonal=-1).sum(dim=-1)
 
 
 def moved_entries(found: Walk, lengths: Sequence[int]) -> list[tuple[int, int, int]]:

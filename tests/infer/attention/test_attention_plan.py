@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from toolkit.infer.attention.attention_plan import TreePlan, prompt_plan
+from toolkit.infer.attention import attention_plan
+from toolkit.infer.attention.attention_plan import prompt_plan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.page_pool import PagePool
-from toolkit.infer.draft_tree import ancestor_mask
+from toolkit.infer.kernels.choose import REFERENCE
+from toolkit.infer.kernels.tree_reference import ancestor_mask
 
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 1.0, -0.5, 2.0])
 KNOBS = [  # window, softcap, sinks, width of values
@@ -23,12 +27,17 @@ KNOBS = [  # window, softcap, sinks, width of values
 ]
 
 
-@pytest.fixture(params=[True, False], ids=["homes", "scattered"])
-def make_cache(request):
-    """A cache of three rows full of noise, with pages for 40 positions each; scattered: taken in an odd order."""
+@pytest.fixture(params=["homes", "scattered", "through-pages"])
+def make_cache(request, monkeypatch):
+    """A cache of three rows full of noise, with pages for 40 positions each; scattered: taken in an odd order.
+
+    through-pages: the ops that read the page tables, as a GPU has them.
+    """
+    if request.param == "through-pages":
+        monkeypatch.setattr(attention_plan, "ops_for", lambda device: replace(REFERENCE, paged_width=256))
 
     def make(value_dim) -> KVCache:
-        pool = PagePool(3, 40, homes=request.param, page_size=4)
+        pool = PagePool(3, 40, homes=request.param == "homes", page_size=4)
         cache = KVCache(KVShape(1, 2, 8, torch.float32, torch.device("cpu"), value_dim), pool)
         for length in range(4, 41, 4):
             assert all(pool.grow(row, length) for row in (2, 0, 1))
@@ -91,7 +100,7 @@ def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
     mask = ancestor_mask(parents, 4)
     q = torch.randn(2, 6, 6, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, width, generator=generator) for width in (8, value_dim))
-    out = TreePlan(cache, lengths, mask, depths).attend(0, q, k, v, 0.3, window, softcap, sinks)
+    out = tree_plan(cache, lengths, mask, depths).attend(0, q, k, v, 0.3, window, softcap, sinks)
     for row, length in enumerate(lengths):
         for node in range(6):
             at = length + depths[row, node].item()

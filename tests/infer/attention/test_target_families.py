@@ -6,12 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.bench.near_tie import compare
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer import draft_tree, verify
+from toolkit.infer.attention import attention_plan
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters import autoregressive_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.kernels.choose import REFERENCE, triton_ops
 from toolkit.infer.kv_memory import MemorySettings
+from toolkit.infer.sampling import sampler
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.target.load import Target, TargetError
@@ -94,12 +100,12 @@ REFUSED = {
 }
 
 
-def build(name: str, settings: dict, tokenizer) -> Target:
-    """A random fp32 model whose answers vary: its weights are large, and stop ids (0, 2) hardly ever win."""
+def build(name: str, settings: dict, tokenizer, dtype: torch.dtype = torch.float32) -> Target:
+    """A random model whose answers vary: its weights are large, and stop ids (0, 2) hardly ever win."""
     torch.manual_seed(0)
     family = name.split("-")[0]
     config = AutoConfig.for_model(family, **{**SIZES, **settings})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for part, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -188,6 +194,71 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
         assert [request.output_ids for request in requests] == wanted
         assert sum(request.cached_tokens for request in requests) >= 2 * 32
         assert sum(request.preemptions for request in requests) > 0
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Windows, soft caps, sinks, values narrower than keys, learned positions: each layer goes through the kernels.
+ON_GPU = ("llama", "qwen3", "qwen2-windows", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("family", ON_GPU)
+def test_family_is_exact_on_a_gpu(family, small_target, reference):
+    """Through scattered pages and the kernels, in fp32: prompts read in chunks, chain and tree, a ragged batch of five.
+
+    The wanted answers are Hugging Face's on the same GPU.
+    """
+    target = build(family, FAMILIES[family], small_target.tokenizer)
+    target.model.to("cuda")
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 40, 9, 17)]
+    wanted = [reference(target, prompt, 24) for prompt in prompts]
+    head = build_head(target)
+    head.head.to("cuda")
+    memory = MemorySettings(464, chunked_prefill_size=12)
+    engine = Engine(target, head, DraftShape.chain(3), max_batch=5, max_context=128, memory=memory)
+    assert not engine._cache.pool.homes
+    accepted = 0
+    for shape in ("3,1,4", "3,4,14"):
+        engine.set_shape(DraftShape.parse(shape))
+        requests = engine.generate(prompts, SamplingParams(max_tokens=24))
+        assert [request.output_ids for request in requests] == wanted
+        engine.check_integrity()
+        accepted += sum(event.accepted for request in requests for event in request.events)
+    engine.close()
+    assert accepted > 0, "the head was never right, so nothing but the root was ever committed"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypatch):
+    """The same engine on plain torch ops: where answers part, both tokens were near-ties."""
+    target = build(family, FAMILIES[family], small_target.tokenizer, torch.bfloat16)
+    target.model.to("cuda")
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 40, 9, 17)]
+    answers = []
+    for ops in (REFERENCE, triton_ops()):
+        for module in (attention_plan, draft_tree, verify, autoregressive_drafter, sampler):
+            monkeypatch.setattr(module, "ops_for", lambda device, ops=ops: ops)
+        head = build_head(target)
+        head.head.to("cuda")
+        engine = Engine(target, head, DraftShape.parse("3,4,14"), max_batch=5)
+        answers.append([request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=48))])
+        engine.close()
+
+    for prompt, plain, fast in zip(prompts, *answers, strict=True):
+
+        def logits_after(output_ids, prompt=prompt):
+            ids = torch.tensor([[*prompt, *output_ids]], device="cuda")
+            return target.model(input_ids=ids, use_cache=False).logits[0, -1]
+
+        with torch.inference_mode():
+            found = compare(plain, fast, logits_after, torch.bfloat16)
+        assert found is None or found.near_tie, found
+        print(f"{family}: {'equal' if found is None else found}")
 
 
 @pytest.mark.parametrize("family", REFUSED)

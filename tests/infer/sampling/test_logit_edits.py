@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from toolkit.infer.acceptance import summarise
-from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask
+from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import SamplingError
+from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.logit_edits import LogitEdits
 from toolkit.infer.sampling.sampling_params import SamplingParams

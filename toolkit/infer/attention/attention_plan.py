@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.paged_plan import PagedPromptPlan, PagedTreePlan
+from toolkit.infer.kernels.choose import Ops, ops_for
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 
 
@@ -156,9 +158,30 @@ def prompt_plan(cache: KVCache, first_row: int, starts: Sequence[int], tokens: i
 
     Rows first_row .. first_row+B-1.
     """
+    kernels = _paged_kernels(cache)
+    if kernels is not None:
+        return PagedPromptPlan(cache, kernels, first_row, starts, tokens)
     if max(starts) == 0:
         return PromptPlan(cache, first_row, len(starts), tokens)
     device = cache.shape.device
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
     depths = torch.arange(tokens, device=device).expand(len(starts), -1)
     return TreePlan(cache, starts, causal, depths, first_row)
+
+
+def tree_plan(
+    cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None, first_row: int = 0
+) -> AttentionPlan:
+    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreePlan`."""
+    kernels = _paged_kernels(cache)
+    if kernels is not None:
+        return PagedTreePlan(cache, kernels, lengths, node_mask, depths, first_row)
+    return TreePlan(cache, lengths, node_mask, depths, first_row)
+
+
+def _paged_kernels(cache: KVCache) -> Ops | None:
+    """What reads this cache through its page tables; None: rows lie side by side, or are gathered first."""
+    shape = cache.shape
+    ops = ops_for(shape.device.type)
+    fits = max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width
+    return ops if fits and not cache.pool.homes else None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.attention.page_pool import PagePool
+from toolkit.infer.kernels.paged_reference import gather_pages, write_kv
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone do not count as memory
 
@@ -120,40 +121,33 @@ class HomeWindow:
         self._seen = (rows, slice(0, span))
         self._new = (rows, slice(starts[0], starts[0] + new))
         ragged = min(starts) != max(starts)
-        self._places = cache.pool.places(first_row, starts, new, cache.shape.device).flatten() if ragged else None
+        self._places = cache.pool.places(first_row, starts, new, cache.shape.device) if ragged else None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if self._places is None:
             self._cache.home_keys[layer][self._new] = keys
             self._cache.home_values[layer][self._new] = values
         else:
-            _scatter(self._cache.keys[layer], self._places, keys)
-            _scatter(self._cache.values[layer], self._places, values)
+            write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.home_keys[layer][self._seen], self._cache.home_values[layer][self._seen]
 
 
 class PagedWindow:
-    """Rows whose pages lie anywhere: reading gathers them. The definition that a paged kernel has to equal."""
+    """Rows whose pages lie anywhere: reading gathers them. What reads through the table instead has to equal it."""
 
     def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
         pool, device = cache.pool, cache.shape.device
         self._cache, self._span = cache, span
         self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._places = pool.places(first_row, starts, new, device).flatten()
+        self._places = pool.places(first_row, starts, new, device)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        _scatter(self._cache.keys[layer], self._places, keys)
-        _scatter(self._cache.values[layer], self._places, values)
+        write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._gather(self._cache.keys[layer]), self._gather(self._cache.values[layer])
 
     def _gather(self, store: Tensor) -> Tensor:
-        pages = store.view(-1, self._cache.pool.page_size, *store.shape[1:])[self._table]  # [B, pages, size, Hkv, D]
-        return pages.flatten(1, 2)[:, : self._span]
-
-
-def _scatter(store: Tensor, places: Tensor, entries: Tensor) -> None:
-    store.index_copy_(0, places, entries.reshape(-1, *store.shape[1:]))
+        return gather_pages(store, self._table, self._cache.pool.page_size, self._span)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from toolkit.infer.attention.attention_plan import AttentionPlan, PromptPlan, TreePlan
+from toolkit.infer.attention.attention_plan import AttentionPlan, prompt_plan, tree_plan
 from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.page_pool import PagePool
@@ -121,10 +121,12 @@ class TargetForward:
         device = self.target.device
         ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
         at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
-        cache = KVCache(self.kv_shape, PagePool(1, PROBE_TOKENS))
+        pool = PagePool(1, PROBE_TOKENS, homes=device.type == "cpu")
+        pool.grow(0, PROBE_TOKENS)
+        cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
-        first = self(ids[:, :half], at[:, :half], PromptPlan(cache, 0, 1, half))
-        rest = self(ids[:, half:], at[:, half:], TreePlan(cache, [half], chain, at[:, :half]))
+        first = self(ids[:, :half], at[:, :half], prompt_plan(cache, 0, [0], half))
+        rest = self(ids[:, half:], at[:, half:], tree_plan(cache, [half], chain, at[:, :half]))
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()

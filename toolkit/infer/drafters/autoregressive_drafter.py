@@ -34,6 +34,7 @@ from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
 from toolkit.infer.drafters.pending import Pending
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.kernels.choose import ops_for
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
@@ -257,11 +258,9 @@ class AutoregressiveDrafter:
 
     def _children(self, nodes: Expansion, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
-        logits = nodes.logits(hidden).float()
-        top, ids = logits.topk(k, dim=-1)
-        # A child's score must never exceed its parent's (rerank relies on it), nor be unordered.
-        scores = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
-        return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf), self._to_target[ids]
+        # Never nan, and no child exceeds its parent: rerank relies on it.
+        scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
+        return scores, self._to_target[ids]
 
 
 def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:

@@ -24,7 +24,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan
+from toolkit.infer.attention.attention_plan import AttentionPlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.drafters.drafting_head import DraftingHead, stage_shape
@@ -138,7 +138,7 @@ class Expansion:
         newest = slice(self.nodes - new, self.nodes)
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
         before = [max(0, held - self.stage) for held in self._before]
-        plan = TreePlan(self._reader.caches[self.stage], before, self.sees[:, newest, : self.nodes])
+        plan = tree_plan(self._reader.caches[self.stage], before, self.sees[:, newest, : self.nodes])
         positions = (self.positions[:, newest] - self.stage).clamp(min=0)
         # Pending nodes stand in a line, so no position lies further out than this.
         reach = max(self._before) + self.nodes

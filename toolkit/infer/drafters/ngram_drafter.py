@@ -20,9 +20,10 @@ from itertools import islice
 
 import torch
 
-from toolkit.infer.draft_tree import DraftShape, DraftTree, ancestor_mask, root_only, without_padding
+from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafters.drafter import root_tokens
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 

@@ -1,30 +1,81 @@
-"""Which implementation of an op a device gets: Triton's on a GPU, the plain torch reference elsewhere."""
+"""Which implementation of each op a device gets: Triton's on a GPU, the plain torch reference elsewhere."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels import reference
+from toolkit.infer.kernels import paged_reference, reference, tree_reference
+from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Ops:
+    """One function an op, all with the signature of the reference that defines it.
+
+    paged_width: attention reads pages where they lie for heads up to this width; 0: it is better to gather them.
+    """
+
+    argmax: Callable[[Tensor], Tensor]
+    top_log_probs: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    attend_causal: Callable[..., Tensor]
+    attend_tree: Callable[..., Tensor]
+    follow_choices: Callable[..., Followed]
+    rank_candidates: Callable[..., Ranked]
+    paged_width: int
+
+
 @cache
-def argmax_for(device_type: str) -> Callable[[Tensor], Tensor]:
-    """The argmax over the vocabulary for "cpu" or "cuda"; chosen once, and logged."""
+def ops_for(device_type: str) -> Ops:
+    """The ops for "cpu" or "cuda"; chosen once, and logged."""
     if device_type == "cuda" and torch.version.hip is None:
         try:
-            chosen = importlib.import_module("toolkit.infer.kernels.triton_argmax").argmax
+            chosen = triton_ops()
         except ImportError:
-            logger.info("argmax on %s: plain torch, since triton is not installed", device_type)
-            return reference.argmax
-        logger.info("argmax on %s: the Triton kernel", device_type)
+            logger.info("ops on %s: plain torch, since triton is not installed", device_type)
+            return REFERENCE
+        logger.info("ops on %s: Triton kernels", device_type)
         return chosen
-    logger.debug("argmax on %s: plain torch", device_type)
-    return reference.argmax
+    logger.debug("ops on %s: plain torch", device_type)
+    return REFERENCE
+
+
+REFERENCE = Ops(
+    argmax=reference.argmax,
+    top_log_probs=reference.top_log_probs,
+    write_kv=paged_reference.write_kv,
+    attend_causal=paged_reference.attend_causal,
+    attend_tree=paged_reference.attend_tree,
+    follow_choices=tree_reference.follow_choices,
+    rank_candidates=tree_reference.rank_candidates,
+    paged_width=0,
+)
+
+
+def triton_ops() -> Ops:
+    """The Triton kernels. Raises ImportError where triton is not installed."""
+
+    def module(name: str) -> Any:
+        return importlib.import_module(f"toolkit.infer.kernels.{name}")
+
+    attention, trees = module("triton_paged_attention"), module("triton_trees")
+    return Ops(
+        argmax=module("triton_argmax").argmax,
+        top_log_probs=module("triton_top").top_log_probs,
+        write_kv=module("triton_write_kv").write_kv,
+        attend_causal=attention.attend_causal,
+        attend_tree=attention.attend_tree,
+        follow_choices=trees.follow_choices,
+        rank_candidates=trees.rank_candidates,
+        paged_width=attention.MAX_WIDTH,
+    )

@@ -1,4 +1,4 @@
-"""The engine's ops in plain torch, the definition that faster kernels have to equal: attention, greedy choice.
+"""The engine's ops in plain torch, the definition that faster kernels have to equal: attention, choices from logits.
 
 Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of
 queries and keys, Dv of values (the same but for DeepSeek's latent attention).
@@ -19,6 +19,17 @@ def argmax(logits: Tensor) -> Tensor:
     """The most probable token, the lowest id among equals: [..., V] -> [...] int64."""
     # Not torch.argmax: in bf16 on a CPU that is five times slower.
     return logits.max(dim=-1).indices
+
+
+def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most probable tokens: logits [..., V] -> log-probabilities (<= 0, never nan, descending) and ids [..., k].
+
+    fp32 and int64. Of equals any are taken.
+    """
+    logits = logits.float()
+    top, ids = logits.topk(k, dim=-1)
+    scores = (top - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+    return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf), ids
 
 
 def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

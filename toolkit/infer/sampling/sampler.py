@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftTree
-from toolkit.infer.kernels.choose import argmax_for
+from toolkit.infer.kernels.choose import ops_for
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.logit_edits import LogitEdits, holds_stops, is_edited
 from toolkit.infer.sampling.logprobs import NodeLogprobs
@@ -119,4 +119,4 @@ class _Rows:
 
 def greedy(logits: Tensor) -> Tensor:
     """The most probable token, the lowest id among equals: [..., V] -> [...]."""
-    return argmax_for(logits.device.type)(logits)
+    return ops_for(logits.device.type).argmax(logits)

@@ -1,0 +1,94 @@
+"""The engine with every Triton kernel in place, on a CPU. A program, since Triton's interpreter is switched on before:
+
+    TRITON_INTERPRET=1 python engine_on_kernels.py
+
+Prints one JSON object: the answers of the reference ops, those of the kernels, how often each kernel ran, and the most
+drafts that a step accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
+
+from toolkit.infer.kernels import choose
+
+VOCABULARY = 20
+SEED = 1  # of a target whose answers vary and a head that is right at times
+ran: Counter[str] = Counter()
+active = choose.REFERENCE
+choose.ops_for = lambda device: active  # before others take it from there
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint  # noqa: E402
+from toolkit.infer.draft_tree import DraftShape  # noqa: E402
+from toolkit.infer.engine import Engine  # noqa: E402
+from toolkit.infer.kv_memory import MemorySettings  # noqa: E402
+from toolkit.infer.sampling.sampling_params import SamplingParams  # noqa: E402
+from toolkit.models.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
+from toolkit.target.load import Target  # noqa: E402
+from toolkit.tokenmap.token_map import TokenMap  # noqa: E402
+
+
+def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        ran[name] += 1
+        return op(*given)
+
+    return run
+
+
+def target_and_head() -> tuple[Target, DraftCheckpoint]:
+    """Layers with and without a window of 6, soft caps, grouped heads; few tokens, so the head is right at times."""
+    torch.manual_seed(SEED)
+    config = Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=48, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, sliding_window=6, attn_logit_softcapping=5.0, max_position_embeddings=128,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    with torch.no_grad():
+        model.get_input_embeddings().weight /= 8  # they are scaled up, and would drown the layers
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    target = Target(model, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2"), "tiny", None)
+    head_config = Eagle3Config.from_target_config(
+        config, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, aux_layer_ids=(1, 2, 3)
+    )
+    head = Eagle3Head(head_config).eval().requires_grad_(False)
+    return target, DraftCheckpoint(head, TokenMap.from_ids(list(range(VOCABULARY)), VOCABULARY))
+
+
+def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list[list[int]]:
+    """Ragged prompts, one read in chunks, a chain and then a tree."""
+    memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
+    engine = Engine(target, draft, DraftShape.chain(2), max_batch=2, memory=memory)
+    found = []
+    for shape in ("2,1,3", "3,3,8"):
+        engine.set_shape(DraftShape.parse(shape))
+        prompts = [[3 + i * 5 % 17 for i in range(n)] for n in (4, 19)]
+        for request in engine.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True)):
+            found.append(request.output_ids)
+            accepted += [event.accepted for event in request.events]
+    engine.close()
+    return found
+
+
+if __name__ == "__main__":
+    target, draft = target_and_head()
+    accepted: list[int] = []
+    wanted = answers(target, draft, accepted)
+    kernels = choose.triton_ops()
+    every = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "paged_width"}
+    active = replace(kernels, **{name: counted(name, op) for name, op in every.items()})
+    got = answers(target, draft, accepted)
+    print(json.dumps({"wanted": wanted, "got": got, "ran": ran, "accepted": max(accepted)}))

@@ -1,0 +1,383 @@
+"""Small problems for every kernel. A program, since Triton's interpreter is switched on before kernels are imported:
+
+    python kernel_cases.py compare cpu|cuda    each kernel against its reference (cpu: TRITON_INTERPRET=1)
+    python kernel_cases.py compile 90          what `compare` would launch, compiled for sm_90; needs no GPU
+
+Prints one JSON object: by group of cases, how many there were, and what was wrong.
+
+What a kernel must not read (pages of nobody, positions behind a row's end, the page for padding) holds nan, and so does
+every new tensor before it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from toolkit.infer.kernels import triton_paged_attention
+from toolkit.infer.kernels.choose import REFERENCE, Ops, triton_ops
+from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
+from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+
+SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
+generator = torch.Generator()
+empty = torch.empty
+
+
+def poisoned_empty(*shape: Any, **settings: Any) -> torch.Tensor:
+    """torch.empty that holds what nobody would write."""
+    return empty(*shape, **settings).fill_(
+        float("nan") if settings.get("dtype", torch.float).is_floating_point else -77
+    )
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def randint(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=generator)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, on_cpu: bool) -> None:
+    """Both from the same numbers, `want` in fp32. bf16: the interpreter cuts off, a GPU rounds the weights too."""
+    assert not got.isnan().any(), "something was not written, or something was read that nobody wrote"
+    exact = got.dtype == torch.float32
+    atol, rtol = (2e-5, 2e-5) if exact else (1e-3, 8e-3) if on_cpu else (1e-2, 1e-2)
+    worst = ((got.float() - want).abs() - rtol * want.abs()).max().item()
+    assert worst <= atol, f"off by {worst:.3g}"
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One problem: row b has held[b] positions before its new ones."""
+
+    kv_heads: int
+    groups: int
+    width: int
+    held: tuple[int, ...]
+    new: int
+    dtype: torch.dtype = torch.float32
+    page_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    value_width: int | None = None
+    nodes: int = 0  # of the tree, of which `new` are the newest; 0: causal
+    compiled: bool = False
+
+    def scoring(self) -> Scoring:
+        sinks = randn(self.kv_heads * self.groups) * 2 if self.sinks else None
+        return Scoring(self.width**-0.5 * 2, self.window, self.softcap, sinks)
+
+    def pages(self) -> Pages:
+        """Pages in a random order, nan wherever no row has written."""
+        size, span = self.page_size, max(self.held) + (self.nodes or self.new)
+        count = -(-span // size)
+        taken = torch.randperm(len(self.held) * count + 2, generator=generator) + 1
+        table = taken[: len(self.held) * count].view(-1, count)
+        stores = []
+        for width in (self.width, self.value_width or self.width):
+            store = torch.full((len(taken) + 1, size, self.kv_heads, width), float("nan"), dtype=self.dtype)
+            for row, held in enumerate(self.held):
+                for at in range(held + (self.nodes or self.new)):
+                    store[table[row, at // size], at % size] = randn(self.kv_heads, width)
+            stores.append(store.flatten(0, 1))
+        return Pages(stores[0], stores[1], table, size, span)
+
+    def queries(self) -> torch.Tensor:
+        """As transformers hands them over: a view [B, Hq, N, D] of [B, N, Hq, D]."""
+        heads = self.kv_heads * self.groups
+        return (randn(len(self.held), self.new, heads, self.width) * 1.5).to(self.dtype).transpose(1, 2)
+
+
+BF16 = torch.bfloat16
+CAUSAL = [
+    Attention(4, 1, 64, (0, 0), 7, page_size=4),  # prompts; every head its own keys
+    Attention(3, 3, 64, (0, 5, 37), 1, BF16, compiled=True),  # decoding
+    Attention(2, 8, 128, (0, 19), 6, BF16),  # chunks of prompts
+    Attention(1, 9, 96, (3, 30), 9, page_size=8, window=5),
+    Attention(1, 4, 256, (600,), 3, window=400, softcap=2.0, sinks=True, compiled=True),
+    Attention(2, 2, 24, (17, 0), 4, page_size=4, value_width=12, sinks=True),  # latent attention
+    Attention(1, 3, 96, (9,), 50, BF16, window=16, softcap=3.0),  # more than one tile
+    Attention(2, 4, 128, (1, 70), 40, BF16, page_size=32, sinks=True, compiled=True),
+    Attention(1, 1, 64, (50, 0), 1, window=1, page_size=2),  # sees itself only
+]
+TREES = [
+    Attention(4, 1, 64, (0, 5, 37), 1, nodes=1, page_size=4, compiled=True),  # decoding; one row begins with nothing
+    Attention(3, 3, 64, (33, 2), 4, BF16, nodes=4),
+    Attention(2, 8, 128, (20,), 8, BF16, nodes=8, window=2),  # narrower than the tree is deep
+    Attention(1, 9, 96, (6, 41), 16, nodes=16, softcap=2.0, page_size=8),
+    Attention(1, 2, 256, (23,), 11, nodes=11, window=9, softcap=3.0, sinks=True, compiled=True),
+    Attention(1, 1, 64, (3, 18), 64, nodes=64, sinks=True),
+    Attention(2, 4, 128, (19,), 64, BF16, nodes=64, compiled=True),  # the sign bit of the mask's word
+    Attention(1, 2, 64, (5, 9), 6, BF16, nodes=70, window=4),  # the newest of more nodes than a word has bits
+    Attention(2, 2, 24, (8, 17), 5, nodes=9, value_width=12, page_size=4),
+    Attention(1, 3, 64, (2, 30), 128, nodes=130),
+]
+
+
+def random_trees(rows: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parents [B, N] (-1 at the root) and depths; parents come before their children."""
+    parents = torch.stack([torch.tensor([-1] + [int(randint(n, 1)) for n in range(1, nodes)]) for _ in range(rows)])
+    depths = torch.zeros_like(parents)
+    for node in range(1, nodes):
+        depths[:, node] = depths.gather(1, parents[:, node, None])[:, 0] + 1
+    return parents, depths
+
+
+def attention(case: Attention) -> Callable[[Ops, Ops, str], None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        pages, q, scoring = case.pages(), case.queries(), case.scoring()
+        held = torch.tensor(case.held)
+        more: tuple[Any, ...] = ()
+        if case.nodes:
+            parents, depths = random_trees(len(case.held), case.nodes)
+            mask = ancestor_mask(parents[:, 1:], case.nodes)
+            more = (pack_bits(mask[:, -case.new :]), case.nodes, depths)
+        op = "attend_tree" if case.nodes else "attend_causal"
+        clean = replace(pages, keys=pages.keys.nan_to_num().float(), values=pages.values.nan_to_num().float())
+        want = getattr(reference, op)(q.float(), clean, held, *more, scoring)
+        there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in more]
+        sinks = None if scoring.sinks is None else scoring.sinks.to(device)
+        tensors = {name: getattr(pages, name).to(device) for name in ("keys", "values", "table")}
+        moved = getattr(kernels, op)(
+            q.to(device), replace(pages, **tensors), held.to(device), *there, replace(scoring, sinks=sinks)
+        )
+        assert moved.dtype == case.dtype and moved.shape == want.shape
+        close(moved.cpu(), want, device == "cpu")
+
+    return compare
+
+
+# -- writing, trees, choices -------------------------------------------------------------------------------------------
+
+
+def writing(rows: int, new: int, heads: int, width: int, value_width: int, dtype: torch.dtype) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        entries = 16 * (rows * new + 2)
+        places = (torch.randperm(entries - 16, generator=generator)[: rows * new] + 16).view(rows, new)
+        places[-1, new // 2 :] = 3  # padding: several to one entry that nobody reads
+        keys, values = (randn(rows, heads, new, one, dtype=dtype).transpose(1, 2) for one in (width, value_width))
+        found = []
+        for ops, where in ((kernels, device), (reference, "cpu")):
+            stores = [
+                torch.full((entries, heads, one), float("nan"), dtype=dtype, device=where)
+                for one in (width, value_width)
+            ]
+            ops.write_kv(*stores, keys.to(where), values.to(where), places.to(where))
+            found.append([store.cpu() for store in stores])
+        for mine, wanted in zip(*found, strict=True):
+            assert torch.equal(mine[16:].nan_to_num(nan=99.0), wanted[16:].nan_to_num(nan=99.0))
+            assert torch.equal(mine[:3].isnan(), wanted[:3].isnan()), "written where nothing belongs"
+
+    return compare
+
+
+def walking(rows: int, nodes: int) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        parents, depths = random_trees(rows, nodes)
+        tokens = torch.stack([sibling_numbers(one) for one in parents])
+        valid = torch.arange(nodes) < torch.tensor([max(1, nodes - 3 * row) for row in range(rows)])[:, None]
+        mask = without_padding(ancestor_mask(parents[:, 1:], nodes), valid)
+        choices = randint(2, rows, nodes)  # the first child, or the second: long paths
+        choices[0] = 99  # nothing was right
+        longest = int(depths.max()) + 1
+        given = (tokens, parents, mask, valid, choices)
+        want = reference.follow_choices(*given, longest)
+        got = kernels.follow_choices(*(one.to(device) for one in given), longest)
+        assert nodes < 16 or want.accepted.max() > 1, "the walk went nowhere"
+        for name, mine, wanted in zip(want._fields, got, want, strict=True):
+            assert torch.equal(mine.cpu(), wanted), name
+
+    return compare
+
+
+def sibling_numbers(parents: torch.Tensor) -> torch.Tensor:
+    """Which child of its parent each node is: siblings differ."""
+    same = (parents[:, None] == parents).tril(diagonal=-1)
+    return same.sum(dim=1)
+
+
+def ranking(k: int, steps: int, nodes: tuple[int, ...], ties: bool) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        rows, found = len(nodes), k + (steps - 1) * k * k
+        parents, levels = torch.full((rows, found), -1), torch.ones(found, dtype=torch.long)
+        scores = -torch.rand(rows, found, generator=generator)
+        if ties:
+            scores = scores.mul(3).round()
+        first, last = 0, k
+        for level in range(2, steps + 1):
+            for row in range(rows):
+                beams = (torch.randperm(last - first, generator=generator)[:k] + first).repeat_interleave(k)
+                parents[row, last : last + k * k] = beams
+                scores[row, last : last + k * k] += scores[row, beams]
+            levels[last : last + k * k] = level
+            first, last = last, last + k * k
+        scores[0, -2:] = -torch.inf
+        given = (randint(900, rows), randint(900, rows, found), parents, levels, scores)
+        want = reference.rank_candidates(*given, nodes, steps)
+        got = kernels.rank_candidates(*(one.to(device) for one in given), nodes, steps)
+        for name, mine, wanted in zip(want._fields, got, want, strict=True):
+            assert torch.equal(mine.cpu(), wanted), name
+
+    return compare
+
+
+def logits_of(rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, 2, vocabulary], rows not side by side, with many ties in and between chunks, and rows of -inf."""
+    logits = randn(rows, 2, vocabulary + 1, dtype=dtype)[..., :-1]
+    logits[:, 0] = logits[:, 0].round()
+    logits[0, 1] = float("-inf")
+    logits[-1, 1, : vocabulary // 2] = float("-inf")
+    return logits
+
+
+def greedy(rows: int, vocabulary: int, dtype: torch.dtype) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        logits = logits_of(rows, vocabulary, dtype)
+        got = kernels.argmax(logits.to(device)).cpu()
+        lowest = torch.stack([row.eq(row.max()).nonzero()[0, 0] for row in logits.flatten(0, 1)]).view(rows, 2)
+        assert torch.equal(reference.argmax(logits), lowest) and torch.equal(got, lowest)
+        assert kernels.argmax(torch.zeros(0, 3, 5, device=device)).shape == (0, 3)
+
+    return compare
+
+
+def top(rows: int, vocabulary: int, k: int, dtype: torch.dtype) -> Callable[..., None]:
+    def compare(kernels: Ops, reference: Ops, device: str) -> None:
+        logits = logits_of(rows, vocabulary, dtype)
+        got, ids = (one.cpu() for one in kernels.top_log_probs(logits.to(device), k))
+        want, _ = reference.top_log_probs(logits, k)
+        assert torch.allclose(got, want, atol=2e-5) and (got <= 0).all()
+        lowest = logits.float().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        assert torch.equal(ids, lowest), "not the lowest ids of equals"
+        none = kernels.top_log_probs(torch.zeros(0, 3, vocabulary, device=device), k)
+        assert none[0].shape == none[1].shape == (0, 3, k)
+
+    return compare
+
+
+GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
+    "write_kv": [
+        (str(case), writing(*case), number == 1)
+        for number, case in enumerate(
+            [(2, 3, 2, 24, 12, torch.float32), (3, 5, 3, 64, 64, BF16), (1, 1, 9, 128, 256, torch.float32)]
+        )
+    ],
+    "attend_causal": [(str(case), attention(case), case.compiled) for case in CAUSAL],
+    "attend_tree": [(str(case), attention(case), case.compiled) for case in TREES],
+    "follow_choices": [
+        (str(case), walking(*case), case[1] == 64) for case in ((2, 1), (5, 4), (6, 16), (9, 64), (3, 70))
+    ],
+    "rank_candidates": [
+        (str(case), ranking(*case), case[0] == 8)
+        for case in ((1, 3, (4, 4), False), (3, 3, (9, 9, 9), True), (2, 4, (14, 1, 9), True), (8, 4, (32, 20), False))
+    ],
+    "argmax": [
+        (str(case), greedy(*case), case[1] == 9001)
+        for case in ((1, 7, torch.float32), (3, 4096, BF16), (5, 9001, torch.float32), (2, 4097, BF16))
+    ],
+    "top_log_probs": [
+        (str(case), top(*case), case[1] in (4096, 9001))
+        for case in ((1, 7, 7, torch.float32), (3, 4097, 4, BF16), (2, 9001, 10, BF16), (2, 4096, 1, torch.float32))
+    ],
+}
+
+
+def compare(device: str) -> Iterator[tuple[str, int, str | None]]:
+    torch.empty = poisoned_empty
+    triton_paged_attention.PART_KEYS = 16  # several parts of few keys
+    kernels = triton_ops()
+    for group, cases in GROUPS.items():
+        for number, (name, case, _) in enumerate(cases):
+            generator.manual_seed(number)
+            try:
+                case(kernels, REFERENCE, device)
+            except Exception:
+                yield group, number, f"{name}\n{traceback.format_exc()}"
+                break
+        else:
+            yield group, len(cases), None
+
+
+class Captured(Exception):
+    """The kernel's result is not there: nothing was launched."""
+
+
+def compile_for(capability: int) -> Iterator[tuple[str, int, str | None]]:
+    """Launches are caught with their arguments, and compiled as the launch would have them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime import JITFunction
+
+    target = GPUTarget("cuda", capability, 32)
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def catch(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+        launches.append((kernel, args, settings))
+
+    JITFunction.run = catch
+    kernels = triton_ops()
+    for group, cases in GROUPS.items():
+        launches.clear()
+        for name, case, compiled in cases:
+            if compiled:
+                try:
+                    case(kernels, REFERENCE, "cpu")
+                except Exception:  # its numbers are wrong: nothing ran
+                    assert launches, f"{name}\n{traceback.format_exc()}"
+        done: set[str] = set()
+        for kernel, args, settings in launches:
+            signature: dict[str, str] = {}
+            constants: dict[tuple[int, ...], Any] = {}
+            aligned: dict[tuple[int, ...], Any] = {}
+            given = dict(zip(kernel.arg_names, args, strict=False)) | settings
+            for place, name in enumerate(kernel.arg_names):
+                kind = argument_type(given[name]) if not kernel.params[place].is_constexpr else "constexpr"
+                signature[name] = kind
+                if kind == "constexpr":
+                    constants[(place,)] = given[name]
+                elif kind.startswith("*") or (kind == "i32" and given[name] % 16 == 0):
+                    aligned[(place,)] = [["tt.divisibility", 16]]
+            options = {name: value for name, value in settings.items() if name not in kernel.arg_names}
+            key = repr((kernel.__name__, signature, constants, options))
+            if key in done:
+                continue
+            done.add(key)
+            source = ASTSource(kernel, signature, constants, aligned)
+            try:
+                made = triton.compile(source, target=target, options=options)
+                assert made.metadata.shared <= SHARED_MEMORY, f"{made.metadata.shared} bytes of shared memory"
+                assert made.asm["cubin"]
+            except Exception:
+                yield group, len(done), f"{key}\n{traceback.format_exc()}"
+                break
+        else:
+            yield group, len(done), None
+
+
+def argument_type(value: Any) -> str:
+    """How Triton's launcher types an argument."""
+    if value is None or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        names = {"float32": "fp32", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "uint8": "u8"}
+        return "*" + names[str(value.dtype).removeprefix("torch.")]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+if __name__ == "__main__":
+    what, where = sys.argv[1:]
+    outcomes = compare(where) if what == "compare" else compile_for(int(where))
+    print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

@@ -1,0 +1,102 @@
+"""Every kernel equals its plain torch reference, and compiles for the GPUs it was written for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from toolkit.infer.kernels.choose import REFERENCE, ops_for
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+# kernel -> cases that hold it against its reference, and variants of it that are compiled
+GROUPS = {
+    "write_kv": (3, 1),
+    "attend_causal": (9, 4),
+    "attend_tree": (10, 6),
+    "follow_choices": (5, 1),
+    "rank_candidates": (4, 2),
+    "argmax": (4, 1),
+    "top_log_probs": (4, 4),
+}
+
+
+@cache
+def outcomes(what: str, where: str) -> dict[str, Any]:
+    """What kernel_cases.py says."""
+    return said_by("kernel_cases.py", what, where, interpreted=where == "cpu")
+
+
+def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
+    """What a program beside this file prints; a process of its own, since the interpreter is chosen at import."""
+    pytest.importorskip("triton")
+    if interpreted and not interpreter_works():
+        pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
+    line = [sys.executable, str(Path(__file__).with_name(program)), *given]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def interpreter_works() -> bool:
+    """Triton up to 3.6 turns one-element arrays into numbers in a way that numpy 2.4 took away."""
+    triton = pytest.importorskip("triton")
+    old, new = (tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy))
+    return old > (3, 6) or new < (2, 4)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
+    """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
+    found = outcomes("compare", "cpu")[group]
+    assert found["wrong"] is None, found["wrong"]
+    assert found["count"] == GROUPS[group][0]
+
+
+def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
+    """A plan that hands a kernel another table, length, mask or depth than the reference path uses writes other tokens.
+
+    Windows, soft caps, grouped heads, chunks of prompts, kept pages, a chain and trees, two ragged rows.
+    """
+    found = said_by("engine_on_kernels.py", interpreted=True)
+    assert found["got"] == found["wanted"]
+    assert len({token for answer in found["wanted"] for token in answer}) > 5, "the answers hardly vary"
+    assert found["accepted"] > 1, "nothing was accepted, so nothing was walked or moved"
+    assert set(found["ran"]) == set(GROUPS), "a kernel that never ran was not compared"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernel_compiles_for_gpus(capability: int, group: str) -> None:
+    """The interpreter takes what the compiler refuses, and knows no limit of shared memory; compiling needs no GPU."""
+    found = outcomes("compile", str(capability))[group]
+    assert found["wrong"] is None, found["wrong"]
+    assert found["count"] == GROUPS[group][1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
+    """The interpreter knows nothing of what the compiler does."""
+    found = outcomes("compare", "cuda")[group]
+    assert found["wrong"] is None, found["wrong"]
+    assert found["count"] == GROUPS[group][0]
+
+
+def test_the_choice_is_made_by_device() -> None:
+    """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
+    assert ops_for("cpu") is REFERENCE
+    kernels = pytest.importorskip("toolkit.infer.kernels.triton_paged_attention")
+    on_gpu = ops_for("cuda")
+    assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree
+    assert not {getattr(on_gpu, name) for name in GROUPS} & {getattr(REFERENCE, name) for name in GROUPS}

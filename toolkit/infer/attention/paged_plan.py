@@ -1,0 +1,93 @@
+"""Plans whose attention reads keys and values where they lie, through the page tables: nothing is gathered.
+
+Shapes: B rows, N new tokens a row, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv heads, D
+head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.kernels import reference
+from toolkit.infer.kernels.choose import Ops
+from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
+
+
+class _PagedRows:
+    """Rows first_row .. of a cache, of which row b is written at starts[b] .. starts[b]+new-1 and read up to `span`."""
+
+    def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
+        pool, device = cache.pool, cache.shape.device
+        self._cache, self._write_kv, self._span = cache, ops.write_kv, span
+        self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
+        self._places = pool.places(first_row, starts, new, device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
+        """k [B, Hkv, N, D], v [B, Hkv, N, Dv] into the layer's pages, which come back."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        self._write_kv(keys, values, k.transpose(1, 2), v.transpose(1, 2), self._places)
+        return Pages(keys, values, self._table, self._cache.pool.page_size, self._span)
+
+
+class PagedPromptPlan:
+    """The next `tokens` tokens (padded on the right) of prompts of which starts[b] are in the cache already."""
+
+    def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
+        self._rows = _PagedRows(cache, ops, first_row, starts, tokens, max(starts) + tokens)
+        self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
+        self._starts = torch.tensor(starts, device=cache.shape.device)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        pages = self._rows.write(layer, k, v)
+        if self._whole and softcap is None and sinks is None and (window is None or window >= self._tokens):
+            return reference.attend_causal(q, k, v, scaling=scaling)  # all it needs was just computed
+        return self._attend_causal(q, pages, self._starts, Scoring(scaling, window, softcap, sinks))
+
+
+class PagedTreePlan:
+    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `attention_plan.TreePlan`."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        ops: Ops,
+        lengths: Sequence[int],
+        node_mask: Tensor,
+        depths: Tensor | None,
+        first_row: int,
+    ) -> None:
+        _, new, self._nodes = node_mask.shape
+        starts = [length + self._nodes - new for length in lengths]
+        self._rows = _PagedRows(cache, ops, first_row, starts, new, max(lengths) + self._nodes)
+        self._attend_tree, self._bits = ops.attend_tree, pack_bits(node_mask)
+        self._depths = None if depths is None else depths.contiguous()
+        self._lengths = torch.tensor(lengths, device=node_mask.device)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        pages = self._rows.write(layer, k, v)
+        scoring = Scoring(scaling, window, softcap, sinks)
+        return self._attend_tree(q, pages, self._lengths, self._bits, self._nodes, self._depths, scoring)

@@ -1,0 +1,116 @@
+"""What is done with draft trees on the device, in plain torch: the definition that Triton's kernels must equal.
+
+Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Followed(NamedTuple):
+    """The accepted path of every row, root first; entries behind a row's own path are those of node 0.
+
+    path: nodes [B, A]. tokens: the choice at each [B, A]. ranks: which child of its parent each is, from 0 [B, A].
+    accepted: drafts on the path [B]. All int64.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    ranks: Tensor
+    accepted: Tensor
+
+
+def follow_choices(
+    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int
+) -> Followed:
+    """Step from the root to the child that carries the token chosen at its parent, until there is none.
+
+    tokens, parents (-1 at the root), choices: [B, N] int64. mask [B, N, N] bool: a node's row
+    marks it and its ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens.
+    """
+    nodes = tokens.shape[1]
+    hit = tokens == choices.gather(1, parents.clamp(min=0))
+    hit &= valid
+    hit[:, 0] = True
+    # A node is on the path iff it and all its ancestors were chosen; siblings differ, so these nodes form one path.
+    on_path = ((hit[:, None] | ~mask).all(dim=-1)) & valid
+    number = torch.arange(nodes, device=choices.device)
+    path = torch.where(on_path, number, nodes).sort(dim=1).values[:, :longest]
+    path = path.masked_fill(path == nodes, 0)
+    same = parents[:, :, None] == parents[:, None, :]
+    ranks = (same & valid[:, None]).tril(diagonal=-1).sum(dim=-1)
+    return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
+
+
+class Ranked(NamedTuple):
+    """Trees of the best candidates: fields of `DraftTree`."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    valid: Tensor
+
+
+def rank_candidates(
+    roots: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    scores: Tensor,
+    nodes: Sequence[int],
+    deepest: int,
+) -> Ranked:
+    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates row b keeps the nodes[b] - 1 of the highest score.
+
+    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
+    levels [C] from 1 to `deepest`. A score is a cumulative log-probability, so no child exceeds its parent, and the
+    sort is stable: on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its
+    parent.
+    Where rows differ in their number of nodes, candidates of score -inf are not kept either.
+    """
+    rows, found = tokens.shape
+    most = max(nodes)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : most - 1]
+    uniform = min(nodes) == most
+    if not uniform:
+        rank = torch.arange(order.shape[1], device=tokens.device)
+        good = rank < torch.tensor(nodes, device=tokens.device)[:, None] - 1
+        good &= scores.gather(1, order) > -torch.inf
+    kept, places = order.sort(dim=1)
+    count = kept.shape[1]
+    node_of = torch.zeros(rows, found + 1, dtype=torch.long, device=tokens.device)
+    node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
+    parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1, the root, is node 0
+    minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
+    depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
+    valid = torch.ones_like(depths, dtype=torch.bool)
+    mask = ancestor_mask(parent_nodes, deepest)
+    if not uniform:
+        valid[:, 1:] = good.gather(1, places)
+        mask = without_padding(mask, valid)
+    all_tokens = torch.cat((roots[:, None], tokens.gather(1, kept)), dim=1)
+    return Ranked(all_tokens, torch.cat((minus_one, parent_nodes), dim=1), depths, mask, valid)
+
+
+def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
+    """parents [B, N-1] of nodes 1..N-1 (0 = root) -> [B, N, N] bool: row i marks node i and all its ancestors."""
+    rows, drafted = parents.shape
+    nodes = drafted + 1
+    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(rows, nodes, nodes)
+    up = torch.nn.functional.pad(parents, (1, 0))[:, :, None].expand(rows, nodes, nodes)
+    mask = own
+    for _ in range(deepest):
+        mask = own | mask.gather(1, up)
+    return mask
+
+
+def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
+    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
+    own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    return torch.where(valid[:, :, None], mask, own)

@@ -1,0 +1,151 @@
+"""Draft trees on a GPU: the walk, and the tree of the best candidates: `tree_reference` in Triton.
+
+Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.infer.kernels.tree_reference import Followed, Ranked
+
+COMPARED = 16  # candidates that all others of a row are compared with at once
+LANES = 128  # candidates that one program makes nodes of
+
+
+@triton.jit
+def _follow(tokens, parents, valid, choices, path, chosen, ranks, accepted, nodes, longest, lanes: tl.constexpr):
+    """One row: from node to node; each step looks at all nodes at once for the child that carries the choice."""
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, lanes)
+    inside = node < nodes
+    token = tl.load(tokens + row * nodes + node, mask=inside, other=0)
+    parent = tl.load(parents + row * nodes + node, mask=inside, other=-1)
+    real = inside & (tl.load(valid + row * nodes + node, mask=inside, other=0) != 0)
+    of_root = tl.load(choices + row * nodes)
+    tl.store(path + row * longest, row * 0)
+    tl.store(chosen + row * longest, of_root)
+    tl.store(ranks + row * longest, row * 0)
+    at, choice, taken = tl.min(node, axis=0), of_root, tl.min(node, axis=0)
+    for depth in range(1, longest):
+        sibling = real & (parent == at)
+        found = tl.min(tl.where(sibling & (token == choice), node, nodes), axis=0)
+        # Once the path has ended (its length falls behind the depth) nothing goes on.
+        goes_on = (found < nodes) & (taken == depth - 1)
+        rank = tl.sum((sibling & (node < found)).to(tl.int64), axis=0)
+        at = tl.where(goes_on, found, at)
+        choice = tl.load(choices + row * nodes + at)
+        taken += goes_on.to(tl.int32)
+        tl.store(path + row * longest + depth, tl.where(goes_on, at, 0).to(tl.int64))
+        tl.store(chosen + row * longest + depth, tl.where(goes_on, choice, of_root))
+        tl.store(ranks + row * longest + depth, tl.where(goes_on, rank, 0))
+    tl.store(accepted + row, taken.to(tl.int64))
+
+
+def follow_choices(
+    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int
+) -> Followed:
+    """tokens, parents, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes; the parents say it all."""
+    rows, nodes = tokens.shape
+    path, chosen, ranks = (torch.empty(rows, longest, dtype=torch.long, device=tokens.device) for _ in range(3))
+    accepted = torch.empty(rows, dtype=torch.long, device=tokens.device)
+    tokens, parents, valid, choices = (one.contiguous() for one in (tokens, parents, valid, choices))
+    _follow[(rows,)](
+        tokens, parents, valid.view(torch.uint8), choices, path, chosen, ranks, accepted, nodes, longest,
+        lanes=max(16, triton.next_power_of_2(nodes)), num_warps=1 if nodes <= 64 else 4,
+    )  # fmt: skip
+    return Followed(path, chosen, ranks, accepted)
+
+
+@triton.jit
+def _number_nodes(scores, ranks, numbers, candidates, kept_count, wide: tl.constexpr, compared: tl.constexpr):
+    """One row: how many candidates come before each (higher score, or equal and earlier), and the kept ones' nodes."""
+    row = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, wide)
+    inside = candidate < candidates
+    score = tl.load(scores + row * candidates + candidate, mask=inside, other=float("-inf"))
+    rank = tl.zeros((wide,), tl.int32)
+    for first in range(0, candidates, compared):
+        other = first + tl.arange(0, compared)
+        rival = tl.load(scores + row * candidates + other, mask=other < candidates, other=float("-inf"))[None, :]
+        before = (rival > score[:, None]) | ((rival == score[:, None]) & (other[None, :] < candidate[:, None]))
+        rank += tl.sum((before & (other < candidates)[None, :]).to(tl.int32), axis=1)
+    kept = inside & (rank < kept_count)
+    number = tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), 0)  # the root is node 0
+    tl.store(ranks + row * candidates + candidate, rank, mask=inside)
+    tl.store(numbers + row * candidates + candidate, number, mask=inside)
+
+
+@triton.jit
+def _make_nodes(
+    roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths, mask, valid,
+    candidates, nodes, deepest, lanes: tl.constexpr,
+):  # fmt: skip
+    """Candidates that are kept write their node, and climb to the root to mark their ancestors."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    candidate = part * lanes + tl.arange(0, lanes)
+    inside = candidate < candidates
+    here = row * candidates + candidate
+    number = tl.load(numbers + here, mask=inside, other=0)
+    kept = inside & (number > 0)
+    good = kept
+    if limits is not None:
+        good = good & (tl.load(ranks + here, mask=kept, other=0) < tl.load(limits + row) - 1)
+        good = good & (tl.load(scores + here, mask=kept, other=float("-inf")) > float("-inf"))
+    parent = tl.load(parents + here, mask=kept, other=-1)
+    above = tl.load(numbers + row * candidates + parent, mask=kept & (parent >= 0), other=0)
+    node = row * nodes + number
+    tl.store(node_tokens + node, tl.load(tokens + here, mask=kept, other=0), mask=kept)
+    tl.store(node_parents + node, above.to(tl.int64), mask=kept)
+    tl.store(depths + node, tl.load(levels + candidate, mask=kept, other=0), mask=kept)
+    tl.store(valid + node, good.to(tl.uint8), mask=kept)
+    seen = good.to(tl.uint8)
+    tl.store(mask + node * nodes + number, (kept).to(tl.uint8), mask=kept)
+    tl.store(mask + node * nodes, seen, mask=good)
+    for _ in range(1, deepest):
+        climbs = good & (parent >= 0)
+        above = tl.load(numbers + row * candidates + parent, mask=climbs, other=0)
+        tl.store(mask + node * nodes + above, seen, mask=climbs)
+        parent = tl.load(parents + row * candidates + parent, mask=climbs, other=-1)
+    if part == 0:
+        one = (row * 0 + 1).to(tl.uint8)
+        tl.store(node_tokens + row * nodes, tl.load(roots + row))
+        tl.store(node_parents + row * nodes, row * 0 - 1)
+        tl.store(depths + row * nodes, row * 0)
+        tl.store(valid + row * nodes, one)
+        tl.store(mask + row * nodes * nodes, one)
+
+
+def rank_candidates(
+    roots: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    scores: Tensor,
+    nodes: Sequence[int],
+    deepest: int,
+) -> Ranked:
+    """roots [B], tokens, parents, scores [B, C], levels [C]; row b keeps nodes[b] - 1 candidates -> its tree."""
+    rows, candidates = tokens.shape
+    device, most = tokens.device, max(nodes)
+    uniform = min(nodes) == most
+    limits = None if uniform else torch.tensor(nodes, device=device)
+    ranks, numbers = (torch.empty(rows, candidates, dtype=torch.int32, device=device) for _ in range(2))
+    node_tokens, node_parents, depths = (torch.empty(rows, most, dtype=torch.long, device=device) for _ in range(3))
+    mask = torch.zeros(rows, most, most, dtype=torch.bool, device=device)
+    valid = torch.empty(rows, most, dtype=torch.bool, device=device)
+    roots, tokens, parents, levels, scores = (one.contiguous() for one in (roots, tokens, parents, levels, scores))
+    wide = max(16, triton.next_power_of_2(candidates))
+    _number_nodes[(rows,)](
+        scores, ranks, numbers, candidates, most - 1, wide=wide, compared=COMPARED, num_warps=8 if wide > 256 else 4
+    )
+    _make_nodes[(rows, triton.cdiv(candidates, LANES))](
+        roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths,
+        mask.view(torch.uint8), valid.view(torch.uint8), candidates, most, deepest, lanes=LANES,
+    )  # fmt: skip
+    return Ranked(node_tokens, node_parents, depths, mask, valid)
