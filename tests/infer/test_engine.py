@@ -35,6 +35,7 @@ def run_checked(engine: Engine, prompts, params, **kwargs) -> list:
 def oracle_engine(target, oracle, answers, **options) -> Engine:
     engine = Engine(target, max_batch=options.pop("max_batch", 3))
     engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle({tuple(p): a for p, a in answers}, target.vocab_size, **options)
     return engine
 
