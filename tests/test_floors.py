@@ -24,6 +24,7 @@ FLOORS = {
     "data": 3,
     "checkpoint": 3,
     "infer": 4,
+    "plan": 4,
     "bench": 5,
     "train": 6,
     "commands": 7,

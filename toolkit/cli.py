@@ -25,6 +25,7 @@ COMMANDS = (
     "report",
     "inspect",
     "export",
+    "plan",
     "serve",
     "chat",
 )

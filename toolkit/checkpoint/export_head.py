@@ -23,10 +23,11 @@ from toolkit.weights import atomic_write, save_tensors, write_json
 
 
 def export_head(
-    draft: DraftCheckpoint, to: str, out: str | Path, facts: TargetFacts, shape: Shape
+    draft: DraftCheckpoint, to: str, out: str | Path, facts: TargetFacts, shape: Shape, name: str | None = None
 ) -> tuple[str, list[str]]:
     """Writes `draft` for `to` into the new folder `out`. Returns the launch line and what is to be known.
 
+    name: what the model card's launch line calls the head (default: the folder's name), such as its hub id.
     Raises `ExportError` when the head cannot be written so, when `out` exists, or when what was written does not read
     back as the same head; then nothing is left behind.
     """
@@ -34,7 +35,8 @@ def export_head(
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not, or move that one away")
     check_target(draft.head.config, facts)
-    launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (str(out.resolve()), out.name))
+    here, there = str(out.resolve()), name or out.name
+    launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (here, there))
     wanted: HeadConfig
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))

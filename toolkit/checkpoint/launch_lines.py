@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.target.facts import TargetFacts
 
@@ -27,13 +27,9 @@ def launch_line(to: str, kind: str, facts: TargetFacts, directory: str, shape: S
     revision = [] if facts.revision is None or facts.source.startswith("/") else ["--revision", facts.revision]
     if to == "sglang":
         words = ["python", "-m", "sglang.launch_server", "--model-path", facts.source, *revision]
-        words += ["--speculative-algorithm", "EAGLE3" if kind == "eagle3" else "EAGLE"]
-        words += ["--speculative-draft-model-path", directory]
-        words += ["--speculative-num-steps", str(shape.num_steps), "--speculative-eagle-topk", str(shape.top_k)]
-        words += ["--speculative-num-draft-tokens", str(shape.num_draft_tokens)]
+        words += sglang_speculation(kind, directory, shape)
     elif to == "vllm":
-        method = "eagle3" if kind == "eagle3" else "eagle"
-        settings = {"method": method, "model": directory, "num_speculative_tokens": shape.chain}
+        settings = vllm_speculation(kind, directory, shape)
         words = ["vllm", "serve", facts.source, *revision, "--speculative-config", json.dumps(settings)]
     elif to == "speculators":
         words = ["vllm", "serve", directory]
@@ -46,3 +42,19 @@ def launch_line(to: str, kind: str, facts: TargetFacts, directory: str, shape: S
             "total_token={})"
         ).format(facts.source, directory, kind == "eagle3", shape.num_steps - 1, shape.top_k, shape.num_draft_tokens)
     return shlex.join(words)
+
+
+def sglang_speculation(kind: str, directory: str | None, shape: Shape) -> list[str]:
+    """SGLang's words for a head; without a directory: the MTP layers of the target's own checkpoint."""
+    words = ["--speculative-algorithm", "EAGLE3" if kind == "eagle3" else "EAGLE"]
+    if directory is not None:
+        words += ["--speculative-draft-model-path", directory]
+    words += ["--speculative-num-steps", str(shape.num_steps), "--speculative-eagle-topk", str(shape.top_k)]
+    return [*words, "--speculative-num-draft-tokens", str(shape.num_draft_tokens)]
+
+
+def vllm_speculation(kind: str, directory: str | None, shape: Shape) -> dict[str, Any]:
+    """vLLM's --speculative-config for a head; without a directory: the MTP layers of the target's own checkpoint."""
+    method = {"eagle3": "eagle3", "mtp": "mtp"}.get(kind, "eagle")
+    model = {} if directory is None else {"model": directory}
+    return {"method": method, **model, "num_speculative_tokens": shape.chain}

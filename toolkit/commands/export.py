@@ -37,25 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="how an ambiguous setting of a foreign checkpoint is read: norm_output=false, aux_layer_ids=2,16,29",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="ORG/NAME",
+        help="send what was written to this repository of the hub too (made where there is none), in one commit",
+    )
+    parser.add_argument("--private", action="store_true", help="with --push-to-hub: a private repository")
     parser.epilog = "What was written is read back and must be the same head, bit for bit; else nothing is left of it."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exports, and prints what was written and the launch line."""
+    """Exports, pushes where that is asked for, and prints what was written and the launch line."""
     from toolkit.checkpoint.export_head import export_head
     from toolkit.checkpoint.open_head import open_head
+    from toolkit.checkpoint.push_head import check_push, push_head
     from toolkit.target.facts import target_facts
 
+    if args.push_to_hub is not None:
+        check_push(args.push_to_hub)
+    elif args.private:
+        raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME, which did not come")
     draft = open_head(args.draft, target=args.target, overrides=parse_settings(args.set))
     stated = draft.meta.get("target") or {}
     name, revision = (args.target, None) if args.target else (stated.get("name"), stated.get("revision"))
     if name is None:
         raise ArgumentsError(f"{args.draft} does not name its target; name it with --target")
     facts = target_facts(name, revision)
-    launch, notes = export_head(draft, args.to, args.out, facts, shape_of(args.shape, draft))
+    launch, notes = export_head(draft, args.to, args.out, facts, shape_of(args.shape, draft), args.push_to_hub)
     print(f"{args.out}: {draft.kind} head for {args.to}, read back and equal")
     for note in notes:
         print(f"  {note}")
+    if args.push_to_hub is not None:
+        commit = push_head(args.out, args.push_to_hub, private=args.private)
+        print(f"  on the hub: {args.push_to_hub}@{commit}")
     print(f"serve it:\n  {launch}")
     return 0
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -63,8 +65,6 @@ def load_target(
         model.to(torch.device(device))  # type: ignore[arg-type]
     if quantization is not None:
         quantize_model(model, quantization, wanted, str(name))
-    if not Path(source).is_dir():
-        resolved = getattr(config, "_commit_hash", None) or resolved
     target = Target(
         model=model,
         tokenizer=tokenizer,
@@ -120,13 +120,30 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     elif "/" not in name and difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.8):
         raise TargetError(f"target {name!r} is not known; the demo is called {DEMO_NAME!r}")
     else:
-        return name, revision
+        return name, _commit(name, revision)
     own = directory.name
     if revision is not None and revision != own:
         raise TargetError(
             f"target {name}: revision {revision!r} was asked for, the file has {own!r}; leave the revision out"
         )
     return str(directory), own
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """The commit that a hub id's revision (None: main) is now: all its files are then of that one, and a head can say
+    which target it was trained for. Offline it is the one in the cache."""
+    try:
+        # Files of the cache lie in snapshots/COMMIT/; transformers does not say which it took.
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise TargetError(_no_config(name, error)) from error
+
+
+def _no_config(source: str, error: BaseException) -> str:
+    return (
+        f"no model configuration could be had for target {source!r}: {_first_line(error)} A directory, a .gguf "
+        f"file, a hub id that can be reached, or the built-in {DEMO_NAME!r} is needed"
+    )
 
 
 def full_name(name: str) -> str:
@@ -139,10 +156,7 @@ def _load_config(source: str, revision: str | None) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        raise TargetError(
-            f"no model configuration could be had for target {source!r}: {_first_line(error)} A directory, a .gguf "
-            f"file, a hub id that can be reached, or the built-in {DEMO_NAME!r} is needed"
-        ) from error
+        raise TargetError(_no_config(source, error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
         raise TargetError(
             f"target {source!r} is a {config.model_type} model ({', '.join(config.architectures or ['unnamed'])}); "

@@ -1,0 +1,130 @@
+"""Heads to a hub and back, against a stand-in on this machine: what arrives, which revision, and what offline means."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from toolkit.checkpoint.draft_dir import load_draft
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.open_head import open_head
+from toolkit.cli import main
+from toolkit.target.errors import TargetError
+from toolkit.target.facts import target_facts
+from toolkit.target.load import load_target
+
+_SPEC = importlib.util.spec_from_file_location("local_hub", Path(__file__).with_name("local_hub.py"))
+local_hub = sys.modules["local_hub"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(local_hub)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """As HF_ENDPOINT, HF_HUB_CACHE and HF_TOKEN would set it, for this process and an empty cache."""
+    server = local_hub.LocalHub()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    url = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + url[url.index("/{repo_id}") :])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", local_hub.TOKEN)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def export(draft, out, *words: str, to: str = "toolkit") -> int:
+    return main(["export", "--draft", str(draft), "--to", to, "--out", str(out), *words])
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_pushed_and_fetched_by_revision(hub, tiny_draft, tiny_draft_directory, tmp_path, capsys, monkeypatch):
+    """Every file arrives as it is; a later commit does not change what an earlier revision is; offline is the cache."""
+    assert export(tiny_draft_directory, tmp_path / "one", "--push-to-hub", "org/head", "--private") == 0
+    said, repository = capsys.readouterr().out, hub.repositories["org/head"]
+    (first,) = repository.commits
+    assert f"on the hub: org/head@{first}" in said and repository.private
+    assert repository.commits[first] == files_of(tmp_path / "one")
+    assert "toolkit serve --draft org/head\n" in repository.commits[first]["README.md"].decode()
+    changed = load_draft(tiny_draft_directory).head.state_dict()["fc.weight"] + 1
+    second = repository.commit(_with_fc(repository.commits[first], changed, tmp_path))
+    assert torch.equal(open_head(f"org/head@{first}").head.fc.weight, tiny_draft.head.fc.weight)
+    assert torch.equal(open_head("org/head").head.fc.weight, changed)
+    with pytest.raises(DraftDirError, match="the hub did not give it"):
+        open_head("org/head@0000000000000000000000000000000000000000")
+    asked = len(hub.asked)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert torch.equal(open_head(f"org/head@{first}").head.fc.weight, tiny_draft.head.fc.weight)
+    assert torch.equal(open_head(f"org/head@{second}").head.fc.weight, changed)
+    with pytest.raises(DraftDirError, match="the hub did not give it"):
+        open_head("org/unseen")
+    assert len(hub.asked) == asked, "something was sent in offline mode"
+
+
+def _with_fc(files: dict[str, bytes], weight: torch.Tensor, tmp_path: Path) -> dict[str, bytes]:
+    from toolkit.weights import load_tensors, save_tensors
+
+    path = tmp_path / "changed.safetensors"
+    path.write_bytes(files["model.safetensors"])
+    save_tensors(path, {**load_tensors(path), "fc.weight": weight})
+    return {"model.safetensors": path.read_bytes()}
+
+
+def test_the_card_has_the_hubs_name_and_pushing_again_is_one_more_commit(hub, tiny_draft_directory, tmp_path):
+    """A launch line with a folder of this machine would serve nobody else."""
+    for number in (1, 2):
+        out = tmp_path / str(number)
+        assert export(tiny_draft_directory, out, "--push-to-hub", "org/public", to="vllm") == 0
+    repository = hub.repositories["org/public"]
+    assert len(repository.commits) == 2 and not repository.private
+    card = repository.commits[repository.oid("main")]["README.md"].decode()
+    assert '"model": "org/public"' in card and str(tmp_path) not in card
+
+
+def test_what_is_not_sent(hub, tiny_draft_directory, tmp_path, capsys, monkeypatch):
+    """Private weights to a public repository, anything in offline mode or without a token: refused, with the remedy."""
+    hub.repositories["org/open"] = local_hub.Repository()
+    assert export(tiny_draft_directory, tmp_path / "a", "--push-to-hub", "org/open", "--private") == 2
+    assert "exists and is public" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert export(tiny_draft_directory, tmp_path / "b", "--push-to-hub", "org/mine") == 2
+    error = capsys.readouterr().err
+    assert "401" in error and "HF_TOKEN" in error and (tmp_path / "b" / "config.json").is_file()
+    for words, says in (
+        (["--push-to-hub", "head"], "ORG/NAME is needed"),
+        (["--push-to-hub", "org/head@v1"], "ORG/NAME is needed"),
+        (["--private"], "belongs to --push-to-hub"),
+    ):
+        assert export(tiny_draft_directory, tmp_path / "c", *words) == 2 and says in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.asked)
+    assert export(tiny_draft_directory, tmp_path / "c", "--push-to-hub", "org/head") == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists() and len(hub.asked) == asked
+    assert not any(repository.commits for repository in hub.repositories.values())
+
+
+def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
+    """target.revision loads that commit and no other; without one the commit that main is now is kept, since main moves
+    and a draft directory must say which weights it was trained for."""
+    repository = hub.repositories["org/target"] = local_hub.Repository()
+    first = repository.commit(files_of(Path(tiny_target_directory)))
+    config = json.loads((Path(tiny_target_directory) / "config.json").read_text())
+    second = repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.5}).encode()})
+    old, new = load_target("org/target", revision=first), load_target("org/target")
+    assert (old.revision, new.revision) == (first, second)
+    assert old.config.rms_norm_eps == tiny_target.config.rms_norm_eps and new.config.rms_norm_eps == 0.5
+    with pytest.raises(TargetError, match="no model configuration"):
+        load_target("org/target", revision="v9")
+    facts = target_facts("org/target")
+    repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.25}).encode()})
+    assert facts.revision == second and load_target("org/target", revision=facts.revision).revision == second

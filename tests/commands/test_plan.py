@@ -1,0 +1,66 @@
+"""`toolkit plan` as it is typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.weights import write_json
+
+WORK = ["--input", "100", "--output", "50", "--gpus", "1"]
+
+
+def test_plan_of_a_head_with_measured_chains(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
+    """The head's own measurement, its size, and what to type: export, then the launch line."""
+    import shutil
+
+    head = tmp_path / "head"
+    shutil.copytree(tiny_draft_directory, head)
+    rows = [{"top_k": 1, "num_steps": 2, "accept_rate": [0.9, 0.8], "temperature": 0.0, "verify_steps": 9}]
+    write_json(head / "measured.json", {"rows": rows})
+    typed = ["plan", str(tiny_target_directory), *WORK, "--concurrency", "4", "--draft", str(head)]
+    typed += ["--gpu-bandwidth", "0.01"]  # so slow that a tiny model is worth drafting for
+    assert main([*typed, "--engine", "vllm"]) == 0
+    said = capsys.readouterr().out
+    assert "1: 1.90, 2: 2.62 (measured.json: a chain of 2, temperature 0.0, 9 verify steps)" in said
+    assert f"toolkit export --draft {head} --to vllm" in said and "6 costs fitted to 6 published figures" in said
+    line = next(line for line in said.splitlines() if line.startswith("vllm serve"))
+    assert json.loads(line.split("--speculative-config '")[1].split("'")[0])["model"] == str(head)
+    measured = [*typed, "--layout", "tp1", "--step-ms", "1:500,2:500"]
+    assert main(measured) == 0
+    assert "from your measured steps" in capsys.readouterr().out
+
+
+def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
+    assert main(["plan", str(tiny_target_directory), *WORK, "--rate", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "plain decoding" in said and "speculative" not in said and "--max-running-requests" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "either a concurrency"),
+        (["--concurrency", "4", "--gpu", "MI300X"], "state --gpu-memory GB"),
+        (["--concurrency", "4", "--gpus", "0"], "at least 1"),
+        (["--concurrency", "4", "--layout", "pp2"], "tpN"),
+        (["--concurrency", "4", "--step-ms", "1:5"], "name it with --layout"),
+        (["--concurrency", "4", "--layout", "tp1", "--step-ms", "1"], "REQUESTS:MS"),
+        (["--concurrency", "4", "--head", "eagle3"], "accept lengths are needed"),
+        (["--concurrency", "4", "--head", "mtp", "--accept-lengths", "1:1.5"], "no MTP layers of its own"),
+        (["--concurrency", "4", "--layout", "tp3"], "does not fit"),
+    ],
+)
+def test_wrong_words(tiny_target_directory, capsys, words, says):
+    assert main(["plan", str(tiny_target_directory), *WORK, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_head_of_another_target(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
+    config = json.loads((tiny_target_directory / "config.json").read_text()) | {"hidden_size": 128, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    typed = ["plan", str(tmp_path), *WORK, "--concurrency", "1", "--draft", str(tiny_draft_directory)]
+    assert main([*typed, "--accept-lengths", "1:1.5"]) == 2
+    assert "belongs to another target" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""Layouts, memory, batches and the queue: on a small dense and a small sparse model whose numbers fit on paper."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from toolkit.plan.deployment import Planner, Workload, calibrated
+from toolkit.plan.draft_cost import Draft
+from toolkit.plan.errors import PlanError
+from toolkit.plan.gpus import GPUS
+from toolkit.plan.launch import draft_schedule, launch_lines
+from toolkit.plan.model_size import Cache, ModelSize
+from toolkit.plan.plan_text import draft_table
+from toolkit.plan.step_time import Costs, Layout, forward_s, prefill_s, round_s, weight_bytes
+
+GPU = GPUS["H100"]
+DENSE = ModelSize("dense", 4096, 32, 32, 7e9, 0.5e9, 0.5e9, Cache(128 * 1024, 8, 5e5, 5e5))
+SPARSE = ModelSize(
+    "sparse", 4096, 32, 32, 10e9, 0.5e9, 0.5e9, Cache(64 * 1024, 1, 5e6, 5e5), 8, 160e9, 128, 8, moe_layers=32
+)
+HEAD = ModelSize("head", 4096, 32, 1, 0.25e9, 0.1e9, 0.0, Cache(4096, 8, 2e4, 2e4))
+DRAFT = Draft("eagle3", HEAD, {1: 1.7, 3: 2.4, 7: 2.6}, "as stated", "HEAD")
+
+
+def planner(size=DENSE, draft=DRAFT, **work) -> Planner:
+    return Planner(size, draft, GPU, Workload(**{"input": 1000, "output": 500, **work}), Costs())
+
+
+def test_a_step_by_hand():
+    """One GPU, one token: 7.5e9 weights of 2 bytes and 1,000 tokens of cache at 0.8 of 3.35 TB/s, and 32 layers."""
+    seconds = forward_s(DENSE, GPU, Layout(1), Costs(), requests=1, tokens=1, context=1000)
+    by_hand = (15e9 + 1000 * 128 * 1024) / (0.8 * 3.35e12) + 32 * Costs().layer_s
+    assert seconds == pytest.approx(by_hand, rel=1e-12)
+    many = forward_s(DENSE, GPU, Layout(1), Costs(), requests=2000, tokens=1, context=0)
+    assert many == pytest.approx(2 * 2000 * 7.5e9 / (0.5 * 989e12) + 32 * Costs().layer_s, rel=1e-12)
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    """One row touches 8 of 128 experts in a layer, many touch all; two GPUs hold half of them each."""
+    one, all_of_them = (forward_s(SPARSE, GPU, Layout(1), Costs(), requests=n, tokens=1, context=0) for n in (1, 1000))
+    bandwidth = 0.8 * 3.35e12
+    assert one == pytest.approx((11e9 + 160e9 * 8 / 128) / bandwidth + 32 * Costs().layer_s)
+    assert all_of_them > 171e9 / bandwidth
+    spread = Layout(2, data_parallel=True)
+    assert weight_bytes(SPARSE, spread) == 10e9 + 2 * 1e9 + 80e9
+    assert weight_bytes(SPARSE, Layout(2)) == (10e9 + 2 * 1e9 + 160e9) / 2
+    assert weight_bytes(SPARSE, replace(spread, redundant=2)) == 12e9 + 80e9 * 130 / 128
+
+
+def test_a_round_is_its_parts():
+    """k drafts: the target over k + 1 tokens, the head once over those and k - 1 times over one; the host if asked."""
+    common = {"gpu": GPU, "layout": Layout(1), "costs": Costs(), "requests": 4, "context": 2000}
+    target, first = (forward_s(size, tokens=4, **common) for size in (DENSE, HEAD))
+    later = forward_s(HEAD, tokens=1, **common)
+    fixed = Costs().round_s + 3 * Costs().pass_s
+    assert round_s(DENSE, HEAD, drafts=3, **common) == pytest.approx(target + first + 2 * later + fixed)
+    waits = round_s(DENSE, HEAD, drafts=3, overlap=False, **common)
+    assert waits == pytest.approx(target + first + 2 * later + fixed + Costs().host_s)
+    assert round_s(DENSE, None, drafts=0, **common) == forward_s(DENSE, tokens=1, **common)
+
+
+def test_memory_bounds_the_batch():
+    """80 GB: 0.88 of it less the weights of target and head, over the cache of whole requests, target's and head's."""
+    most = planner(concurrency=1).most_requests(Layout(1))
+    assert most == int((0.88 * 80e9 - 16e9 - 0.25e9 * 2 - 0.1e9 * 2) / (1500 * (128 * 1024 + 4096)))
+    assert planner(concurrency=1, input=10**6).most_requests(Layout(1)) == 0
+    # One latent vector serves all heads: every GPU of a tensor-parallel group keeps all of it.
+    assert planner(SPARSE, None, concurrency=1).most_requests(Layout(4)) < 1024
+    with pytest.raises(PlanError, match=r"does not fit 2 H100: 172\.0 GB of weights"):
+        planner(SPARSE, None, concurrency=1).best(2)
+
+
+def test_longer_drafts_for_smaller_batches():
+    """As SGLang's report advises: long chains while there is headroom, short ones or none when a GPU is busy."""
+    mine = planner(concurrency=4096)
+    best, _ = mine.best(1)
+    table = draft_table(mine, best)
+    drafts = [batch.drafts for batch in table]
+    assert drafts == sorted(drafts, reverse=True) and drafts[0] == 3 and drafts[-1] == 1
+    assert all(batch.gain >= 1 for batch in table)
+    schedule = draft_schedule(table)
+    assert schedule[0][0] == 1 and schedule[-1][1] == table[-1].requests
+    assert all(before[1] + 1 == after[0] for before, after in zip(schedule, schedule[1:], strict=False))
+
+
+def test_requests_in_flight_bound_throughput():
+    """Little's law: requests a second times the seconds of one (reading, then writing) are those in flight."""
+    mine = planner(concurrency=8)
+    best, _ = mine.best(1)
+    reads = prefill_s(DENSE, GPU, best.decode.layout, Costs(), 1000)
+    assert best.prefill is None and best.batch.requests == 8
+    assert best.requests_per_s * 8 * (reads + 500 / best.batch.tokens_per_s) == pytest.approx(8)
+    few, many = (planner(concurrency=n).best(8)[0].requests_per_s for n in (4, 64))
+    assert few < many
+
+
+def test_prompts_are_read_elsewhere_where_that_pays():
+    """Long prompts stop the writing: under a limit on the time a token, engines that only read serve more requests.
+    Without a limit they do not; and neither limit nor rate is passed over in silence."""
+    work = {"input": 8000, "output": 400, "rate": 25.0, "max_tpot_s": 0.006}
+    best, other = planner(**work).best(16)
+    assert best.prefill is not None and best.tpot_s <= 0.006 and best.requests_per_s == 25.0 and best.gpus == 16
+    assert other is None or other.requests_per_s < 25.0 / 1.05
+    free, apart = planner(input=500, output=2000, concurrency=64).best(8)
+    assert free.prefill is None and apart is not None
+    with pytest.raises(PlanError, match="about .* GPUs are needed"):
+        planner(**{**work, "rate": 2000.0}).best(16)
+    with pytest.raises(PlanError, match="keeps 0.1 ms a token"):
+        planner(concurrency=8, max_tpot_s=1e-4).best(8)
+
+
+def test_waiting_grows_with_the_load():
+    """M/D/1: at a load of 1/2 a request waits half a reading for its turn."""
+    mine = planner(draft=None, rate=1.0)
+    reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
+    half = replace(mine, work=replace(mine.work, output=1, rate=0.5 / reads), only=(1, False))
+    together = [one for one in half._together(_engines(1)) if one.batch.requests == 1]
+    assert together[0].ttft_s == pytest.approx(reads + together[0].batch.round_s / 2 + reads / 2)
+
+
+def _engines(gpus: int):
+    from toolkit.plan.deployment import Engines
+
+    return Engines(Layout(gpus), 1)
+
+
+def test_measured_steps_replace_the_fixed_time():
+    """The plan then says what was measured; a step quicker than the memory allows is of another model or GPU."""
+    mine = planner(concurrency=1)
+    costs = calibrated(mine, Layout(1), {1: 0.012})
+    again = forward_s(DENSE, GPU, Layout(1), costs, requests=1, tokens=1, context=1250)
+    assert again == pytest.approx(0.012) and costs.layer_s > Costs().layer_s
+    with pytest.raises(PlanError, match="shorter than what it must read"):
+        calibrated(mine, Layout(1), {1: 0.001})
+
+
+def test_two_batches_hide_the_exchange_of_large_ones_alone():
+    layout = Layout(16, data_parallel=True)
+    small, large = (
+        [
+            forward_s(SPARSE, GPU, replace(layout, two_batches=two), Costs(), requests=n, tokens=1, context=2000)
+            for two in (False, True)
+        ]
+        for n in (8, 512)
+    )
+    assert small[0] == small[1] and large[1] < large[0]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [{"input": 0, "concurrency": 1}, {}, {"concurrency": 1, "rate": 1.0}, {"rate": 0.0}, {"concurrency": 0}],
+)
+def test_workloads_that_cannot_be(work):
+    with pytest.raises(PlanError, match="needed"):
+        Workload(**{"input": 10, "output": 10, **work})
+
+
+def test_launch_lines_of_two_nodes():
+    """Every node has its line; the numbers on it are the plan's, and each engine's words are its own."""
+    mine = planner(SPARSE, replace(DRAFT, kind="mtp", path=None), concurrency=256)
+    best, _ = replace(mine, only=(16, True)).best(16)
+    table = draft_table(mine, best)
+    first, further = launch_lines("sglang", ["org/m", "--revision", "r"], best, mine.draft, table)[1:]
+    for word in ("--model-path org/m --revision r", "--tp-size 16", "--dp-size 16 --enable-dp-attention"):
+        assert word in first
+    steps = best.batch.drafts
+    assert f"--speculative-num-steps {steps} --speculative-eagle-topk 1" in first and "draft-model-path" not in first
+    assert f"--max-running-requests {best.batch.requests * 16}" in first
+    assert first.endswith("--node-rank 0") and further == first[:-1] + "K"
+    lines = launch_lines("vllm", ["org/m"], best, mine.draft, table)
+    assert "--data-parallel-size 16 --enable-expert-parallel" in lines[1] and lines[2].endswith("--headless")
+    config = json.loads(lines[1].split("--speculative-config '")[1].split("'")[0])
+    assert config["method"] == "mtp" and [tuple(one) for one in config["num_speculative_tokens_per_batch_size"]]
+    apart, _ = planner(input=8000, output=400, rate=25.0, max_tpot_s=0.006).best(16)
+    lines = launch_lines("sglang", ["m"], apart, DRAFT, draft_table(planner(concurrency=1), apart))
+    assert any("--disaggregation-mode prefill" in line for line in lines)
+    assert any("--disaggregation-mode decode" in line for line in lines)
+    router = lines[-1]
+    assert router.count("--decode ") == apart.decode.count and router.count("--prefill ") == apart.prefill.count

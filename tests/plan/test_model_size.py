@@ -1,0 +1,158 @@
+"""Sizes read from configurations, against models that are really built; and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from toolkit.plan.draft_cost import head_size, measured_accept_lengths, native_mtp, parse_accept_lengths, usual_eagle3
+from toolkit.plan.errors import PlanError
+from toolkit.plan.gpus import GPUS, gpu_named
+from toolkit.plan.model_size import size_of_config, target_size, weight_bits_of
+from toolkit.target.errors import TargetError
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers_with_experts", "token_bytes"),
+    [
+        (LlamaConfig(**TINY), 0, 3 * 2 * 2 * 8 * 2),
+        (LlamaConfig(**TINY, tie_word_embeddings=True), 0, 3 * 2 * 2 * 8 * 2),
+        (Qwen3MoeConfig(**TINY, **MOE, decoder_sparse_step=1, mlp_only_layers=[]), 3, 3 * 2 * 2 * 8 * 2),
+        (DeepseekV3Config(**{**TINY, **LATENT}), 2, 3 * (16 + 8) * 2),
+    ],
+)
+def test_parts_add_up(config, layers_with_experts, token_bytes):
+    """A part counted twice, a tied matrix counted as another, or shared experts as routed ones break the sum."""
+    size = size_of_config(config, "tiny")
+    model = AutoModelForCausalLM.from_config(config)
+    assert size.parameters == sum(value.numel() for value in model.parameters())
+    assert size.head == 96 * 32 and size.embedding == (0 if config.tie_word_embeddings else 96 * 32)
+    assert size.moe_layers == layers_with_experts and size.experts == layers_with_experts * 8 * 3 * 32 * 16
+    assert size.active_experts == size.experts / 4 and size.cache.bytes(1) == token_bytes
+
+
+def test_sliding_layers_stop_growing():
+    """A window's cache is full at its length; a model counted as if all layers saw everything would not fit."""
+    config = GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, sliding_window=64)
+    cache, a_layer = size_of_config(config, "tiny").cache, 2 * 2 * 8 * 2
+    kinds = [kind == "full_attention" for kind in config.layer_types]
+    assert cache.bytes(1000) == sum(1000 if full else 64 for full in kinds) * a_layer
+    assert cache.bytes(10) == 3 * 10 * a_layer
+    every = size_of_config(MistralConfig(**TINY, sliding_window=64), "tiny").cache
+    assert every.bytes(1000) == 3 * 64 * a_layer
+
+
+def test_what_is_not_modelled_is_refused():
+    """A guess at linear or sparse attention, or at the bits of an unknown format, would be a wrong plan."""
+    with pytest.raises(PlanError, match="layers of linear_attention"):
+        size_of_config(Qwen3NextConfig(**TINY, **MOE, layer_types=["linear_attention"] * 2 + ["full_attention"]), "x")
+    sparse = DeepseekV3Config(**{**TINY, **LATENT})
+    sparse.index_topk = 2048
+    with pytest.raises(PlanError, match="sparse attention"):
+        size_of_config(sparse, "x")
+    with pytest.raises(PlanError, match="'aqlm' weights.*--weight-bits"):
+        weight_bits_of({"quant_method": "aqlm"}, "x")
+    assert weight_bits_of({"quant_method": "fp8"}, "x") == (8, None)
+    assert weight_bits_of({"quant_method": "awq", "bits": 4}, "x") == (4, None)
+    assert weight_bits_of({"quant_method": "mxfp4"}, "x") == (16, 4.25)
+
+
+def test_target_by_directory_and_config(tmp_path):
+    """fp8 is read from config.json, MTP layers too; --weight-bits has the last word; a revision goes to hub ids."""
+    config = DeepseekV3Config(**{**TINY, **LATENT}, architectures=["DeepseekV3ForCausalLM"]).to_dict()
+    config |= {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size, _, source, revision = target_size(str(tmp_path / "config.json"))
+    assert (size.bits, size.native_mtp, source, revision) == (8, 1, str(tmp_path), None)
+    assert target_size(str(tmp_path), 16)[0].bits == 16
+    mtp = native_mtp(size)
+    assert mtp.layers == mtp.moe_layers == 1 and mtp.experts == size.experts / 2 and mtp.head == size.head
+    with pytest.raises(PlanError, match=r"config\.json, its directory or its hub id"):
+        target_size(str(tmp_path / "other.json"))
+    with pytest.raises(TargetError, match="does not exist"):
+        target_size(str(tmp_path / "config.json" / "x"))
+    with pytest.raises(PlanError, match="no MTP layers of its own"):
+        native_mtp(size_of_config(LlamaConfig(**TINY), "plain"))
+
+
+def test_size_of_a_real_head(tiny_draft):
+    """The usual form of EAGLE-3 counts what a head of the same shapes has, but for norms."""
+    config = tiny_draft.head.config
+    size = size_of_config(LlamaConfig(**{**TINY, "hidden_size": config.hidden_size}), "x")
+    head = head_size(tiny_draft.head, size)
+    assert head.parameters == sum(value.numel() for value in tiny_draft.head.parameters())
+    target = LlamaConfig(
+        vocab_size=400,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_hidden_layers=1,
+    )
+    usual = usual_eagle3(target, size_of_config(target, "x"))
+    norms = sum(value.numel() for name, value in tiny_draft.head.named_parameters() if "norm" in name)
+    assert usual.body == head.body - norms and usual.cache == head.cache
+
+
+def test_accept_lengths():
+    """A measured chain of 3 says what 1 and 2 commit; tokens of a whole chain that is longer cannot be fewer."""
+    measured = {"rows": [{"top_k": 1, "num_steps": 3, "accept_rate": [0.5, 0.4, None], "temperature": 0.0}]}
+    lengths, where = measured_accept_lengths(measured)
+    assert lengths == {1: 1.5, 2: 1.7, 3: 1.7} and "chain of 3" in where
+    for nothing in (None, {"rows": [{"top_k": 4, "num_steps": 3, "accept_rate": [0.5]}]}):
+        with pytest.raises(PlanError, match="no chain was measured"):
+            measured_accept_lengths(nothing)
+    assert parse_accept_lengths("2:2.18,1:1.7") == {1: 1.7, 2: 2.18}
+    for wrong in ("1", "1:2.5", "0:1", "1:0.9", "1:1.5,1:1.6", "a:b"):
+        with pytest.raises(PlanError, match="DRAFTS:TOKENS is needed"):
+            parse_accept_lengths(wrong)
+    with pytest.raises(PlanError, match="these fall"):
+        parse_accept_lengths("1:1.9,2:1.8")
+
+
+def test_gpus():
+    """Any GPU by stated figures; a name that is not in the table says which are missing."""
+    assert gpu_named("h200") == GPUS["H200"] and GPUS["A100"].rate(8) == GPUS["A100"].flops
+    assert gpu_named("H100", {"memory": 94}).memory == 94e9
+    mine = gpu_named("MI300X", {"memory": 192, "bandwidth": 5300, "flops": 1307})
+    assert (mine.memory, mine.bandwidth, mine.flops) == (192e9, 5.3e12, 1.307e15)
+    with pytest.raises(PlanError, match="missing: bandwidth, flops"):
+        gpu_named("MI300X", {"memory": 192})
+    with pytest.raises(PlanError, match="figures above 0"):
+        gpu_named("H100", {"memory": 0})

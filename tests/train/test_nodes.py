@@ -1,0 +1,132 @@
+"""Several nodes: the recipes are what accelerate and DeepSpeed read, and two "nodes" train the curve of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands import launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from deepspeed.launcher.runner import fetch_hostfile
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = REPOSITORY / "recipes" / "accelerate"
+SCRIPT = "toolkit/train/eagle3.py"
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "nodes", "hostfile"])
+def test_accelerate_reads_the_recipe(name):
+    """An unknown key is an error of its loader."""
+    config = load_config_from_file(str(RECIPES / f"{name}.yaml"))
+    settings = config.deepspeed_config
+    assert str(config.distributed_type) == "DistributedType.DEEPSPEED" and config.mixed_precision == "bf16"
+    assert settings["gradient_clipping"] == 0.5 and settings["zero_stage"] == (3 if name == "zero3" else 2)
+    assert config.num_machines == (2 if name in ("nodes", "hostfile") else 1)
+
+
+def typed(name: str) -> list[str]:
+    """The launch line in the recipe's header, as its words behind `accelerate launch`."""
+    header = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    (first,) = (index for index, line in enumerate(header) if line.startswith("#   accelerate launch"))
+    line = header[first].removesuffix("\\") + header[first + 1].removeprefix("#")
+    return line.removeprefix("#   accelerate launch").replace(" K ", " 1 ").split()
+
+
+def started(words: list[str], monkeypatch):
+    """What `accelerate launch` would start: DeepSpeed's command if there is one, its environment, all arguments."""
+    found = []
+    monkeypatch.setattr(launch, "deepspeed_launcher", found.append)
+    launch.launch_command(launch.launch_command_parser().parse_args(words))
+    (args,) = found
+    return *prepare_deepspeed_cmd_env(args), args
+
+
+def test_the_line_over_ssh(monkeypatch):
+    """What accelerate makes of it: DeepSpeed's launcher with our hosts, each with its share of the processes."""
+    monkeypatch.chdir(REPOSITORY)
+    command, environment, _ = started(typed("hostfile"), monkeypatch)
+    words = " ".join(command)
+    assert words.startswith("deepspeed --hostfile recipes/accelerate/hostfile --no_local_rank --launcher pdsh")
+    assert "--num_gpus 8 --master_addr NODE0 --master_port 29500" in words
+    assert words.endswith(f"{SCRIPT} --recipe recipes/smollm2-135m.yaml")
+    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert dict(fetch_hostfile("recipes/accelerate/hostfile")) == {"node0": 8, "node1": 8}
+    assert ".deepspeed_env" in (REPOSITORY / ".gitignore").read_text().splitlines()
+
+
+def test_the_line_of_each_node(monkeypatch):
+    """The second node joins the first one's address with its own rank; swapped numbers would wait for ever."""
+    monkeypatch.chdir(REPOSITORY)
+    _, _, args = started(typed("nodes"), monkeypatch)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("8", "2", 1)
+    assert (args.master_addr, args.master_port) == ("NODE0", "29500")
+
+
+# Slurm, as far as the script needs it: two nodes, both on this machine.
+SRUN = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+status=0; for job in $(jobs -p); do wait "$job" || status=$?; done; exit $status
+"""
+SCONTROL = "#!/bin/bash\n[[ $* == 'show hostnames two-nodes' ]] && printf '127.0.0.1\\n127.0.0.2\\n'\n"
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """The environment of a job's first node, with stand-ins for srun and scontrol, and this Python's accelerate."""
+    launcher = f'#!/bin/bash\nexec "{sys.executable}" -m accelerate.commands.accelerate_cli "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("accelerate", launcher)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ours = {"SLURM_JOB_NODELIST": "two-nodes", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "GPUS": "1", "PORT": str(port)}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **ours, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+
+
+def test_two_nodes_give_the_curve_of_one_process(tiny_run, slurm, tmp_path):
+    """The Slurm script itself, one process a node: fp32, same global batch, 1e-4 relative as for two processes of one.
+
+    Nodes that each believed they were alone would train on all of the batch, and one of them find the folder locked.
+    """
+    curves = []
+    for name, command in (
+        ("one", [sys.executable, SCRIPT]),
+        ("nodes", ["bash", "recipes/slurm/train.sbatch"]),
+    ):
+        run = tmp_path / name
+        shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("train", "ckpt"))
+        words = ["--recipe", str(run / "recipe.yaml"), f"run_dir={run}", "train.max_steps=6"]
+        done = subprocess.run(
+            [*command, *words], cwd=REPOSITORY, env=slurm, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+        curves.append([(row["loss"], row["supervised_tokens"]) for row in rows if "loss" in row])
+        said = done.stderr + done.stdout
+    assert "on 2 process(es)" in said
+    assert len(curves[0]) == 6
+    for (one, tokens), (nodes, theirs) in zip(*curves, strict=True):
+        assert nodes == pytest.approx(one, rel=1e-4) and tokens == theirs
+
+
+def test_nodes_differ_from_zero2_only_in_who_starts_them():
+    """A setting changed in one file alone would make many nodes another training."""
+    one, *others = (yaml.safe_load((RECIPES / f"{n}.yaml").read_text()) for n in ("zero2", "nodes", "hostfile"))
+    launching = {"num_machines", "num_processes", "main_process_ip", "main_process_port", "deepspeed_config"}
+    starts = {"deepspeed_multinode_launcher", "deepspeed_hostfile"}
+    for config in others:
+        assert {k: v for k, v in config["deepspeed_config"].items() if k not in starts} == one["deepspeed_config"]
+        assert {k: v for k, v in config.items() if k not in launching} == {
+            k: v for k, v in one.items() if k not in launching
+        }

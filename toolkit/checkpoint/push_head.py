@@ -1,0 +1,47 @@
+"""Putting an exported head on a model hub: one repository, one commit, never more public than was asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from toolkit.checkpoint.errors import ExportError
+
+NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+def check_push(name: str) -> None:
+    """Whether a head can be pushed as `name` at all, before anything is written. Raises `ExportError`."""
+    if NAME.match(name) is None:
+        raise ExportError(f"--push-to-hub {name}: ORG/NAME is needed; the hub makes the revision")
+    if is_offline_mode():
+        raise ExportError(
+            f"--push-to-hub {name}: HF_HUB_OFFLINE is set, so nothing is sent; unset it or leave this out"
+        )
+
+
+def push_head(directory: Path, name: str, *, private: bool) -> str:
+    """Uploads the files of `directory` as one commit and returns its id. The repository is made where there is none.
+
+    Raises `ExportError` when the hub refuses, or when a private head would go to a repository that is public.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private or None, exist_ok=True)
+        # The hub ignores `private` for a repository that exists.
+        if private and not api.repo_info(name).private:
+            raise ExportError(
+                f"{name} exists and is public; --private would not make it private. Nothing was sent: choose another "
+                f"name, or leave --private out. The export is in {directory}"
+            )
+        commit = api.upload_folder(repo_id=name, folder_path=directory, commit_message="Draft head exported by toolkit")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(
+            f"the hub did not take {name}: {first} The export is in {directory}; a token that may write there "
+            "is needed (`hf auth login`, or HF_TOKEN)"
+        ) from error
+    return str(commit.oid)

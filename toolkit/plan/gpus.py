@@ -1,0 +1,67 @@
+"""What GPUs can do, by their makers' data sheets: dense rates, no sparsity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.plan.errors import PlanError
+
+GB, TB, TFLOPS = 1e9, 1e12, 1e12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory: bytes. bandwidth: bytes a second of its memory. flops: multiply-adds count two, bf16; flops_8: fp8, None
+    where it has none. link: bytes a second to a GPU of the same node, one way; network: to other nodes (one NIC each).
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    flops_8: float | None
+    link: float
+    network: float = 50 * GB  # 400 Gbit/s InfiniBand a GPU, as in the published cases
+
+    def rate(self, weight_bits: float) -> float:
+        """Operations a second of products with such weights; fewer than 8 bits are widened to bf16 first."""
+        return self.flops_8 if weight_bits == 8 and self.flops_8 is not None else self.flops
+
+
+# NVIDIA's data sheets of the SXM (HGX) parts; L40S: PCIe 4.0 x16. Memory as sold: 1 GB = 1e9 bytes.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A100", 80 * GB, 2.039 * TB, 312 * TFLOPS, None, 300 * GB, 25 * GB),
+        Gpu("H20", 96 * GB, 4.0 * TB, 148 * TFLOPS, 296 * TFLOPS, 450 * GB),
+        Gpu("H100", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 450 * GB),
+        Gpu("H200", 141 * GB, 4.8 * TB, 989 * TFLOPS, 1979 * TFLOPS, 450 * GB),
+        Gpu("B200", 180 * GB, 7.7 * TB, 2250 * TFLOPS, 4500 * TFLOPS, 900 * GB),
+        Gpu("L40S", 48 * GB, 0.864 * TB, 362 * TFLOPS, 733 * TFLOPS, 32 * GB),
+    )
+}
+# What a user may state, in the units of data sheets: field -> factor.
+UNITS = {"memory": GB, "bandwidth": GB, "flops": TFLOPS, "flops_8": TFLOPS, "link": GB, "network": GB}
+NEEDED = ("memory", "bandwidth", "flops")
+
+
+def gpu_named(name: str, stated: dict[str, float] | None = None) -> Gpu:
+    """A GPU of the table, with `stated` figures (GB, GB/s, TFLOPS) in place of its own; others by stated ones alone.
+
+    Raises `PlanError`.
+    """
+    own: dict[str, Any] = {key: value * UNITS[key] for key, value in (stated or {}).items()}
+    wrong = [key for key, value in own.items() if value <= 0]
+    if wrong:
+        raise PlanError(f"{', '.join(wrong)} of the GPU: figures above 0 are needed")
+    known = next((gpu for key, gpu in GPUS.items() if key.lower() == name.lower()), None)
+    if known is not None:
+        return replace(known, **own)
+    lacking = [key for key in NEEDED if key not in own]
+    if lacking:
+        raise PlanError(
+            f"GPU {name!r} is not in the table ({', '.join(GPUS)}); state --gpu-memory GB, --gpu-bandwidth GB/s and "
+            f"--gpu-tflops of bf16 (missing: {', '.join(lacking)})"
+        )
+    return Gpu(name, **{"flops_8": None, "link": 32 * GB, **own})

@@ -1,0 +1,211 @@
+"""How large a model is, where it counts: weights by part, cache a token, operations a token.
+
+Parameters are counted on the model that transformers builds from the configuration, without memory: no formula of ours
+can drift from it. What a token's cache and attention cost is by formula, for the attentions named below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from toolkit.plan.errors import PlanError
+from toolkit.target.load import load_config
+
+CACHE_BYTES = 2  # bf16
+MOE = {
+    "n_experts": ("n_routed_experts", "num_experts", "num_local_experts"),
+    "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
+}
+NATIVE_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Attention of all layers. token_bytes: what one token adds to the cache in layers that see everything;
+    window_bytes: in layers that see the last `window` tokens only. shards: over how many GPUs a token's cache can be
+    split (1: multi-head latent attention keeps one vector for all heads). flops, window_flops: operations of one query
+    token for each token of context, while decoding; prefill_flops: the same while a prompt is read.
+    """
+
+    token_bytes: float
+    shards: int
+    flops: float
+    prefill_flops: float
+    window: int = 0
+    window_bytes: float = 0.0
+    window_flops: float = 0.0
+
+    def bytes(self, context: float) -> float:
+        """Cache of one request with so many tokens."""
+        return self.token_bytes * context + self.window_bytes * min(context, self.window)
+
+    def operations(self, context: float) -> float:
+        """Attention's operations of one query token behind so many."""
+        return self.flops * context + self.window_flops * min(context, self.window)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """body: parameters of the layers without routed experts. experts: all routed experts' parameters, of which a token
+    is sent to `chosen` of `n_experts` in each of `moe_layers`. head: the output matrix; embedding: 0 where it is tied.
+    bits: of the weights of body and experts; head and embedding have 16.
+    """
+
+    name: str
+    hidden_size: int
+    heads: int
+    layers: int
+    body: float
+    head: float
+    embedding: float
+    cache: Cache
+    bits: float = 16
+    experts: float = 0.0
+    n_experts: int = 0
+    chosen: int = 0
+    moe_layers: int = 0
+    experts_bits: float | None = None
+    native_mtp: int = 0
+
+    @property
+    def parameters(self) -> float:
+        return self.body + self.experts + self.head + self.embedding
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.body + self.head + self.active_experts
+
+    @property
+    def active_experts(self) -> float:
+        return self.experts * self.chosen / self.n_experts if self.n_experts else 0.0
+
+    @property
+    def body_bytes(self) -> float:
+        return self.body * self.bits / 8
+
+    @property
+    def expert_bytes(self) -> float:
+        return self.experts * (self.bits if self.experts_bits is None else self.experts_bits) / 8
+
+
+def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize, Any, str, str | None]:
+    """Size, text configuration, source and revision of a target by its hub id (org/name@revision) or directory.
+
+    A path of its config.json does too. weight_bits: of its layers' weights, in place of what the configuration says.
+    Raises `PlanError` for attention or a quantisation that is not modelled, `TargetError` for what is no causal LM.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        if path.name != "config.json":
+            raise PlanError(f"{name}: a model's config.json, its directory or its hub id is needed")
+        name = str(path.parent)
+    name, _, revision = (name, "", "") if path.exists() else name.partition("@")
+    whole, source, resolved = load_config(name, revision or None)
+    config: Any = whole.get_text_config(decoder=True)
+    quantization = getattr(whole, "quantization_config", None) or getattr(config, "quantization_config", None)
+    bits = (weight_bits, None) if weight_bits else weight_bits_of(quantization, name)
+    return size_of_config(config, name, *bits), config, source, None if Path(source).is_dir() else resolved
+
+
+def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float | None = None) -> ModelSize:
+    """Size of a text model's configuration whose layers' weights have so many bits. Raises `PlanError`."""
+    counts = _count(config)
+    stated = {key: next((n for one in names if (n := getattr(config, one, None))), 0) for key, names in MOE.items()}
+    if counts["experts"] and not all(stated.values()):
+        raise PlanError(f"{name} has experts, and its configuration does not say how many a token is sent to")
+    return ModelSize(
+        name=name,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        layers=config.num_hidden_layers,
+        cache=cache_of(config, name),
+        bits=bits,
+        experts_bits=experts_bits,
+        native_mtp=next((n for one in NATIVE_MTP if (n := getattr(config, one, None))), 0),
+        **(counts | (stated if counts["experts"] else {})),
+    )
+
+
+def _count(config: Any) -> dict[str, int]:
+    """Parameters by part, of the model that transformers builds for this configuration on no device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    experts, layers = 0, set()
+    for name, value in model.named_parameters():
+        before, inside, _ = name.partition(".experts.")
+        if inside and "shared" not in before:
+            experts += value.numel()
+            layers.add(before)
+    total = sum(value.numel() for value in model.parameters())
+    own = 0 if embedding is head else embedding.numel()
+    return {
+        "experts": experts,
+        "moe_layers": len(layers),
+        "head": head.numel(),
+        "embedding": own,
+        "body": total - experts - head.numel() - own,
+    }
+
+
+def cache_of(config: Any, name: str) -> Cache:
+    """Cache and attention of a text configuration. Raises `PlanError` for attention that is not modelled."""
+    if getattr(config, "index_topk", None):
+        raise PlanError(f"{name} chooses what it attends to (index_topk): sparse attention is not modelled")
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:
+        return _latent_cache(config, layers, heads, rank)
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = list(kinds or ["sliding_attention" if window else "full_attention"] * layers)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise PlanError(f"{name} has layers of {', '.join(unknown)}; full and sliding attention and MLA are modelled")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
+    a_layer, flops = 2 * kv_heads * size * CACHE_BYTES, 4 * heads * size
+    return Cache(
+        token_bytes=full * a_layer,
+        shards=kv_heads,
+        flops=full * flops,
+        prefill_flops=full * flops,
+        window=window if sliding else 0,
+        window_bytes=sliding * a_layer,
+        window_flops=sliding * flops,
+    )
+
+
+def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
+    """Multi-head latent attention (arXiv 2405.04434): one latent and one rotated key for all heads. While decoding, all
+    heads read the latent itself as key and value; a prompt's keys and values are expanded."""
+    rope = config.qk_rope_head_dim
+    expanded = config.qk_nope_head_dim + rope + config.v_head_dim
+    return Cache(
+        token_bytes=layers * (rank + rope) * CACHE_BYTES,
+        shards=1,
+        flops=layers * 2 * heads * (2 * rank + rope),
+        prefill_flops=layers * 2 * heads * expanded,
+    )
+
+
+def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
+    """Bits of a weight in the layers, and of experts where those differ. Raises `PlanError` for an unknown method."""
+    if quantization is None:
+        return 16, None
+    stated = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = stated.get("quant_method")
+    if method in ("fp8", "fbgemm_fp8"):
+        return 8, None
+    if method in ("gptq", "awq") and stated.get("bits"):
+        return float(stated["bits"]), None
+    if method == "mxfp4":
+        return 16, 4.25  # OCP microscaling: a shared 8-bit scale for 32 values; attention stays bf16
+    raise PlanError(f"{name}: how many bits its {method!r} weights have is not known here; give --weight-bits")

@@ -1,0 +1,156 @@
+"""How long a step takes: a roofline with a fixed time a layer, so small that it can be checked by hand.
+
+    forward = max(weights / bandwidth, products / rate)      linear layers and experts
+            + max(cache / bandwidth, operations / rate)      attention
+            + layers * layer_s                               kernels that are too small to fill a GPU
+            + exchange                                       tensor parallel sums, or experts' dispatch and combine
+    round   = target's forward over 1 + k tokens a request
+            + head's forward over 1 + k tokens, and k - 1 forwards over one
+            + round_s + k * pass_s + host                    host: only where the engine does not schedule ahead
+
+Shapes of words: a rank is a data-parallel rank of attention: one GPU, or all of a tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.plan.gpus import Gpu
+from toolkit.plan.model_size import ModelSize
+
+# Below this many rows a rank two batches are slower than one (SGLang's large-scale EP report, ablation study).
+TWO_BATCH_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What data sheets do not say. The five times and prefill_share are fitted to as many published figures, by
+    `published.fit`; the rest are assumptions.
+
+    bandwidth_share, product_share: what large kernels reach of the data sheet. attention_share: FlashMLA's published
+    660 of 989 TFLOPS. network_share: DeepEP's published 40 of 50 GB/s; link_share: its 110 of 450 GB/s within a node.
+    sum_s: one small all-reduce within a node.
+    layer_s: fixed time of a layer. exchange_s: of dispatch and combine in one layer with experts. host_s: the host's
+    work between two steps. pass_s: of one pass of a head, beside its layer; round_s: of a round that drafts, beside its
+    passes. prefill_share: of the data sheet's rate.
+    """
+
+    layer_s: float = 21.56e-6
+    exchange_s: float = 290.3e-6
+    host_s: float = 6.103e-3
+    pass_s: float = 71.5e-6
+    round_s: float = 724.5e-6
+    prefill_share: float = 0.2919
+    bandwidth_share: float = 0.8
+    product_share: float = 0.5
+    attention_share: float = 0.67
+    network_share: float = 0.8
+    link_share: float = 0.25
+    sum_s: float = 10e-6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One engine. gpus: how many it runs on. data_parallel: attention is replicated and every GPU serves its own
+    requests, experts are spread over all GPUs; otherwise all tensors are split over all GPUs. redundant: copies of
+    experts beside the first. two_batches: one half of a rank's requests computes while the other half's rows are
+    exchanged (SGLang's two-batch overlap); each half reads the weights and pays the fixed times."""
+
+    gpus: int
+    data_parallel: bool = False
+    node: int = 8
+    redundant: int = 0
+    two_batches: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus if self.data_parallel else 1
+
+    @property
+    def split(self) -> int:
+        """Over how many GPUs the weights of attention are split."""
+        return 1 if self.data_parallel else self.gpus
+
+
+def weight_bytes(size: ModelSize, layout: Layout) -> float:
+    """Weights on one GPU."""
+    copies = 1 + (layout.redundant / size.n_experts if size.n_experts and layout.data_parallel else 0)
+    whole = size.body_bytes + 2 * (size.head + size.embedding)
+    return whole / layout.split + size.expert_bytes * copies / layout.gpus
+
+
+def cache_bytes(size: ModelSize, layout: Layout, context: float) -> float:
+    """One request's cache on each GPU of its rank."""
+    return size.cache.bytes(context) / min(layout.split, size.cache.shards)
+
+
+def forward_s(
+    size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, *, requests: float, tokens: int, context: float
+) -> float:
+    """Seconds of one forward: `requests` a rank, `tokens` of each, behind `context` tokens."""
+    parts = 2 if layout.two_batches and requests * tokens >= TWO_BATCH_ROWS else 1
+    rows = requests * tokens / parts  # of a rank, in one batch
+    compute = _linear_s(size, gpu, layout, costs, rows) + size.layers * costs.layer_s
+    cache = requests / parts * cache_bytes(size, layout, context)
+    operations = rows * size.cache.operations(context) / layout.split
+    compute += max(cache / (gpu.bandwidth * costs.bandwidth_share), operations / (gpu.flops * costs.attention_share))
+    exchange = _exchange_s(size, gpu, layout, costs, rows)
+    return compute + exchange if parts == 1 else parts * max(compute, exchange)
+
+
+def _linear_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
+    """Weights are read once; of the experts those that some row of all ranks is sent to, at random."""
+    touched = 1 - (1 - size.chosen / size.n_experts) ** (rows * layout.ranks) if size.n_experts else 0.0
+    read = (size.body_bytes + 2 * size.head) / layout.split + size.expert_bytes / layout.gpus * touched
+    products = 2 * rows * size.active / layout.split
+    rate = gpu.rate(size.bits) * costs.product_share
+    return max(read / (gpu.bandwidth * costs.bandwidth_share), products / rate)
+
+
+def _exchange_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
+    """What the bytes on the way take. Experts: each row goes out in 8 bits and comes back in 16, once a chosen expert.
+    Tensor parallel: two sums a layer of every row in 16 bits (a ring sends 2 (n-1)/n of it)."""
+    n, width = layout.gpus, size.hidden_size
+    if n == 1:
+        return 0.0
+    if layout.data_parallel:
+        away, fixed = size.moe_layers * rows * size.chosen * width * 3, size.moe_layers * costs.exchange_s
+        if n <= layout.node:
+            return fixed + away / (gpu.link * costs.link_share)
+        return fixed + away * (1 - layout.node / n) / (gpu.network * costs.network_share)
+    speed = gpu.link * 0.8 if n <= layout.node else gpu.network * costs.network_share
+    return size.layers * 2 * (costs.sum_s + 2 * (n - 1) / n * rows * width * 2 / speed)
+
+
+def round_s(
+    size: ModelSize,
+    head: ModelSize | None,
+    gpu: Gpu,
+    layout: Layout,
+    costs: Costs,
+    *,
+    requests: float,
+    drafts: int,
+    context: float,
+    overlap: bool = True,
+) -> float:
+    """Seconds of one round that drafts so many tokens for every request; 0: a plain step. overlap: the engine's host
+    work runs beside the GPU's."""
+    seconds = forward_s(size, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
+    if drafts and head is not None:
+        first = forward_s(head, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
+        later = forward_s(head, gpu, layout, costs, requests=requests, tokens=1, context=context)
+        seconds += first + (drafts - 1) * later + costs.round_s + drafts * costs.pass_s
+    return seconds + (0.0 if overlap else costs.host_s)
+
+
+def prefill_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, tokens: float) -> float:
+    """Seconds in which one rank reads a prompt, all ranks reading at the same time (half a causal square).
+
+    Experts' exchange is part of prefill_share, whose figure has it; tensor parallel sums come on top.
+    """
+    linear = 2 * (size.active - size.head) * tokens / gpu.rate(size.bits)
+    window = min(tokens, size.cache.window)
+    pairs = size.cache.prefill_flops * tokens * tokens / 2 + size.cache.window_flops * tokens * window
+    sums = 0.0 if layout.data_parallel else _exchange_s(size, gpu, layout, costs, tokens)
+    return (linear + pairs / gpu.flops) / layout.split / costs.prefill_share + sums
