@@ -8,7 +8,7 @@ import torch
 from toolkit.data.batches import Example, collate
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.target.features import AuxCapture
-from toolkit.train.initialise import _copy_norm, initialise_from_target, initialise_random
+from toolkit.train.initialise import copy_norm, initialise_from_target, initialise_random
 
 
 def _head(target, draft) -> Eagle3Head:
@@ -77,7 +77,7 @@ def test_the_scale_of_a_norm(family):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(64))
-    assert _copy_norm(mine, theirs, 64)
+    assert copy_norm(mine, theirs, 64)
     torch.testing.assert_close(mine.weight, theirs.weight, atol=1e-5, rtol=1e-5)
 
 

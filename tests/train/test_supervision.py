@@ -9,6 +9,7 @@ from toolkit.train.supervision import plan_supervision
 from toolkit.train.teacher import Teacher, TeacherRows
 from toolkit.train.trained_head import TrainedHead
 from toolkit.train.ttt import unroll
+from toolkit.train.unrolled_head import unrolled_head
 
 #          p  p  p  A0 A1 A2 E  \n p
 RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
@@ -64,7 +65,7 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
         aux, embeds, supervision, rows, draft_choice, supervision.counts
     )
     expected = 0.0
-    for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
+    for step, hidden in enumerate(unroll(unrolled_head(head), aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept
             row = root + step - 2
             term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from toolkit.train import causal_attention, ttt
 from toolkit.train.ttt import TTTAttention, unroll
+from toolkit.train.unrolled_head import unrolled_head
 
 LENGTH, STEPS = 9, 4
 
@@ -42,7 +43,7 @@ def test_unroll_equals_a_served_chain(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(0)
     aux, embeds = torch.randn(2, LENGTH, 192), torch.randn(2, LENGTH, 64)
-    unrolled = list(unroll(head, aux, embeds, STEPS))
+    unrolled = list(unroll(unrolled_head(head), aux, embeds, STEPS))
     for row in range(2):
         for root in range(LENGTH - STEPS):
             served = _served_chain(head, aux[row], embeds[row], root, STEPS)
@@ -55,9 +56,9 @@ def test_no_root_sees_the_future(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(1)
     aux, embeds = torch.randn(1, LENGTH, 192), torch.randn(1, LENGTH, 64)
-    before = list(unroll(head, aux, embeds, 3))
+    before = list(unroll(unrolled_head(head), aux, embeds, 3))
     aux[0, 6:], embeds[0, 6:] = 5.0, -5.0
-    after = list(unroll(head, aux, embeds, 3))
+    after = list(unroll(unrolled_head(head), aux, embeds, 3))
     for step in range(3):
         last_unaffected = 5 - 1 - step  # root t reads token t+1+step
         assert torch.equal(before[step][0, : last_unaffected + 1], after[step][0, : last_unaffected + 1])

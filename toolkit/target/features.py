@@ -101,14 +101,15 @@ class LastCapture:
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What training needs of one target forward: `aux` [B, N, A*H] and `last` [B, N, H] after the final norm."""
+    """What training needs of one target forward: `aux`, the states that were captured side by side [B, N, A*H], and
+    `last` [B, N, H] after the final norm."""
 
     aux: torch.Tensor
     last: torch.Tensor
 
 
 @torch.no_grad()
-def target_features(target: Target, capture: AuxCapture, input_ids: torch.Tensor) -> TargetFeatures:
+def target_features(target: Target, capture: AuxCapture | LastCapture, input_ids: torch.Tensor) -> TargetFeatures:
     """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees."""
     last = target.body(input_ids=input_ids.to(target.device), use_cache=False).last_hidden_state
     return TargetFeatures(aux=capture.take(), last=last)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.data.batches import Batch
-from toolkit.target.features import AuxCapture, target_features
+from toolkit.target.features import AuxCapture, LastCapture, target_features
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
@@ -21,7 +21,7 @@ from toolkit.train.teacher import Teacher
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`."""
+    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads."""
 
     aux: torch.Tensor
     embeds: torch.Tensor
@@ -30,12 +30,17 @@ class UnrollInputs:
 
 
 class TargetSide:
-    """Everything that runs on the frozen target for a batch: features, embeddings, teacher."""
+    """Everything that runs on the frozen target for a batch: features, embeddings, teacher.
 
-    def __init__(self, target: Target, token_map: TokenMap, aux_layer_ids: tuple[int, ...], precision: str) -> None:
+    aux_layer_ids: the layers whose states the head reads side by side; None: it reads the last state, final-normed.
+    """
+
+    def __init__(
+        self, target: Target, token_map: TokenMap, aux_layer_ids: tuple[int, ...] | None, precision: str
+    ) -> None:
         self.target = target
         self.token_map = token_map
-        self.capture = AuxCapture(target, aux_layer_ids)
+        self.capture = LastCapture(target) if aux_layer_ids is None else AuxCapture(target, aux_layer_ids)
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 

@@ -7,9 +7,11 @@ Every position t of a sequence is a root whose chain of drafts is unrolled in pa
                       attends  step-0 keys of positions 0..t, and its own keys of steps 1..k
                       predicts x_{t+2+k}
 
-which is what a drafted chain attends to when served: committed positions, then its own drafts.
+which is what a drafted chain attends to when served: committed positions, then its own drafts. That is a head that
+feeds itself. One of S stages (MTP layers) predicts step k < S by stage k, which reads stage k-1's state at t, stands at
+position t and attends to its own keys of 0..t; from step S on stage S-1 feeds itself, at positions t+1, t+2, ..
 
-Shapes: B sequences, L positions, T = B*L, H hidden size, A auxiliary layers, hd head dim, kv key/value heads, G query
+Shapes: B sequences, L positions, T = B*L, H hidden size, W feature width, hd head dim, kv key/value heads, G query
 heads a key/value head.
 """
 
@@ -20,8 +22,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from toolkit.models.eagle3 import Eagle3Head
+from toolkit.models.decoder_layer import Attend
 from toolkit.train.causal_attention import causal_attention, causal_attention_backward
+from toolkit.train.unrolled_head import UnrolledHead
 
 
 class TTTAttention:
@@ -99,17 +102,25 @@ def _own_scores(q: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Ten
     return [(q * key.unsqueeze(2)).sum(-1, dtype=dtype).mul_(scale).flatten(1, 2) for key in keys]
 
 
-def unroll(head: Eagle3Head, aux: torch.Tensor, embeds: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """Yield the head's hidden states [B, L, H] (before its final norm) of steps 0..steps-1.
+def unroll(head: UnrolledHead, features: torch.Tensor, embeds: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
+    """Yield what scores the tokens of steps 0..steps-1, states [B, L, H] as `UnrolledHead.read` gives them.
 
-    aux [B, L, A*Ht] are the target's features, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
+    features [B, L, W] are the target's, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
     t+1+k lies past the end hold zeros as embedding; nothing is supervised there.
     """
     batch, length, width = embeds.shape
-    attend = TTTAttention(batch, length)
+    attentions = [[TTTAttention(batch, length) for _ in range(head.layers)] for _ in range(head.stages)]
     positions = torch.arange(length, device=embeds.device).repeat(batch)
-    hidden = head.fuse(aux.flatten(0, 1))
+    hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
+        stage = min(step, head.stages - 1)
         shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, min(1 + step, length)))
-        hidden = head(shifted.flatten(0, 1), hidden, positions + step, attend, length + steps)
-        yield hidden.view(batch, length, width)
+        attend = _in_turn(attentions[stage])
+        hidden = head.step(stage, shifted.flatten(0, 1), hidden, positions + step - stage, attend, length + steps)
+        yield head.read(stage, hidden).view(batch, length, width)
+
+
+def _in_turn(layers: Sequence[TTTAttention]) -> Attend:
+    """One pass's attention: the layers' own, in order."""
+    remaining = iter(layers)
+    return lambda q, k, v: next(remaining)(q, k, v)
