@@ -128,6 +128,8 @@ class TrainSettings:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
     micro_batch: int = _passing(8)  # in one forward of one process
+    pack: bool = _passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
+    checkpointing: bool = _passing(False)  # backward computes the unroll's steps anew: slower, less memory
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
@@ -144,6 +146,7 @@ class TrainSettings:
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
+    sliding_window: int | None = None  # positions that the head's own attention sees (null: all), trained and served
     lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3: its rows and norm; null: as `init` says
     token_weight: float = 0.1  # eagle2: of `loss` in a row's loss, as EAGLE publishes
     feature_weight: float = 1.0  # eagle2: of the distance to the target's last hidden state
@@ -174,6 +177,8 @@ class TrainSettings:
                 value, default = getattr(self, name), defaults[name]
                 either = f"{default!r} (it belongs to {head} heads) or train.head={head},"
                 _need(value == default, f"train.{name}", value, either)
+        window = self.sliding_window is None or self.sliding_window >= self.ttt_steps
+        _need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
         several = self.layers == 1 or self.head != "eagle3"
         _need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
         for name in ("token_weight", "feature_weight"):

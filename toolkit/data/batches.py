@@ -34,15 +34,21 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64."""
+    """Right-padded rows: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64.
+
+    starts [B, L] int64, where rows hold several sequences one after the other: the position at which each position's
+    own sequence begins (of padding: its own position); None where each row is one sequence.
+    """
 
     input_ids: Tensor
     response: Tensor
     lengths: Tensor
+    starts: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device))
+        starts = None if self.starts is None else self.starts.to(device)
+        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device), starts)
 
 
 def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
@@ -139,19 +145,41 @@ def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
     return list(batch[rank::processes])
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
-    """Right-pad examples with `pad_id` to the longest of them."""
+def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
+    """Rows right-padded with `pad_id` to the longest example: one example each, or (`pack`) as many as fit."""
     if not examples:
         raise DataError("an empty list of examples came; a batch needs at least one")
     longest = max(len(example.input_ids) for example in examples)
-    input_ids = torch.full((len(examples), longest), pad_id, dtype=torch.long)
-    response = torch.zeros((len(examples), longest), dtype=torch.bool)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[row, :length] = torch.tensor(example.input_ids, dtype=torch.long)
-        response[row, :length] = torch.tensor(example.response, dtype=torch.bool)
-    lengths = torch.tensor([len(example.input_ids) for example in examples], dtype=torch.long)
-    return Batch(input_ids, response, lengths)
+    rows = _packed(examples, longest) if pack else [[example] for example in examples]
+    input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
+    response = torch.zeros((len(rows), longest), dtype=torch.bool)
+    starts = torch.arange(longest).repeat(len(rows), 1)
+    lengths = []
+    for row, together in enumerate(rows):
+        begin = 0
+        for example in together:
+            end = begin + len(example.input_ids)
+            input_ids[row, begin:end] = torch.tensor(example.input_ids, dtype=torch.long)
+            response[row, begin:end] = torch.tensor(example.response, dtype=torch.bool)
+            starts[row, begin:end] = begin
+            begin = end
+        lengths.append(begin)
+    return Batch(input_ids, response, torch.tensor(lengths), starts if len(rows) < len(examples) else None)
+
+
+def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
+    """Examples in rows of at most `width` ids, the longest first, each into the first row with room for it."""
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda one: -len(one.input_ids)):
+        size = len(example.input_ids)
+        row = next((number for number, left in enumerate(room) if left >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(example)
+        room[row] -= size
+    return rows
 
 
 # Root t, step k: the head reads the embedding of x_{t+1+k} and predicts x_{t+2+k}. Supervised: both are response ids.
@@ -164,13 +192,16 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
 #                 feature emb->predict            step 2 (x_{t+4}):  0 -> A1   1 -> A2   2 -> E
 #
 # shift=1 (the mask lags by one):                 step 0 (x_{t+2}):  3 -> A2   4 -> E    5 -> \n
-def supervised_mask(response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None) -> Tensor:
+def supervised_mask(
+    response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
     """[B, L] bool: is root t supervised at `step` k? Iff response[t+1+k] and response[t+2+k]; False past the end.
 
     `shift` is for one experiment: 1 makes the mask lag the predictions by one, response[t+k] and response[t+1+k], the
     defect of SpecForge issue 885: the first draft of an answer (A1) never gets a loss, and ids after the answer do.
     (There the mask is response[t+k] alone: one id more after the answer; equal where a sequence ends with its answer.)
-    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised.
+    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised. `starts` [B, L]
+    (see `Batch`) keeps roots off the tokens of other sequences in their row.
     """
     if step < 0:
         raise ValueError(f"step {step} came; steps count from 0")
@@ -186,4 +217,6 @@ def supervised_mask(response: Tensor, step: int, shift: int = 0, lengths: Tensor
     if lengths is not None:
         predicted = torch.arange(width, device=response.device) + step + 2
         supervised &= predicted[None, :] < lengths[:, None]
+    if starts is not None:
+        supervised[:, :roots] &= starts[:, step + 2 :] <= torch.arange(roots, device=response.device)
     return supervised

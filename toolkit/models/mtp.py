@@ -51,6 +51,7 @@ class MtpConfig(HeadConfig):
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("target_hidden", "state"):
             if getattr(self, name) not in ("post_norm", "pre_norm"):
                 raise ValueError(f"mtp config: {name} is {getattr(self, name)!r}; post_norm or pre_norm is needed")

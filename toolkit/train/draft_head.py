@@ -48,6 +48,7 @@ class HeadPlan:
 
 def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
     """The plan of a new head. Raises `TargetError` when its layers do not fit the target."""
+    every: dict[str, Any] = {"sliding_window": settings.sliding_window}
     if settings.head == "eagle3":
         ids = settings.aux_layer_ids or default_aux_layer_ids(target.n_layers)
         check_aux_layer_ids(ids, target.n_layers)
@@ -58,15 +59,18 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
             aux_layer_ids=ids,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
+            **every,
         )
         return HeadPlan(config, token_map, ids)
     whole = TokenMap.identity(target.vocab_size)
     if settings.head == "eagle2":
         eagle2 = Eagle2Config.from_target_config(
-            target.config, vocab_size=target.vocab_size, num_hidden_layers=settings.layers
+            target.config, vocab_size=target.vocab_size, num_hidden_layers=settings.layers, **every
         )
         return HeadPlan(eagle2, whole, None)
-    mtp = MtpConfig.from_target_config(target.config, vocab_size=target.vocab_size, num_mtp_layers=settings.layers)
+    mtp = MtpConfig.from_target_config(
+        target.config, vocab_size=target.vocab_size, num_mtp_layers=settings.layers, **every
+    )
     return HeadPlan(mtp, whole, None)
 
 

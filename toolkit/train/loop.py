@@ -18,6 +18,7 @@ from toolkit.data.batches import Batch, collate, process_share
 from toolkit.log import get_logger, progress
 from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
+from toolkit.target.features import check_packing
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
@@ -72,6 +73,8 @@ class Trainer:
             gradient_clip(self.settings),
             whole_gradients=self.settings.optimizer == "muon",
         )
+        if self.settings.pack:
+            check_packing(self.target)
         self.side = TargetSide(self.target, self.plan.token_map, self.plan.aux_layer_ids, self.settings.precision)
         self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
@@ -98,6 +101,7 @@ class Trainer:
             settings.step_decay,
             settings.loss,
             output=None if self.plan.own_vocabulary else self.side.teacher.shared_matrix(),
+            checkpointing=settings.checkpointing,
             **row_weights(settings),
         )
         return self.accelerator.prepare(model, build_optimizer(head, settings))
@@ -203,7 +207,7 @@ class Trainer:
     def _micro_batch(self, indices: list[int], filler: int) -> Batch:
         """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
         if indices:
-            return self._collate(indices)
+            return collate([self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.pack)
         batch = self._collate([filler])
         return replace(batch, response=torch.zeros_like(batch.response))
 

@@ -47,8 +47,8 @@ class TargetSide:
     def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
         """One target forward over `batch`; the features come in the head's dtype."""
         batch = batch.to(self.target.device)
-        features = target_features(self.target, self.capture, batch.input_ids)
-        supervision = plan_supervision(batch.response, batch.lengths, steps, shift)
+        features = target_features(self.target, self.capture, batch.input_ids, batch.starts)
+        supervision = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
         with torch.no_grad():
             embeds = self.target.embed_tokens(batch.input_ids)
         return UnrollInputs(
@@ -102,4 +102,4 @@ def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[B
 
 def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
     """Supervised tokens by step [K] of a batch, without running anything."""
-    return plan_supervision(batch.response, batch.lengths, steps, shift).counts
+    return plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts).counts

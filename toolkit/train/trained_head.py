@@ -36,6 +36,7 @@ class TrainedHead(nn.Module):
         output: SharedMatrix | None = None,
         token_weight: float = 1.0,
         feature_weight: float = 0.0,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
@@ -44,6 +45,7 @@ class TrainedHead(nn.Module):
         self.step_decay = step_decay
         self.loss = loss
         self.token_weight, self.feature_weight = token_weight, feature_weight
+        self.checkpointing = checkpointing
 
     def forward(
         self,
@@ -62,7 +64,7 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
         """
         assert draft_choice is not None, "hits need the right tokens"
-        steps = unroll(self.unrolled, aux, embeds, self.steps)
+        steps = unroll(self.unrolled, aux, embeds, self.steps, supervision.starts, checkpointing=self.checkpointing)
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
         states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]

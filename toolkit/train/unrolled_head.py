@@ -25,10 +25,12 @@ Project = Callable[..., Any]
 
 class UnrolledHead(Protocol):
     """stages: modules that predict one step each, the last one all further steps (MTP layers); 1 for a head that always
-    feeds itself. layers: attention layers of a stage."""
+    feeds itself. layers: attention layers of a stage. window: positions that its attention sees, None: all."""
 
     @property
     def stages(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
     @property
     def layers(self) -> int: ...
 
@@ -68,7 +70,7 @@ class Eagle3Unrolled:
     stages = layers = 1
 
     def __init__(self, head: Eagle3Head) -> None:
-        self._head = head
+        self._head, self.window = head, head.config.sliding_window
 
     def first_hidden(self, features: Tensor) -> Tensor:
         return self._head.fuse(features)
@@ -89,7 +91,8 @@ class Eagle2Unrolled:
     stages = 1
 
     def __init__(self, head: Eagle2Head, output: SharedMatrix) -> None:
-        self._head, self._output, self.layers = head, output, head.config.num_hidden_layers
+        self._head, self._output = head, output
+        self.layers, self.window = head.config.num_hidden_layers, head.config.sliding_window
 
     def first_hidden(self, features: Tensor) -> Tensor:
         return features
@@ -110,7 +113,8 @@ class MtpUnrolled:
     layers = 1
 
     def __init__(self, head: MtpHead, output: SharedMatrix) -> None:
-        self._head, self._output, self.stages = head, output, head.config.num_mtp_layers
+        self._head, self._output = head, output
+        self.stages, self.window = head.config.num_mtp_layers, head.config.sliding_window
 
     def first_hidden(self, features: Tensor) -> Tensor:
         return features
