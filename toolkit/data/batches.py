@@ -54,6 +54,8 @@ class Batch:
 def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
     """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
 
+    A longer one ends after its last answer that fits whole; where not even the first does, within that. What is lost is
+    counted in a warning.
     They come in the order of their ids: in the file they lie as they ended, which depends on how they were batched.
     An example with nothing to supervise (no two neighbouring response ids left) is left out with a warning.
     Raises `DataError` for rows that are no rollouts and when no example of the split is left.
@@ -61,18 +63,26 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
     if max_length < 3:
         raise DataError(f"max_length {max_length} came; at least 3 ids are needed to predict one from two")
     examples: list[Example] = []
-    cut = empty = other = 0
+    cut = empty = other = inside = lost = 0
     for number, row in read_rows(path):
         example = _example(row, f"{path}:{number}")
         if row["split"] != split:
             other += 1
             continue
-        cut += len(example.input_ids) > max_length
-        ids, response = example.input_ids[:max_length], example.response[:max_length]
+        end = _turn_border(example.response, max_length)
+        cut += end < len(example.response)
+        inside += end < len(example.response) and example.response[end]
+        lost += sum(example.response[end:])
+        ids, response = example.input_ids[:end], example.response[:end]
         if any(a and b for a, b in zip(response, response[1:], strict=False)):
             examples.append(Example(example.id, ids, response))
         else:
             empty += 1
+    if cut:
+        logger.warning(
+            f"{path}: {cut} {split} rollouts are longer than {max_length} ids: {cut - inside} end at the border of a "
+            f"turn, {inside} within their first answer; {lost} response ids are left out"
+        )
     if empty:
         logger.warning(f"{path}: {empty} {split} rollouts left out: nothing to supervise within {max_length} ids")
     if not examples:
@@ -81,6 +91,14 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
             f"{other} of other splits); write more rollouts, raise max_length, or change the held-out share"
         )
     return sorted(examples, key=lambda example: example.id), cut
+
+
+def _turn_border(response: list[bool], max_length: int) -> int:
+    """Where to end: whole if it fits, else behind the last answer that ends by then, else at `max_length`."""
+    if len(response) <= max_length:
+        return len(response)
+    ends = (at for at in range(max_length, 1, -1) if response[at - 1] and response[at - 2] and not response[at])
+    return next(ends, max_length)
 
 
 def _example(row: dict[str, Any], where: str) -> Example:
