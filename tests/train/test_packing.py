@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from toolkit.recipe import TrainSettings
 from toolkit.target.features import check_packing
 from toolkit.target.target import TargetError
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.draft_head import plan_head, start_head
+from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
 
 K = 3
 HEADS = {
@@ -43,15 +43,14 @@ def made(request, tiny_target):
     settings = TrainSettings(**HEADS[request.param], ttt_steps=K)
     plan = plan_head(settings, tiny_target, TokenMap.from_ids(range(0, 393, 2), tiny_target.vocab_size))
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
-    yield start_head(plan, settings, tiny_target, seed=0), side, plan
+    yield start_head(plan, settings, tiny_target, seed=0), side, plan, settings
     side.capture.remove()
 
 
 def _step(made, batch, **options):
     """Loss by step, right predictions by step, and the head's gradients."""
-    head, side, plan = made
-    output = None if plan.own_vocabulary else side.teacher.shared_matrix()
-    model = TrainedHead(head, K, 0.8, output=output, **options)
+    head, side, plan, settings = made
+    model = trained_head(plan, replace(settings, **options), head, side.teacher)
     loss, by_step, right = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0)
     return by_step, right, torch.autograd.grad(loss, list(head.parameters()))
 

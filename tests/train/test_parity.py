@@ -14,10 +14,8 @@ from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.draft_head import plan_head, start_head
-from toolkit.train.loop import row_weights
+from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
-from toolkit.train.trained_head import TrainedHead
 from toolkit.train.ttt import unroll
 
 STEPS, TOKENS, PROMPTS = 3, 40, 12
@@ -47,7 +45,7 @@ def _batch(prompts, answers):
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, tiny_target):
     """A head that knows its answers by heart, so that chains of every depth occur; its unroll, and the prompts."""
-    settings = TrainSettings(**KINDS[request.param])
+    settings = TrainSettings(**KINDS[request.param], ttt_steps=STEPS)
     plan = plan_head(
         settings, tiny_target, TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     )
@@ -58,8 +56,7 @@ def trained(request, tiny_target):
     batch = _batch(prompts, answers)
     head = start_head(plan, settings, tiny_target, 0, [batch])
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
-    output = None if plan.own_vocabulary else side.teacher.shared_matrix()
-    model = TrainedHead(head, STEPS, 0.8, output=output, **row_weights(settings))
+    model = trained_head(plan, settings, head, side.teacher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     counts = supervised_counts(batch, STEPS, 0)
     for _ in range(60):

@@ -27,6 +27,8 @@ from toolkit.train.initialise import (
     regression_batches,
 )
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
+from toolkit.train.teacher import Teacher
+from toolkit.train.trained_head import TrainedHead
 
 log = get_logger(__name__)
 
@@ -88,6 +90,22 @@ def start_head(
     if isinstance(head, Eagle3Head) and settings.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head
+
+
+def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teacher: Teacher) -> TrainedHead:
+    """The head with its unroll and losses. An eagle2 head also learns the next feature."""
+    weights = {}
+    if settings.head == "eagle2":
+        weights = {"token_weight": settings.token_weight, "feature_weight": settings.feature_weight}
+    return TrainedHead(
+        head,
+        settings.ttt_steps,
+        settings.step_decay,
+        settings.loss,
+        output=None if plan.own_vocabulary else teacher.shared_matrix(),
+        checkpointing=settings.checkpointing,
+        **weights,
+    )
 
 
 def _from_target(head: DraftHead, plan: HeadPlan, target: Target, seed: int, batches: Iterable[Batch]) -> float | None:

@@ -22,7 +22,7 @@ from toolkit.target.features import check_packing
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.draft_head import plan_head, start_head
+from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.forecast import Forecast
 from toolkit.train.metrics import Metrics
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
@@ -30,7 +30,6 @@ from toolkit.train.schedule import rate_factor, total_steps
 from toolkit.train.split_data import read_data
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
 from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
@@ -95,15 +94,7 @@ class Trainer:
         fresh = settings.init == "target" and not stored_states(self.directory)
         batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
         head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None)
-        model = TrainedHead(
-            head,
-            settings.ttt_steps,
-            settings.step_decay,
-            settings.loss,
-            output=None if self.plan.own_vocabulary else self.side.teacher.shared_matrix(),
-            checkpointing=settings.checkpointing,
-            **row_weights(settings),
-        )
+        model = trained_head(self.plan, settings, head, self.side.teacher)
         return self.accelerator.prepare(model, build_optimizer(head, settings))
 
     def _collate(self, indices: list[int]) -> Batch:
@@ -281,13 +272,6 @@ def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16
     if wanted != "auto":
         return wanted
     return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
-
-
-def row_weights(settings: TrainSettings) -> dict[str, float]:
-    """What a row's two losses weigh: an eagle2 head's also looks at the next feature."""
-    if settings.head != "eagle2":
-        return {}
-    return {"token_weight": settings.token_weight, "feature_weight": settings.feature_weight}
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:
