@@ -50,7 +50,7 @@ def training_processes(asked: int | None) -> int:
 
 
 def training_line(
-    recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None, head: HeadName = "eagle3"
+    recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None, head: HeadName
 ) -> list[str]:
     """The command that trains a head of this kind.
 
