@@ -82,6 +82,8 @@ def start_head(
     """A new head on the target's device: random weights, or with `batches` the target's own where they fit, and a
     regression over as many of the batches as it needs."""
     head = kind_of(plan.config).head_class(plan.config).to(target.device)
+    if not plan.own_vocabulary:
+        log.info("scored by the target's output matrix over all its ids: the run's token map is not read")
     if batches is None:
         initialise_random(head, seed)
     else:
