@@ -129,6 +129,7 @@ class TrainSettings:
     global_batch: int = 8  # over all processes and accumulation steps
     micro_batch: int = _passing(8)  # in one forward of one process
     pack: bool = _passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
+    anchors: int | None = None  # roots of a row that steps after the first are unrolled from, drawn anew (null: all)
     checkpointing: bool = _passing(False)  # backward computes the unroll's steps anew: slower, less memory
     max_length: int = 512
     max_steps: int | None = None
@@ -166,6 +167,7 @@ class TrainSettings:
         _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
         _need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
         _need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
+        _positive(self, "train", "anchors")
         self._check_head()
 
     def _check_head(self) -> None:

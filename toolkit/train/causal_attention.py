@@ -8,8 +8,8 @@ The backward takes the output and log-sum-exp of a softmax that may run over mor
 
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O))      dQ = dS K * scale      dK = dS' Q * scale
 
-Where a query does not see all keys before it (a sliding window, several documents in a row), `Reach` says from which
-key on it sees them; a tile then touches only the keys that one of its queries sees.
+Where a query does not see all keys before it (a sliding window, several documents in a row), or queries are not those
+of all positions, `Reach` says which keys each sees; a tile then touches only the keys that one of its queries sees.
 
 Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G query heads.
 """
@@ -28,23 +28,27 @@ TILE = 256
 
 @dataclass(frozen=True)
 class Reach:
-    """first [B, L] int64: the first key each query sees, at most the query's own position. tiles: the least of them by
-    tile of queries."""
+    """first and last [B, N] int64: the first and the last key that each of N queries sees. tiles: the least first and
+    the end of the last by tile of queries."""
 
     first: Tensor
-    tiles: tuple[int, ...]
+    last: Tensor
+    tiles: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, first: Tensor) -> Reach:
-        return cls(first, tuple(torch.stack([part.min() for part in first.split(TILE, dim=1)]).tolist()))
+    def of(cls, first: Tensor, last: Tensor) -> Reach:
+        firsts, lasts = first.split(TILE, dim=1), last.split(TILE, dim=1)
+        # One read of all bounds: on a GPU each would wait for all that is under way.
+        bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
+        return cls(first, last, tuple((low, high) for low, high in bounds.tolist()))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
     """q [B, h, L, hd], k and v [B, kv, L, hd] -> output like q, and the scores' log-sum-exp [B, h, L].
 
-    reach None: each query sees all keys up to its own position. Scores are scaled by 1/sqrt(hd). The log-sum-exp is in
-    fp32 or fp64, the output in that dtype or in q's. Nothing is differentiated through it; see
-    `causal_attention_backward`.
+    With a reach the queries may be fewer, N in the place of L. reach None: each query sees all keys up to its own
+    position. Scores are scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's.
+    Nothing is differentiated through it; see `causal_attention_backward`.
     """
     if q.device.type != "cpu" or reach is not None:
         return tiled_forward(q, k, v, reach)
@@ -116,7 +120,7 @@ def tiled_backward(
 def _tile(start: int, length: int, reach: Reach | None) -> tuple[slice, slice]:
     """The queries of the tile from `start` on, and the keys that one of them sees."""
     end = min(start + TILE, length)
-    return slice(start, end), slice(0 if reach is None else reach.tiles[start // TILE], end)
+    return slice(start, end), slice(0, end) if reach is None else slice(*reach.tiles[start // TILE])
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None) -> Tensor:
@@ -126,12 +130,13 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None)
     count = part.shape[3]
     scores = (part * width**-0.5).flatten(2, 3) @ k[:, :, keys].transpose(-1, -2)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)).unflatten(2, (-1, count))
-    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
-    scores[..., rows.start - keys.start :].masked_fill_(future, float("-inf"))
-    if reach is not None:
-        at = torch.arange(keys.start, keys.stop, device=q.device)
-        scores.masked_fill_((at < reach.first[:, rows, None])[:, None, None], float("-inf"))
-    return scores
+    if reach is None:
+        future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., rows.start :].masked_fill_(future, float("-inf"))
+        return scores
+    at = torch.arange(keys.start, keys.stop, device=q.device)
+    hidden = (at < reach.first[:, rows, None]) | (at > reach.last[:, rows, None])
+    return scores.masked_fill_(hidden[:, None, None], float("-inf"))
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from toolkit.train.initialise import (
     regression_batches,
 )
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
+from toolkit.train.step import Anchors
 from toolkit.train.teacher import Teacher
 from toolkit.train.trained_head import TrainedHead
 
@@ -108,6 +110,15 @@ def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teach
         checkpointing=settings.checkpointing,
         **weights,
     )
+
+
+def anchors_of(settings: TrainSettings, seed: int, *place: int) -> Anchors | None:
+    """The draw of one micro-batch, by its place in the training; None where all roots are unrolled. All roots take the
+    steps in which each MTP layer reads all positions for the first time."""
+    if settings.anchors is None:
+        return None
+    full = settings.layers if settings.head == "mtp" else 1
+    return Anchors(settings.anchors, full, random.Random(f"anchors {seed} {place}").getrandbits(63))
 
 
 def _from_target(head: DraftHead, plan: HeadPlan, target: Target, seed: int, batches: Iterable[Batch]) -> float | None:

@@ -22,7 +22,7 @@ from toolkit.target.features import check_packing
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.forecast import Forecast
 from toolkit.train.metrics import Metrics
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
@@ -174,7 +174,8 @@ class Trainer:
         for start in range(0, size * self.accumulation, size):
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
-                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift)
+                drawn = anchors_of(settings, self.recipe.seed, step, start)
+                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn)
                 accelerator.backward(loss * scale)
                 self.optimizer.step()
                 self.optimizer.zero_grad()

@@ -6,7 +6,7 @@ Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from toolkit.target.features import AuxCapture, LastCapture, target_features
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
-from toolkit.train.supervision import Supervision, plan_supervision
+from toolkit.train.supervision import Supervision, anchored, plan_supervision
 from toolkit.train.teacher import Teacher
 
 
@@ -27,6 +27,18 @@ class UnrollInputs:
     embeds: torch.Tensor
     supervision: Supervision
     teacher_hidden: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """count roots of a row, drawn by `seed`, are unrolled beyond the first `full` steps, which all roots take."""
+
+    count: int
+    full: int
+    seed: int
+
+    def of(self, supervision: Supervision, shape: torch.Size) -> Supervision:
+        return anchored(supervision, shape, self.full, self.count, self.seed)
 
 
 class TargetSide:
@@ -60,19 +72,30 @@ class TargetSide:
 
 
 def micro_step(
-    model: torch.nn.Module, side: TargetSide, batch: Batch, denominators: torch.Tensor, steps: int, shift: int
+    model: torch.nn.Module,
+    side: TargetSide,
+    batch: Batch,
+    denominators: torch.Tensor,
+    steps: int,
+    shift: int,
+    anchors: Anchors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of one micro-batch, its loss by step [K] and its right predictions by step [K].
 
     denominators [K]: supervised tokens of the whole global batch, so that micro-batches and processes add up to the
-    mean over all of them.
+    mean over all of them. anchors: which roots later steps are unrolled from; None: all. Right predictions of some
+    roots stand for those of all.
     """
     inputs = side.inputs(batch, steps, shift)
+    if anchors is not None:
+        inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
     rows = side.teacher(inputs.teacher_hidden)
     draft_choice = side.token_map.to_draft(rows.choice)
     loss, by_step, hits = model(
         inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
     )
+    if inputs.supervision.shares is not None:
+        hits = [hit * share for hit, share in zip(hits, inputs.supervision.shares, strict=True)]
     return loss, by_step, torch.stack([hit.sum() for hit in hits]).float()
 
 

@@ -64,7 +64,15 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
         """
         assert draft_choice is not None, "hits need the right tokens"
-        steps = unroll(self.unrolled, aux, embeds, self.steps, supervision.starts, checkpointing=self.checkpointing)
+        steps = unroll(
+            self.unrolled,
+            aux,
+            embeds,
+            self.steps,
+            supervision.starts,
+            supervision.anchors,
+            checkpointing=self.checkpointing,
+        )
         each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
         states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
@@ -76,6 +84,8 @@ class TrainedHead(nn.Module):
         kept = teacher.kept[rows]
         weights = self.step_decay ** torch.arange(self.steps, device=kept.device) / denominators
         factor = torch.repeat_interleave(weights, torch.tensor(counts, device=kept.device), output_size=len(rows))
+        if supervision.shares is not None:
+            factor = factor * torch.cat(supervision.shares)
         task = DraftLoss(self.loss, teacher, rows, choice, self.token_weight * factor * kept)
         loss, losses, best = self.unrolled.score(states, task)
         losses = self.token_weight * losses * kept
@@ -83,6 +93,8 @@ class TrainedHead(nn.Module):
             distances = self.feature_weight * _distances(states, teacher.states[rows])
             loss = loss + (factor * distances).sum()
             losses = losses + distances.detach()
+        if supervision.shares is not None:
+            losses = losses * torch.cat(supervision.shares)
         by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators
         return loss, by_step, list((best == choice).split(counts))
 

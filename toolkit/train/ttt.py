@@ -22,7 +22,6 @@ from copy import copy
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.models.decoder_layer import Attend
@@ -35,32 +34,44 @@ class TTTAttention:
 
     window: a query sees so many positions, its own included, and at least as many as steps; None: all before it.
     starts [B, L]: where each position's document begins, which is as far back as it sees; None: rows are documents.
+    `at_anchors` makes one whose further steps are those of some roots alone.
     """
 
     def __init__(self, batch: int, length: int, window: int | None = None, starts: torch.Tensor | None = None) -> None:
         self.batch, self.length, self.window, self.starts = batch, length, window, starts
+        self.anchors: torch.Tensor | None = None
         # Tuples: a copy of this object goes on by itself.
         self.keys: tuple[torch.Tensor, ...] = ()
         self.values: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, kv*G, hd], k and v [T, kv, hd] -> [T, kv*G, hd]."""
-        q, k, v = (x.view(self.batch, self.length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+        """q [T, kv*G, hd], k and v [T, kv, hd] -> [T, kv*G, hd]; with anchors T = B*N."""
+        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys += (k,)
         self.values += (v,)
         out = _MergedAttention.apply(q, self._reach(q.device), *self.keys, *self.values)
         return out.transpose(1, 2).flatten(0, 1)
 
+    def at_anchors(self, anchors: torch.Tensor) -> TTTAttention:
+        """After its first step: the same attention for the roots anchors [B, N] alone."""
+        chosen = copy(self)
+        chosen.anchors = anchors
+        chosen.starts = None if self.starts is None else self.starts.gather(1, anchors)
+        return chosen
+
     def _reach(self, device: torch.device) -> Reach | None:
         """Which step-0 keys the newest step sees: the query of root t stands at t + step."""
         step = len(self.keys) - 1
-        first = self.starts
-        if self.window is not None and self.length + step > self.window:
+        narrow = self.window is not None and self.length + step > self.window
+        if self.starts is None and self.anchors is None and not narrow:
+            return None
+        roots = torch.arange(self.length, device=device).expand(self.batch, -1)
+        roots = roots if self.anchors is None else self.anchors
+        first = torch.zeros_like(roots) if self.starts is None else self.starts
+        if self.window is not None:
             assert step < self.window, "a window shorter than the unroll would hide a root from its own chain"
-            nearest = torch.arange(self.length, device=device) + (step + 1 - self.window)
-            nearest = nearest.clamp(min=0).expand(self.batch, -1)
-            first = nearest if first is None else torch.maximum(first, nearest)
-        return None if first is None else Reach.of(first)
+            first = torch.maximum(first, roots + (step + 1 - self.window))
+        return Reach.of(first, roots)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -129,6 +140,7 @@ def unroll(
     embeds: torch.Tensor,
     steps: int,
     starts: torch.Tensor | None = None,
+    anchors: torch.Tensor | None = None,
     *,
     checkpointing: bool = False,
 ) -> Iterator[torch.Tensor]:
@@ -136,23 +148,30 @@ def unroll(
 
     features [B, L, W] are the target's, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
     t+1+k lies past the end hold zeros as embedding, those past their document's end (starts [B, L], see `Batch`) the
-    next one's; nothing is supervised there. checkpointing: backward computes each step anew instead of keeping what
-    is inside it (arXiv 1604.06174).
+    next one's; nothing is supervised there. anchors [B, N]: once the last stage has read all positions, further steps
+    are those of these roots alone, and yield [B, N, H]. checkpointing: backward computes each step anew instead of
+    keeping what is inside it (arXiv 1604.06174).
     """
     batch, length, width = embeds.shape
     stages = [[TTTAttention(batch, length, head.window, starts)] * head.layers for _ in range(head.stages)]
     positions = torch.arange(length, device=embeds.device).expand(batch, -1)
-    positions = (positions if starts is None else positions - starts).flatten()
+    roots, positions = positions, positions if starts is None else positions - starts
     hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
         stage = min(step, head.stages - 1)
-        at = positions + step - stage
-        run = partial(_one_pass, head, stage, stages[stage], embeds, step, at, length + steps)
+        if anchors is not None and step == head.stages:
+            stages[stage] = [layer.at_anchors(anchors) for layer in stages[stage]]
+            hidden = (
+                hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
+            )
+            roots, positions = anchors, positions.gather(1, anchors)
+        at = (positions + step - stage).flatten()
+        run = partial(_one_pass, head, stage, stages[stage], embeds, roots + 1 + step, at, length + steps)
         if checkpointing and torch.is_grad_enabled():
             hidden, stages[stage] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
             hidden, stages[stage] = run(hidden)
-        yield head.read(stage, hidden).view(batch, length, width)
+        yield head.read(stage, hidden).view(batch, -1, width)
 
 
 def _one_pass(
@@ -160,14 +179,19 @@ def _one_pass(
     stage: int,
     before: Sequence[TTTAttention],
     embeds: torch.Tensor,
-    step: int,
+    following: torch.Tensor,
     positions: torch.Tensor,
     reach: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, list[TTTAttention]]:
-    """One step of a stage, and its layers' attentions as the next one finds them; `before` stays as it is."""
+    """One step of a stage, and its layers' attentions as the next one finds them; `before` stays as it is.
+
+    following [B, N]: positions of the tokens that the step reads, zeros being read past the end.
+    """
     layers = [copy(attention) for attention in before]
-    shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, min(1 + step, embeds.shape[1])))
+    length, width = embeds.shape[1:]
+    read = embeds.gather(1, following.clamp(max=length - 1)[:, :, None].expand(-1, -1, width))
+    read = read.masked_fill((following >= length)[:, :, None], 0.0)
     in_turn = iter(layers)
     attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
-    return head.step(stage, shifted.flatten(0, 1), hidden, positions, attend, reach), layers
+    return head.step(stage, read.flatten(0, 1), hidden, positions, attend, reach), layers
