@@ -132,3 +132,19 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
     with pytest.raises(RecipeError, match=told):
         TrainSettings(global_batch=batch, micro_batch=micro).check_processes(processes)
     TrainSettings(global_batch=12, micro_batch=8).check_processes(2)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.fc_norm=true", "train.fc_norm = True, but False (it belongs to eagle3 heads) or train.head=eagle3"),
+        ("train.lm_head=frozen", "or train.head=eagle3"),
+        ("train.feature_weight=0.5", "(it belongs to eagle2 heads)"),
+        ("train.sliding_window=3", "at least ttt_steps (4)"),
+        ("train.layers=0", "train.layers = 0"),
+    ],
+)
+def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
+    """A switch that the trained head has no part for would look as if it had been tried."""
+    assert told in refused(default_recipe_path(), "train.head=mtp", override)
+    assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")

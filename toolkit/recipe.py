@@ -16,6 +16,7 @@ import yaml
 
 from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
 
+HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -104,10 +105,20 @@ class TokenMapSettings:
         _need(self.coverage is None or 0 < self.coverage <= 1, "token_map.coverage", self.coverage, "a share up to 1")
 
 
+# Settings that only one kind of head has.
+HEAD_SETTINGS: dict[HeadName, tuple[str, ...]] = {
+    "eagle3": ("aux_layer_ids", "fc_norm", "norm_output", "lm_head"),
+    "eagle2": ("token_weight", "feature_weight"),
+}
+
+
 @dataclass(frozen=True)
 class TrainSettings:
-    """EAGLE-3 training (arXiv 2503.01840). Lengths in tokens, batches in sequences; the schedule counts steps."""
+    """Training of a draft head by its own unroll (EAGLE-3, arXiv 2503.01840). Lengths in tokens, batches in sequences;
+    the schedule counts steps."""
 
+    head: HeadName = "eagle3"
+    layers: int = 1  # mtp: its layers, one a step, the last one fed back; eagle2: decoder layers
     ttt_steps: int = 4  # steps of the training-time test, K
     step_decay: float = 0.8  # step k weighs step_decay^k
     loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
@@ -119,6 +130,9 @@ class TrainSettings:
     global_batch: int = 8  # over all processes and accumulation steps
     micro_batch: int = _passing(8)  # in one forward of one process
     features: Literal["online", "offline"] = _passing("online")  # the target's: a forward in each step, or from disk
+    pack: bool = _passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
+    anchors: int | None = None  # roots of a row that steps after the first are unrolled from, drawn anew (null: all)
+    checkpointing: bool = _passing(False)  # backward computes the unroll's steps anew: slower, less memory
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
@@ -133,6 +147,12 @@ class TrainSettings:
     wandb: bool = _passing(False)
     wandb_project: str = _passing("toolkit")
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
+    fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
+    norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
+    sliding_window: int | None = None  # positions that the head's own attention sees (null: all), trained and served
+    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3: where it and its norm start; null: as init
+    token_weight: float = 0.1  # eagle2: of `loss` in a row's loss, as EAGLE publishes
+    feature_weight: float = 1.0  # eagle2: of the distance to the target's last hidden state
     mask_shift: int = 0  # shifts the loss mask; anything but 0 is an experiment that shows what the exact mask is worth
 
     def __post_init__(self) -> None:
@@ -149,6 +169,26 @@ class TrainSettings:
         _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
         _need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
         _need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
+        _positive(self, "train", "anchors")
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """A setting that another kind of head has no use for must not be taken for one that works."""
+        _positive(self, "train", "layers")
+        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
+        for head, names in HEAD_SETTINGS.items():
+            for name in names if head != self.head else ():
+                value, default = getattr(self, name), defaults[name]
+                either = f"{default!r} (it belongs to {head} heads) or train.head={head},"
+                _need(value == default, f"train.{name}", value, either)
+        window = self.sliding_window is None or self.sliding_window >= self.ttt_steps
+        _need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
+        several = self.layers == 1 or self.head != "eagle3"
+        _need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
+        for name in ("token_weight", "feature_weight"):
+            _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        some = self.token_weight + self.feature_weight > 0
+        _need(some, "train.token_weight", self.token_weight, "a weight above 0 for this or train.feature_weight")
 
     def check_processes(self, processes: int) -> None:
         """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches."""
@@ -214,9 +254,10 @@ def default_recipe_path() -> Path:
     return path
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:
     """Read a recipe file, then apply overrides of the form `section.key=value` (value in YAML) in order.
 
+    head: the kind of head where neither names one.
     Raises FileNotFoundError, or `RecipeError` that names the file and the key.
     """
     path = Path(path)
@@ -229,6 +270,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     for override in overrides:
         apply_override(tree, override)
+    train = tree.setdefault("train", {})
+    if isinstance(train, dict):
+        train.setdefault("head", head)
     try:
         return build_strictly(Recipe, tree)
     except RecipeError as error:

@@ -29,6 +29,7 @@ ROUND_TRIPS = [
     *((to, EAGLE31) for to in ("sglang", "vllm", "speculators", "toolkit")),
     *((to, {"norm_before_residual": True, "norm_before_fc": True}) for to in ("vllm", "speculators", "toolkit")),
     *((to, {"qk_norm": True}) for to in ("speculators", "toolkit")),
+    *((to, {"sliding_window": 96}) for to in ("vllm", "speculators", "toolkit")),
     ("toolkit", {"fc_bias": True, "attention_bias": True}),
     ("sglang", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
     ("speculators", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
@@ -57,7 +58,16 @@ def test_round_trip(make_eagle3, tiny_draft, tiny_facts, tmp_path, to, variants,
     assert open_head(tmp_path / "out", target=tiny_facts.source).token_map == tiny_draft.token_map
 
 
-@pytest.mark.parametrize(("to", "own"), [("sglang", {}), ("vllm", {"fc_bias": False}), ("eagle", {}), ("toolkit", {})])
+@pytest.mark.parametrize(
+    ("to", "own"),
+    [
+        ("sglang", {}),
+        ("vllm", {"fc_bias": False}),
+        ("eagle", {}),
+        ("toolkit", {}),
+        ("vllm", {"fc_bias": False, "sliding_window": 96, "num_hidden_layers": 2}),
+    ],
+)
 def test_round_trip_of_eagle2(tiny_target, tiny_facts, tmp_path, to, own):
     torch.manual_seed(3)
     config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
@@ -143,6 +153,8 @@ REFUSED = [
     ("vllm", {"qk_norm": True}, "--to speculators"),
     ("vllm", {"attention_bias": True}, "leaves it unset"),
     ("speculators", {"fc_bias": True}, "no such bias"),
+    ("sglang", {"sliding_window": 96}, "whole context"),
+    ("eagle", {"sliding_window": 96}, "whole context"),
     ("eagle", {"fc_norm": True}, "drops the tensors"),
     ("eagle", {"norm_output": True}, "no part for it"),
     ("eagle", {"aux_layer_ids": [1, 3, 5]}, "always takes [2, 3, 4]"),

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from toolkit.commands import launch
 from toolkit.commands.launch import LaunchError, physical_cores, run_child, set_threads, training_line
+from toolkit.recipe import HeadName
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -34,22 +36,24 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_training_line_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The printed line is what a user copies; from the repository it has no absolute paths."""
+@pytest.mark.parametrize("head", get_args(HeadName))
+def test_training_line_can_be_typed(monkeypatch: pytest.MonkeyPatch, head: HeadName) -> None:
+    """The printed line is what a user copies; from the repository it has no absolute paths. Each kind of head has its
+    script."""
     monkeypatch.chdir(launch.REPOSITORY)
-    line = training_line("recipes/smollm2-135m.yaml", ["train.max_steps=3"], 2, None)
+    line = training_line("recipes/smollm2-135m.yaml", ["train.max_steps=3"], 2, None, head)
     assert " ".join(line) == (
         "accelerate launch --config_file recipes/accelerate/zero2.yaml --num_processes 2 --main_process_port 0 "
-        "toolkit/train/eagle3.py --recipe recipes/smollm2-135m.yaml train.max_steps=3"
+        f"toolkit/train/{head}.py --recipe recipes/smollm2-135m.yaml train.max_steps=3"
     )
 
 
 def test_training_line_refuses_what_cannot_start(tmp_path: Path) -> None:
     """accelerate would fail later, with a traceback."""
     with pytest.raises(LaunchError, match="at least 1"):
-        training_line("r.yaml", [], 0, None)
+        training_line("r.yaml", [], 0, None, "eagle3")
     with pytest.raises(FileNotFoundError, match="absent.yaml"):
-        training_line("r.yaml", [], 1, tmp_path / "absent.yaml")
+        training_line("r.yaml", [], 1, tmp_path / "absent.yaml", "eagle3")
 
 
 def test_threads_are_shared_out_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
 from toolkit.infer.errors import DraftShapeError
-from toolkit.recipe import RecipeError, load_recipe
+from toolkit.recipe import RecipeError, TrainSettings, load_recipe
 from toolkit.target.load import Target, TargetError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -185,8 +185,8 @@ def test_a_target_whose_rope_no_head_can_have_is_refused(tiny_target: Target) ->
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = SimpleNamespace(config=config, n_layers=7, vocab_size=400, name="stretched")
     with pytest.raises(RecipeError, match="target stretched: rope_type 'dynamic' is not supported"):
-        check_head_fits(model, None)  # type: ignore[arg-type]
-    check_head_fits(tiny_target, None)
+        check_head_fits(model, TrainSettings())  # type: ignore[arg-type]
+    check_head_fits(tiny_target, TrainSettings())
 
 
 def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:

@@ -50,7 +50,11 @@ FAMILIES = {
 
 
 def build(family: str) -> PreTrainedTokenizerFast:
-    template, specials, end_of_turn = FAMILIES[family]
+    return trained(*FAMILIES[family])
+
+
+def trained(template: str, specials: list[str], end_of_turn: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with these special tokens and this template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,6 +75,12 @@ def tokenizer_of() -> Callable[[str], PreTrainedTokenizerFast]:
     """family -> its tokenizer, trained once; treat it as read-only."""
     built = {family: build(family) for family in FAMILIES}
     return built.__getitem__
+
+
+@pytest.fixture(scope="session")
+def build_tokenizer() -> Callable[[str, list[str], str], PreTrainedTokenizerFast]:
+    """(template, special tokens, end of turn) -> a tokenizer."""
+    return trained
 
 
 @pytest.fixture

@@ -134,6 +134,24 @@ def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None
     assert load_examples(path, "held_out", 4)[1] == 0
 
 
+@pytest.mark.parametrize(
+    ("max_length", "kept", "told"),
+    [
+        (20, 10, None),
+        (10, 10, None),
+        (9, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
+        (6, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
+        (5, 5, "0 end at the border of a turn, 1 within their first answer; 3 response ids"),
+    ],
+)
+def test_long_conversations_end_at_a_turn(tmp_path: Path, caplog, max_length: int, kept: int, told: str | None) -> None:
+    """An answer's end would be missing in silence, or a whole conversation; what is gone is counted."""
+    row = {"id": "a", "split": "train", "input_ids": list(range(10)), "response_spans": [[2, 6], [8, 10]]}
+    (example,), cut = load_examples(write(tmp_path / "r.jsonl", [row]), "train", max_length)
+    assert len(example.input_ids) == len(example.response) == kept and cut == (told is not None)
+    assert (told in caplog.text) if told else not caplog.text
+
+
 def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
     """Rollouts are written as they end: with another batch size in another order, which must not change a training."""
     rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]

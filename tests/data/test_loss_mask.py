@@ -80,7 +80,7 @@ def test_template_without_end_of_turn_marks_the_words_only(tokenizer: PreTrained
 @pytest.mark.parametrize(
     "template, message",
     [
-        ("{% for m in messages %}{{ m['role'] + messages | length | string }}{% endfor %}", "no prefix"),
+        ("{% for m in messages %}{{ m['role'] + messages | length | string }}{% endfor %}", "rewrites answers"),
         ("{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% endfor %}"
          "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}", "rewrites answers"),
     ],

@@ -237,6 +237,7 @@ def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
     answer = plain.generate([prompt], params)[0].output_ids
     memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
     engine = Engine(small_target, max_batch=2, memory=memory)
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
     engine.drafter.levels = 36
     engine.add_request([5], params, speculative=False)

@@ -38,6 +38,7 @@ def test_oracle_drafts_change_nothing(quantized, reference, oracle, tree, max_ba
     wanted = [reference(quantized, prompt, 32) for prompt in asked]
     engine = Engine(quantized, max_batch=max_batch)
     answers = dict(zip(map(tuple, asked), wanted, strict=True))
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle(answers, quantized.vocab_size, right=0.8, tree=tree)
     engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
     got = engine.generate(asked, PARAMS)

@@ -17,6 +17,7 @@ from toolkit.checkpoint.launch_lines import Shape
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.target.facts import target_facts
 from toolkit.train.ttt import unroll
+from toolkit.train.unrolled_head import unrolled_head
 from toolkit.weights import load_tensors
 
 pytestmark = pytest.mark.peers
@@ -53,7 +54,7 @@ def written(tiny_draft, tiny_target_directory, tmp_path):
 def check(head, tiny_target, inputs, theirs) -> None:
     """Step by step, over the rows whose tokens are all known."""
     aux, ids = inputs
-    ours = unroll(head, aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
+    ours = unroll(unrolled_head(head), aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
     for step, (hidden, said) in enumerate(zip(ours, theirs, strict=True)):
         difference = (head.logits(hidden[0]) - said)[: T - 1 - STEPS].abs().max().item()
         assert difference < CLOSE, f"step {step}: {difference}"

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from toolkit.data.batches import Example, collate
+from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.target.features import AuxCapture
-from toolkit.train.initialise import _copy_norm, initialise_from_target, initialise_random
+from toolkit.train.initialise import copy_norm, initialise_from_target, initialise_random
+from toolkit.train.initialise_shared import start_eagle2, start_mtp
 
 
 def _head(target, draft) -> Eagle3Head:
@@ -77,7 +80,7 @@ def test_the_scale_of_a_norm(family):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(64))
-    assert _copy_norm(mine, theirs, 64)
+    assert copy_norm(mine, theirs, 64)
     torch.testing.assert_close(mine.weight, theirs.weight, atol=1e-5, rtol=1e-5)
 
 
@@ -89,3 +92,39 @@ def test_random_start_is_seeded(tiny_target, tiny_draft):
     assert torch.equal(first.fc.weight, second.fc.weight)
     assert not torch.equal(first.fc.weight, other.fc.weight)
     assert torch.equal(first.norm.weight, torch.ones(64))
+
+
+def test_an_eagle2_head_starts_as_the_best_linear_guess(tiny_target):
+    """Its layers add nothing yet, and its guess of the next state is as near as least squares in float64 comes. Halves
+    swapped, or states of another position, would leave the whole variance."""
+    config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, num_hidden_layers=2)
+    head = Eagle2Head(config)
+    batches = _batches(tiny_target)
+    start_eagle2(head, tiny_target, batches, seed=0)
+    ids = torch.cat([batch.input_ids for batch in batches])
+    with torch.no_grad():
+        states = tiny_target.body(input_ids=ids).last_hidden_state
+        read = torch.cat((tiny_target.embed_tokens(ids)[:, 1:], states[:, :-1]), dim=-1)[:, 1:].flatten(0, 1)
+        positions = torch.arange(len(read))
+        out = head(*read.split(64, dim=-1), positions, lambda q, k, v: q, len(read))
+        torch.testing.assert_close(out, head.fc(read))
+        wanted = states[:, 2:].flatten(0, 1).double()
+        best = torch.linalg.lstsq(read.double(), wanted).solution
+    least = (read.double() @ best - wanted).square().mean()
+    assert least < 0.95 * wanted.var(0).mean(), "little could be told otherwise"
+    assert (out - wanted).square().mean() < 1.01 * least
+
+
+def test_mtp_layers_start_as_the_last_layer(tiny_target):
+    """Copied by name: the wrong layer, or a norm left at one, would cost the start without a sign."""
+    config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, num_mtp_layers=2)
+    head = MtpHead(config)
+    start_mtp(head, tiny_target, _batches(tiny_target), seed=0)
+    last = dict(tiny_target.layers[-1].named_parameters())
+    for layer in head.layers:
+        for name, value in layer.named_parameters():
+            if name in last:
+                torch.testing.assert_close(value, last[name], atol=1e-5, rtol=1e-5)
+        norm = layer.shared_head["norm"].weight
+        torch.testing.assert_close(norm, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
+        assert layer.eh_proj.weight.abs().max() > 0.1, "solved, not random"

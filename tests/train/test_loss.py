@@ -153,3 +153,24 @@ def test_nothing_as_wide_as_the_vocabulary_is_kept():
         task(states, matrix)
     assert sizes and max(sizes) <= 8 * vocabulary
     assert sum(seen) == rows and max(seen) * vocabulary <= loss_module.CHUNK_LOGITS
+
+
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_bias_and_soft_cap_of_a_target_s_matrix(small_tiles, name):
+    """A head scored by the target's own matrix: gradients go through the family's soft cap, and the argmax sees the
+    bias. Against torch's own differentiation in float64."""
+    states, matrix, teacher, rows, choice = _problem()
+    matrix, bias = matrix.detach(), 3 * torch.randn(VOCABULARY, dtype=torch.float64)
+    weight = torch.rand(STATES, dtype=torch.float64) * teacher.kept[rows]
+
+    def finish(scores):
+        return torch.tanh(scores / 2.0) * 2.0
+
+    total, losses, best = DraftLoss(name, teacher, rows, choice, weight)(states, matrix, bias, finish)
+    logits = finish(F.linear(states, matrix, bias))
+    expected = FORMULAS[name](teacher.states[rows], logits.softmax(-1), choice)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+    mine, theirs = (torch.autograd.grad(x, states)[0] for x in (total, (weight * expected).sum()))
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert torch.equal(best, logits.argmax(-1)) and torch.equal(best_tokens(states, matrix, bias, finish), best)
+    assert not torch.equal(best, (states @ matrix.T).argmax(-1)), "the bias must matter here"

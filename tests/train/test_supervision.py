@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from toolkit.recipe import TrainSettings
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.supervision import plan_supervision
 from toolkit.train.teacher import Teacher, TeacherRows
 from toolkit.train.trained_head import TrainedHead
 from toolkit.train.ttt import unroll
+from toolkit.train.unrolled_head import unrolled_head
 
 #          p  p  p  A0 A1 A2 E  \n p
 RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
@@ -64,7 +69,7 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
         aux, embeds, supervision, rows, draft_choice, supervision.counts
     )
     expected = 0.0
-    for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
+    for step, hidden in enumerate(unroll(unrolled_head(head), aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept
             row = root + step - 2
             term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
@@ -72,6 +77,30 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
             assert bool(hits[step][row]) == bool(head.logits(hidden[0, root]).argmax() == draft_choice[row])
     assert float(loss) == pytest.approx(float(expected), rel=1e-4)
     assert float(loss) == pytest.approx(sum(0.8**k * float(v) for k, v in enumerate(by_step)), rel=1e-5)
+
+
+def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
+    """0.1 cross-entropy + 1.0 smooth L1 to the target's state of the position that is predicted from (EAGLE's weights);
+    another position's state, a sum over H, or a weight on the wrong half is far off."""
+    torch.manual_seed(4)
+    settings = TrainSettings(head="eagle2", ttt_steps=2)
+    plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+    head = start_head(plan, settings, tiny_target, seed=0)
+    teacher = Teacher(tiny_target, plan.token_map)
+    model = trained_head(plan, settings, head, teacher)
+    last, embeds = torch.randn(1, 9, 64), torch.randn(1, 9, 64)
+    supervision = plan_supervision(*_nine(), steps=2)
+    rows = teacher(last[0][supervision.teacher_positions])
+    loss, _, _ = model(last, embeds, supervision, rows, rows.choice, supervision.counts)
+    expected = 0.0
+    for step, states in enumerate(unroll(model.unrolled, last, embeds, 2)):
+        for root in supervision.roots[step].tolist():
+            wanted, state = last[0, root + 1 + step], states[0, root]
+            logits = tiny_target.logits(state).log_softmax(-1)
+            token = -(tiny_target.logits(wanted).softmax(-1) * logits).sum()
+            feature = F.smooth_l1_loss(state, wanted)
+            expected += 0.8**step * (0.1 * token + feature) / supervision.counts[step]
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):

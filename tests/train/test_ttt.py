@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from toolkit.train import causal_attention, ttt
 from toolkit.train.ttt import TTTAttention, unroll
+from toolkit.train.unrolled_head import unrolled_head
 
 LENGTH, STEPS = 9, 4
 
@@ -42,7 +43,7 @@ def test_unroll_equals_a_served_chain(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(0)
     aux, embeds = torch.randn(2, LENGTH, 192), torch.randn(2, LENGTH, 64)
-    unrolled = list(unroll(head, aux, embeds, STEPS))
+    unrolled = list(unroll(unrolled_head(head), aux, embeds, STEPS))
     for row in range(2):
         for root in range(LENGTH - STEPS):
             served = _served_chain(head, aux[row], embeds[row], root, STEPS)
@@ -55,23 +56,30 @@ def test_no_root_sees_the_future(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(1)
     aux, embeds = torch.randn(1, LENGTH, 192), torch.randn(1, LENGTH, 64)
-    before = list(unroll(head, aux, embeds, 3))
+    before = list(unroll(unrolled_head(head), aux, embeds, 3))
     aux[0, 6:], embeds[0, 6:] = 5.0, -5.0
-    after = list(unroll(head, aux, embeds, 3))
+    after = list(unroll(unrolled_head(head), aux, embeds, 3))
     for step in range(3):
         last_unaffected = 5 - 1 - step  # root t reads token t+1+step
         assert torch.equal(before[step][0, : last_unaffected + 1], after[step][0, : last_unaffected + 1])
         assert not torch.equal(before[step][0, last_unaffected + 1], after[step][0, last_unaffected + 1])
 
 
-def _dense_reference(steps):
+def _dense_reference(steps, window=None, starts=None):
     """All keys of all steps in one masked softmax; q, k, v a step: [B, heads or kv, L, hd]."""
     q, _, _ = steps[-1]
     batch, heads, length, width = q.shape
     group = heads // steps[0][1].shape[1]
     keys = torch.cat([k for _, k, _ in steps], 2).repeat_interleave(group, 1)
     values = torch.cat([v for _, _, v in steps], 2).repeat_interleave(group, 1)
-    mask = torch.cat([torch.ones(length, length).tril()] + [torch.eye(length)] * (len(steps) - 1), 1).bool()
+    at = torch.arange(length)
+    causal = (at <= at[:, None]).expand(batch, -1, -1)
+    if window is not None:
+        causal = causal & (at[:, None] + len(steps) - 1 - at < window)
+    if starts is not None:
+        causal = causal & (at >= starts[:, :, None])
+    own = torch.eye(length, dtype=torch.bool).expand(batch, -1, -1)
+    mask = torch.cat([causal] + [own] * (len(steps) - 1), -1)[:, None]
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
@@ -91,19 +99,24 @@ def causal(request, monkeypatch) -> None:
         monkeypatch.setattr(causal_attention, "TILE", 4)
 
 
+STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 0, 0, 0, 0, 0, 6, 6, 8]])
+
+
+@pytest.mark.parametrize("sees", [{}, {"window": 4}, {"starts": STARTS}, {"window": 3, "starts": STARTS}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_attention_and_its_gradient_equal_the_dense_form(causal, kv_heads, dtype):
+def test_attention_and_its_gradient_equal_the_dense_form(causal, kv_heads, dtype, sees):
     """All steps' outputs and the gradients of all steps' q, k and v: 1e-12 in float64, 2e-6 in fp32, of values near 1.
 
     The diagonal terms share one softmax with the causal ones; a separate one, or a backward that forgets that the
-    log-sum-exp and the output hold the other part too, is off in the first digit.
+    log-sum-exp and the output hold the other part too, is off in the first digit. So is a window that does not move
+    with the step, or a key of another document.
     """
     flat = _steps(kv_heads, dtype)
-    attend = TTTAttention(2, LENGTH)
+    attend = TTTAttention(2, LENGTH, **sees)
     shaped = [tuple(x.view(2, LENGTH, -1, 8).transpose(1, 2) for x in parts) for parts in flat]
     out = torch.stack([attend(*parts) for parts in flat])
-    reference = torch.stack([_dense_reference(shaped[: k + 1]).transpose(1, 2).flatten(0, 1) for k in range(3)])
+    reference = torch.stack([_dense_reference(shaped[: k + 1], **sees).transpose(1, 2).flatten(0, 1) for k in range(3)])
     close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
     torch.testing.assert_close(out, reference, **close)
     leaves = [x for parts in flat for x in parts]

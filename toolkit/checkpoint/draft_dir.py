@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of
+from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of, window_keys
 from toolkit.checkpoint.resolution import Resolution
 from toolkit.log import get_logger
 from toolkit.models.eagle3 import Eagle3Config
@@ -99,6 +99,7 @@ def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, t
     return {
         **values,
         **kind.serving_keys(config),
+        **window_keys(config),
         "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
         "hidden_act": "silu",
         "mlp_bias": False,

@@ -15,6 +15,7 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.files import PICKLE, SAFETENSORS
+from toolkit.checkpoint.head_kinds import window_keys
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
 from toolkit.models.eagle2 import Eagle2Config
 from toolkit.models.eagle3 import Eagle3Config
@@ -23,6 +24,7 @@ from toolkit.target.facts import TargetFacts, is_sharded, target_embedding
 from toolkit.target.load import TargetError
 
 # Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.
+NO_WINDOW = "its head would attend to the whole context"
 NO_BIAS = "its loader has no such bias, or makes one for o_proj too and leaves it unset"
 REFUSED: dict[str, dict[str, str]] = {
     "sglang": {
@@ -30,6 +32,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "qk_norm": "SGLang's LlamaForCausalLMEagle3 has no query and key norms and skips their tensors",
         "fc_bias": NO_BIAS,
         "attention_bias": NO_BIAS,
+        "sliding_window": NO_WINDOW,
     },
     "vllm": {
         "qk_norm": "vLLM's LlamaForCausalLMEagle3 has no query and key norms; --to speculators writes its Qwen3 form",
@@ -37,7 +40,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "attention_bias": NO_BIAS,
     },
     "speculators": {"fc_bias": NO_BIAS, "attention_bias": NO_BIAS},
-    "eagle": dict.fromkeys(
+    "eagle": {"sliding_window": NO_WINDOW}
+    | dict.fromkeys(
         ("norm_before_residual", "qk_norm", "fc_bias", "attention_bias", "fc_norm", "norm_before_fc", "norm_output"),
         "SafeAILab's EAGLE-3 model has no part for it and drops the tensors",
     ),
@@ -121,6 +125,7 @@ def _layer_keys(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": name,
+        **window_keys(config),
     }
 
 
@@ -270,6 +275,8 @@ def _plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
 def _eagle2_for(to: str) -> Callable[..., Exported]:
     def build(draft: DraftCheckpoint, config: Eagle2Config, facts: TargetFacts, _tokens: int) -> Exported:
         state, notes, added = dict(draft.head.state_dict()), [], {}
+        if to != "vllm" and config.sliding_window:
+            raise ExportError(f"the head has sliding_window, which cannot be written for {to}: {NO_WINDOW}")
         names: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
         keys = _layer_keys(config, dtype_of(state))
         if to == "sglang":

@@ -64,6 +64,7 @@ class HeadKind:
         return self.config_class.from_dict({name: value for name, value in values.items() if name in names})
 
 
+WINDOW = frozenset({"sliding_window"})
 EAGLE3_VARIANTS = frozenset(one.name for one in fields(Eagle3Config) if one.default is not MISSING)
 
 
@@ -115,11 +116,25 @@ KINDS = {
             EAGLE3_VARIANTS,
         ),
         HeadKind(
-            "eagle2", Eagle2Config, Eagle2Head, False, _eagle2_keys, lambda _config: {"features": LAST_CONVENTION}
+            "eagle2",
+            Eagle2Config,
+            Eagle2Head,
+            False,
+            _eagle2_keys,
+            lambda _config: {"features": LAST_CONVENTION},
+            WINDOW,
         ),
-        HeadKind("mtp", MtpConfig, MtpHead, False, _mtp_keys, _mtp_features),
+        HeadKind("mtp", MtpConfig, MtpHead, False, _mtp_keys, _mtp_features, WINDOW),
     )
 }
+
+
+def window_keys(config: HeadConfig) -> dict[str, Any]:
+    """What vLLM and speculators read of a sliding window, which they take from `layer_types` alone."""
+    if config.sliding_window is None:
+        return {}
+    layers = int(getattr(config, "num_hidden_layers", 0) or getattr(config, "num_mtp_layers", 1))
+    return {"sliding_window": config.sliding_window, "layer_types": ["sliding_attention"] * layers}
 
 
 def kind_of(config: HeadConfig) -> HeadKind:

@@ -104,12 +104,6 @@ def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensor
         resolver.note(
             "tie_word_embeddings", True, "not read: the checkpoint's own lm_head scores the tokens", warning=True
         )
-    window, kinds = layer.get("sliding_window"), layer.get("layer_types") or []
-    if window and (kinds[:1] == ["sliding_attention"] or (not kinds and layer.get("use_sliding_window"))):
-        resolver.note(
-            "sliding_window", window, "trained with it, but the engine's head attends to the whole context: beyond "
-            "that many tokens accept_length may fall", warning=True
-        )  # fmt: skip
 
 
 def _token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:

@@ -54,8 +54,22 @@ def layer_settings(config: Mapping[str, Any], q_rows: int, resolver: Resolver) -
         "head_dim": head_dim,
         "rms_norm_eps": eps,
         "vocab_size": config["vocab_size"],
+        "sliding_window": _window(config, resolver),
         **_rope(config, resolver),
     }
+
+
+def _window(config: Mapping[str, Any], resolver: Resolver) -> int | None:
+    """The sliding window of the head's attention. A number alone is no statement: configs copied from a target hold it.
+
+    Raises `DraftDirError` when layers differ in it.
+    """
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or []
+    if not window or not ("sliding_attention" in kinds if kinds else config.get("use_sliding_window")):
+        return None
+    if set(kinds) - {"sliding_attention"}:
+        raise DraftDirError(f"config.json: layer_types {kinds} differ; a head whose layers all have a window is needed")
+    return resolver.settle("sliding_window", window, f"stated by {'layer_types' if kinds else 'use_sliding_window'}")
 
 
 def refuse_unless(config: Mapping[str, Any], key: str, value: Any) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import REPOSITORY
+from toolkit.recipe import REPOSITORY, HeadName
 from toolkit.threads import physical_cores
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
-TRAIN_SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
+TRAIN_SCRIPTS = REPOSITORY / "toolkit" / "train"  # one for each kind of head
 _LAUNCHER = REPOSITORY / "toolkit" / "commands" / "accelerate_launch.py"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
@@ -49,17 +49,22 @@ def training_processes(asked: int | None) -> int:
     return max(1, gpus()) if asked is None else asked
 
 
-def training_line(recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None) -> list[str]:
-    """The command that trains. Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files."""
+def training_line(
+    recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None, head: HeadName
+) -> list[str]:
+    """The command that trains a head of this kind.
+
+    Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files.
+    """
     if processes < 1:
         raise LaunchError(f"{processes} training processes came; at least 1 is needed")
-    config = config_file or ACCELERATE_CONFIG
-    for needed in (config, TRAIN_SCRIPT):
+    config, script = config_file or ACCELERATE_CONFIG, TRAIN_SCRIPTS / f"{head}.py"
+    for needed in (config, script):
         if not needed.is_file():
             raise FileNotFoundError(f"no {needed}; training starts from a clone of the repository (`pip install -e .`)")
     line = ["accelerate", "launch", "--config_file", _short(config), "--num_processes", str(processes)]
     # Port 0 lets accelerate choose a free one, so that two trainings can share a machine.
-    return [*line, "--main_process_port", "0", _short(TRAIN_SCRIPT), "--recipe", str(recipe), *overrides]
+    return [*line, "--main_process_port", "0", _short(script), "--recipe", str(recipe), *overrides]
 
 
 def run_training(line: Sequence[str]) -> int:

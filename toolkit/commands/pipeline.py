@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.commands.launch import training_processes
 from toolkit.commands.stages import PipelineError, Stage
-from toolkit.recipe import Recipe, RecipeError, result_settings
+from toolkit.recipe import Recipe, RecipeError, TrainSettings, result_settings
 from toolkit.weights import read_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Run:
         if self.trains:
             self.recipe.train.check_processes(training_processes(self.processes))
         target = self.load_target(batched=True)
-        check_head_fits(target, self.recipe.train.aux_layer_ids)
+        check_head_fits(target, self.recipe.train)
         return target
 
     def load_target(self, *, batched: bool) -> Target:
@@ -209,17 +209,13 @@ class Run:
         return report_run(self.folder)
 
 
-def check_head_fits(target: Target, aux_layer_ids: tuple[int, ...] | None) -> None:
-    """Raises `TargetError` or `RecipeError` when no draft head can be built for this target and these layers."""
-    from toolkit.models.eagle3 import Eagle3Config
+def check_head_fits(target: Target, settings: TrainSettings) -> None:
+    """Raises `TargetError` or `RecipeError` when no draft head can be built for this target by these settings."""
     from toolkit.models.rope import Rope
-    from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
+    from toolkit.tokenmap.token_map import TokenMap
+    from toolkit.train.draft_head import plan_head
 
-    ids = aux_layer_ids or default_aux_layer_ids(target.n_layers)
-    check_aux_layer_ids(ids, target.n_layers)
-    config = Eagle3Config.from_target_config(
-        target.config, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size, aux_layer_ids=ids
-    )
+    config = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config
     try:
         Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
     except ValueError as error:

@@ -12,7 +12,7 @@ from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
 from toolkit.commands.stages import PipelineError, run_stages
 from toolkit.weights import read_json
 
-HELP = "train the draft head of a recipe (starts accelerate launch toolkit/train/eagle3.py)"
+HELP = "train the draft head of a recipe (starts accelerate launch toolkit/train/eagle3.py, or that of its kind)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def train_head(job: Run) -> str:
     processes = training_processes(job.processes)
     job.recipe.train.check_processes(processes)
     threads = set_threads(processes)
-    line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config)
+    line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config, job.recipe.train.head)
     say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
     status = run_training(line)
     if status:

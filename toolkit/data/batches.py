@@ -34,20 +34,34 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64."""
+    """Right-padded rows: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64.
+
+    starts [B, L] int64, where rows hold several sequences one after the other: the position at which each position's
+    own sequence begins (of padding: its own position); None where each row is one sequence.
+    """
 
     input_ids: Tensor
     response: Tensor
     lengths: Tensor
+    starts: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device))
+        starts = None if self.starts is None else self.starts.to(device)
+        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device), starts)
+
+    def sequences(self) -> Iterator[tuple[int, int, int]]:
+        """Row, first position and end of every sequence."""
+        for row, length in enumerate(self.lengths.tolist()):
+            begins = [0] if self.starts is None else self.starts[row, :length].unique().tolist()
+            yield from ((row, start, end) for start, end in zip(begins, [*begins[1:], length], strict=True))
 
 
 def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
     """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
 
+    A longer one ends after its last answer that fits whole; where not even the first does, within that. What is lost is
+    counted in a warning.
     They come in the order of their ids: in the file they lie as they ended, which depends on how they were batched.
     An example with nothing to supervise (no two neighbouring response ids left) is left out with a warning.
     Raises `DataError` for rows that are no rollouts and when no example of the split is left.
@@ -55,18 +69,26 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
     if max_length < 3:
         raise DataError(f"max_length {max_length} came; at least 3 ids are needed to predict one from two")
     examples: list[Example] = []
-    cut = empty = other = 0
+    cut = empty = other = inside = lost = 0
     for number, row in read_rows(path):
         example = _example(row, f"{path}:{number}")
         if row["split"] != split:
             other += 1
             continue
-        cut += len(example.input_ids) > max_length
-        ids, response = example.input_ids[:max_length], example.response[:max_length]
+        end = _turn_border(example.response, max_length)
+        cut += end < len(example.response)
+        inside += end < len(example.response) and example.response[end]
+        lost += sum(example.response[end:])
+        ids, response = example.input_ids[:end], example.response[:end]
         if any(a and b for a, b in zip(response, response[1:], strict=False)):
             examples.append(Example(example.id, ids, response))
         else:
             empty += 1
+    if cut:
+        logger.warning(
+            f"{path}: {cut} {split} rollouts are longer than {max_length} ids: {cut - inside} end at the border of a "
+            f"turn, {inside} within their first answer; {lost} response ids are left out"
+        )
     if empty:
         logger.warning(f"{path}: {empty} {split} rollouts left out: nothing to supervise within {max_length} ids")
     if not examples:
@@ -75,6 +97,14 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
             f"{other} of other splits); write more rollouts, raise max_length, or change the held-out share"
         )
     return sorted(examples, key=lambda example: example.id), cut
+
+
+def _turn_border(response: list[bool], max_length: int) -> int:
+    """Where to end: whole if it fits, else behind the last answer that ends by then, else at `max_length`."""
+    if len(response) <= max_length:
+        return len(response)
+    ends = (at for at in range(max_length, 1, -1) if response[at - 1] and response[at - 2] and not response[at])
+    return next(ends, max_length)
 
 
 def _example(row: dict[str, Any], where: str) -> Example:
@@ -139,19 +169,41 @@ def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
     return list(batch[rank::processes])
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
-    """Right-pad examples with `pad_id` to the longest of them."""
+def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
+    """Rows right-padded with `pad_id` to the longest example: one example each, or (`pack`) as many as fit."""
     if not examples:
         raise DataError("an empty list of examples came; a batch needs at least one")
     longest = max(len(example.input_ids) for example in examples)
-    input_ids = torch.full((len(examples), longest), pad_id, dtype=torch.long)
-    response = torch.zeros((len(examples), longest), dtype=torch.bool)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[row, :length] = torch.tensor(example.input_ids, dtype=torch.long)
-        response[row, :length] = torch.tensor(example.response, dtype=torch.bool)
-    lengths = torch.tensor([len(example.input_ids) for example in examples], dtype=torch.long)
-    return Batch(input_ids, response, lengths)
+    rows = _packed(examples, longest) if pack else [[example] for example in examples]
+    input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
+    response = torch.zeros((len(rows), longest), dtype=torch.bool)
+    starts = torch.arange(longest).repeat(len(rows), 1)
+    lengths = []
+    for row, together in enumerate(rows):
+        begin = 0
+        for example in together:
+            end = begin + len(example.input_ids)
+            input_ids[row, begin:end] = torch.tensor(example.input_ids, dtype=torch.long)
+            response[row, begin:end] = torch.tensor(example.response, dtype=torch.bool)
+            starts[row, begin:end] = begin
+            begin = end
+        lengths.append(begin)
+    return Batch(input_ids, response, torch.tensor(lengths), starts if len(rows) < len(examples) else None)
+
+
+def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
+    """Examples in rows of at most `width` ids, the longest first, each into the first row with room for it."""
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda one: -len(one.input_ids)):
+        size = len(example.input_ids)
+        row = next((number for number, left in enumerate(room) if left >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(example)
+        room[row] -= size
+    return rows
 
 
 # Root t, step k: the head reads the embedding of x_{t+1+k} and predicts x_{t+2+k}. Supervised: both are response ids.
@@ -164,13 +216,16 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
 #                 feature emb->predict            step 2 (x_{t+4}):  0 -> A1   1 -> A2   2 -> E
 #
 # shift=1 (the mask lags by one):                 step 0 (x_{t+2}):  3 -> A2   4 -> E    5 -> \n
-def supervised_mask(response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None) -> Tensor:
+def supervised_mask(
+    response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
     """[B, L] bool: is root t supervised at `step` k? Iff response[t+1+k] and response[t+2+k]; False past the end.
 
     `shift` is for one experiment: 1 makes the mask lag the predictions by one, response[t+k] and response[t+1+k], the
     defect of SpecForge issue 885: the first draft of an answer (A1) never gets a loss, and ids after the answer do.
     (There the mask is response[t+k] alone: one id more after the answer; equal where a sequence ends with its answer.)
-    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised.
+    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised. `starts` [B, L]
+    (see `Batch`) keeps roots off the tokens of other sequences in their row.
     """
     if step < 0:
         raise ValueError(f"step {step} came; steps count from 0")
@@ -186,4 +241,6 @@ def supervised_mask(response: Tensor, step: int, shift: int = 0, lengths: Tensor
     if lengths is not None:
         predicted = torch.arange(width, device=response.device) + step + 2
         supervised &= predicted[None, :] < lengths[:, None]
+    if starts is not None:
+        supervised[:, :roots] &= starts[:, step + 2 :] <= torch.arange(roots, device=response.device)
     return supervised

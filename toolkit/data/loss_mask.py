@@ -1,8 +1,9 @@
 """Which ids of a rendered conversation the target answered with: the response mask.
 
-From the {% generation %} tags of the chat template where it has them; else from rendered prefixes: everything up to an
-answer, rendered with the generation prompt, is a prefix of the whole text, so the answer begins where it ends. The
-whole text is tokenised once and read by character offsets; prefixes are never tokenised: ids at a cut may differ.
+From the {% generation %} tags of the chat template where it has them; else from renderings: everything up to an answer,
+rendered with the generation prompt, is a prefix of the whole text, so the answer begins where it ends; and the whole
+with another answer in its place has the same text after it. The whole text is tokenised once and read by character
+offsets; parts are never tokenised: ids at a cut may differ.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from toolkit.data.chat_template import (
     template_text,
 )
 
+SENTINEL = "Zebra7Quartz"  # an answer that no template changes
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,7 +43,7 @@ def response_mask(
     if _GENERATION_TAG.search(template_text(tokenizer)):
         ids, mask = encode_with_answers(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     else:
-        ids, mask = _from_prefixes(tokenizer, messages, add_generation_prompt)
+        ids, mask = _from_renderings(tokenizer, messages, add_generation_prompt)
     if not any(mask) and not add_generation_prompt:
         roles = ", ".join(message["role"] for message in messages)
         raise LossMaskError(f"no response ids in a conversation of roles [{roles}]; it needs an assistant's answer")
@@ -59,7 +61,7 @@ def spans(mask: Sequence[bool]) -> list[list[int]]:
 #                       |---------------------- prompt -------------------------||-||--- tail ---|
 #                                                                          answer
 # Response: the ids that begin inside the answer, then those of the tail up to its first special id (end of turn).
-def _from_prefixes(
+def _from_renderings(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
 ) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:
@@ -75,7 +77,10 @@ def _from_prefixes(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        begin, answer_end, turn_end = _answer_characters(tokenizer, messages, index, text)
+        probe = [*messages]
+        probe[index] = {**message, "content": SENTINEL}
+        around = render_text(tokenizer, probe, add_generation_prompt=add_generation_prompt)
+        begin, answer_end, turn_end = _answer_characters(tokenizer, messages, index, text, around)
         tail: list[int] = []
         for at, start in enumerate(starts):
             if begin <= start < answer_end:
@@ -99,27 +104,46 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _answer_characters(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str, around: str
 ) -> tuple[int, int, int]:
-    """Where answer `index` begins, where its words end, and where its turn ends, as characters of `text`."""
+    """Where answer `index` begins, where its words end, and where its turn ends at most, as characters of `text`.
+
+    around: the same conversation with `SENTINEL` for the answer, which tells what stands before and after the words
+    whatever the template does to them (trims them, takes the reasoning out).
+    """
     if index == 0:
         raise LossMaskError("a conversation begins with an assistant's message; it needs a user's message before it")
-    prompt = render_text(tokenizer, messages[:index], add_generation_prompt=True)
-    turn = render_text(tokenizer, messages[: index + 1])
-    for part, what in ((prompt, "before it, with the generation prompt,"), (turn, "up to it")):
-        if not text.startswith(part):
-            raise LossMaskError(
-                f"message {index} cannot be located: the conversation {what} renders to text that is no prefix of the "
-                "whole. The template rewrites earlier turns; put {% generation %} tags around the answers in it"
-            )
-    begin = len(prompt)
-    spaces = len(text[begin:]) - len(text[begin:].lstrip())
-    words = messages[index]["content"].strip()
-    if not words:
-        return begin, begin, len(turn)
-    if not text.startswith(words, begin + spaces):
+    content = messages[index]["content"].strip()
+    before, found, after = around.partition(SENTINEL)
+    end = len(text) - len(after)
+    last_line = content.splitlines()[-1].strip() if content else ""
+    if not found or not text.endswith(after) or not text[:end].rstrip().endswith(last_line):
         raise LossMaskError(
-            f"message {index} cannot be located: {words[:40]!r} is expected after the generation prompt, the template "
-            f"wrote {text[begin : begin + 40]!r}. It rewrites answers; put {{% generation %}} tags around them in it"
+            f"message {index} cannot be located: {content[:40]!r} does not stand in the rendered conversation as it "
+            "is. The template rewrites answers; put {% generation %} tags around them in it"
         )
-    return begin, begin + spaces + len(words), len(turn)
+    alone = render_text(tokenizer, [*messages[:index], {**messages[index], "content": SENTINEL}])
+    tail = alone.partition(SENTINEL)[2]
+    # Templates that end the last turn in another way than earlier ones: only what follows the words at once can be its
+    # end of turn.
+    turn_end = end + (len(tail) if after.startswith(tail) else min(1, len(after)))
+    return _begin(tokenizer, messages, index, text, before, end), end, turn_end
+
+
+def _begin(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str, before: str, end: int
+) -> int:
+    """Where the generation prompt ends: what follows is the target's to write, be it a channel's header or an empty
+    reasoning block. Where the words begin, if the template has no such prompt or does not keep it with earlier answers.
+    """
+    prompt = render_text(tokenizer, messages[:index], add_generation_prompt=True)
+    if text.startswith(prompt) and len(prompt) <= end:
+        asks = prompt != render_text(tokenizer, messages[:index])
+        if asks or not before[len(prompt) :].strip():
+            return len(prompt)
+    if text.startswith(before) and len(before) <= end:
+        return len(before)
+    raise LossMaskError(
+        f"message {index} cannot be located: what comes before it renders to text that is no prefix of the whole. The "
+        "template rewrites earlier turns; put {% generation %} tags around the answers in it"
+    )

@@ -79,8 +79,6 @@ def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]
     return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
 
 
-
-
 def moved_entries(found: Walk, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Cache entries that accepted nodes have to move to, and come from: (row, position to, position from) of each.
 

@@ -51,6 +51,7 @@ class Eagle3Config(HeadConfig):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
 
@@ -60,14 +61,15 @@ class Eagle3Config(HeadConfig):
 
     @classmethod
     def from_target_config(
-        cls, config: Any, *, vocab_size: int, draft_vocab_size: int, aux_layer_ids: tuple[int, ...]
+        cls, config: Any, *, vocab_size: int, draft_vocab_size: int, aux_layer_ids: tuple[int, ...], **own: Any
     ) -> Eagle3Config:
-        """A head as wide as the target: `config` is the target's (text) configuration."""
+        """A head as wide as the target: `config` is the target's (text) configuration, `own` are variants above."""
         return cls(
             **layer_like_target(config, vocab_size),
             target_hidden_size=config.hidden_size,
             draft_vocab_size=draft_vocab_size,
             aux_layer_ids=tuple(aux_layer_ids),
+            **own,
         )
 
 
@@ -121,14 +123,18 @@ class Eagle3Head(nn.Module):
         self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
-    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """Features of the target [T, A*Ht] -> the head's hidden state [T, H]."""
+    def before_fc(self, aux: torch.Tensor) -> torch.Tensor:
+        """Features of the target [T, A*Ht] -> what `fc` reads of them, [T, A*Ht]."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
             chunks = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(aux)
+        return aux
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """Features of the target [T, A*Ht] -> the head's hidden state [T, H]."""
+        return self.fc(self.before_fc(aux))
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, reach: int

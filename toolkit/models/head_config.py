@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The decoder layer's shapes and the target's vocabulary; each head adds what is its own."""
+    """The decoder layer's shapes and the target's vocabulary; each head adds what is its own.
+
+    sliding_window: positions that a query of the head's own attention sees, its own included; None: all before it.
+    Raises ValueError for a window below 1.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -19,6 +23,11 @@ class HeadConfig:
     vocab_size: int
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
+    sliding_window: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window is {self.sliding_window}; at least 1, or null for none, is needed")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""

@@ -51,6 +51,7 @@ class MtpConfig(HeadConfig):
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("target_hidden", "state"):
             if getattr(self, name) not in ("post_norm", "pre_norm"):
                 raise ValueError(f"mtp config: {name} is {getattr(self, name)!r}; post_norm or pre_norm is needed")
@@ -98,7 +99,7 @@ class MtpHead(nn.Module):
         embeds [T, H], hidden [T, H] as drawn above, positions [T] int64 below `reach`. Returns the layer's state
         [T, H]: what the next layer, or its own next step, reads as `hidden`.
         """
-        config, module = self.config, self._layer(layer)
+        config, module = self.config, self.layer(layer)
         if config.zero_first_embedding:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
         cos, sin = self.rope(positions, embeds, reach)
@@ -109,9 +110,10 @@ class MtpHead(nn.Module):
 
     def normed(self, state: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """A layer's state [T, H] as the target's output matrix reads it."""
-        return state if self.config.state == "post_norm" else self._layer(layer).shared_head["norm"](state)
+        return state if self.config.state == "post_norm" else self.layer(layer).shared_head["norm"](state)
 
-    def _layer(self, number: int) -> MtpLayer:
+    def layer(self, number: int) -> MtpLayer:
+        """Layer `number`, from 0."""
         layer = self.layers[number]
         assert isinstance(layer, MtpLayer), "MtpHead's layers are MTP layers"
         return layer

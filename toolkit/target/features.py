@@ -101,14 +101,44 @@ class LastCapture:
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What training needs of one target forward: `aux` [B, N, A*H] and `last` [B, N, H] after the final norm."""
+    """What training needs of one target forward: `aux`, the states that were captured side by side [B, N, A*H], and
+    `last` [B, N, H] after the final norm."""
 
     aux: torch.Tensor
     last: torch.Tensor
 
 
 @torch.no_grad()
-def target_features(target: Target, capture: AuxCapture, input_ids: torch.Tensor) -> TargetFeatures:
-    """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees."""
-    last = target.body(input_ids=input_ids.to(target.device), use_cache=False).last_hidden_state
+def target_features(
+    target: Target, capture: AuxCapture | LastCapture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
+) -> TargetFeatures:
+    """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees.
+
+    starts [B, N]: where each position's own sequence begins, of several in a row. transformers tells sequences apart by
+    positions that start anew; see `check_packing` for models that do not.
+    """
+    options: dict[str, torch.Tensor] = {}
+    if starts is not None:
+        at = torch.arange(input_ids.shape[1], device=target.device)
+        options["position_ids"] = at - starts.to(target.device)
+    last = target.body(input_ids=input_ids.to(target.device), use_cache=False, **options).last_hidden_state
     return TargetFeatures(aux=capture.take(), last=last)
+
+
+@torch.no_grad()
+def check_packing(target: Target) -> None:
+    """Raise `TargetError` unless a sequence's states do not depend on what stands before it in its row."""
+    ids = torch.arange(24, device=target.device)[None] * 7 % target.vocab_size
+    starts = torch.tensor([0, 13], device=target.device).repeat_interleave(torch.tensor([13, 11], device=target.device))
+    capture = LastCapture(target)
+    try:
+        packed = target_features(target, capture, ids, starts[None]).last[:, 13:].float()
+        alone = target_features(target, capture, ids[:, 13:]).last.float()
+    finally:
+        capture.remove()
+    difference = float((packed - alone).norm() / alone.norm())
+    if not difference < 0.1:
+        raise TargetError(
+            f"{target.name} lets sequences of one row see each other (states differ by {difference:.0%}): its model "
+            "does not tell them apart by their positions; set train.pack=false"
+        )

@@ -8,10 +8,15 @@ The backward takes the output and log-sum-exp of a softmax that may run over mor
 
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O))      dQ = dS K * scale      dK = dS' Q * scale
 
+Where a query does not see all keys before it (a sliding window, several documents in a row), or queries are not those
+of all positions, `Reach` says which keys each sees; a tile then touches only the keys that one of its queries sees.
+
 Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G query heads.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -21,25 +26,43 @@ Tensor = torch.Tensor
 TILE = 256
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Reach:
+    """first and last [B, N] int64: the first and the last key that each of N queries sees. tiles: the least first and
+    the end of the last by tile of queries."""
+
+    first: Tensor
+    last: Tensor
+    tiles: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, first: Tensor, last: Tensor) -> Reach:
+        firsts, lasts = first.split(TILE, dim=1), last.split(TILE, dim=1)
+        # One read of all bounds: on a GPU each would wait for all that is under way.
+        bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
+        return cls(first, last, tuple((low, high) for low, high in bounds.tolist()))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
     """q [B, h, L, hd], k and v [B, kv, L, hd] -> output like q, and the scores' log-sum-exp [B, h, L].
 
-    Scores are scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's. Nothing is
-    differentiated through it; see `causal_attention_backward`.
+    With a reach the queries may be fewer, N in the place of L. reach None: each query sees all keys up to its own
+    position. Scores are scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's.
+    Nothing is differentiated through it; see `causal_attention_backward`.
     """
-    if q.device.type != "cpu":
-        return tiled_forward(q, k, v)
+    if q.device.type != "cpu" or reach is not None:
+        return tiled_forward(q, k, v, reach)
     q, k, v = _for_operator(q, k, v)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
 
 def causal_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from that of `out`, in the dtype of lse or of theirs; out and lse [B, h, L] may hold the
     part of other keys too."""
-    if q.device.type != "cpu":
-        return tiled_backward(grad, q, k, v, out, lse)
+    if q.device.type != "cpu" or reach is not None:
+        return tiled_backward(grad, q, k, v, out, lse, reach)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = _for_operator(q, k, v)
     # The operator wants its own layout of the log-sum-exp.
@@ -57,23 +80,22 @@ def _for_operator(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q.to(precise), k, v
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
     """`causal_attention` in plain torch."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     for start in range(0, q.shape[2], TILE):
-        rows = slice(start, start + TILE)
-        scores = _scores(q, k, rows)
+        rows, keys = _tile(start, q.shape[2], reach)
+        scores = _scores(q, k, rows, keys, reach)
         total = scores.logsumexp(-1, keepdim=True)
         weights = scores.sub_(total).exp_().to(q.dtype)
-        end = scores.shape[-1]
-        out[:, :, rows] = _heads(weights.flatten(2, 3) @ v[:, :, :end], q.shape[1])
+        out[:, :, rows] = _heads(weights.flatten(2, 3) @ v[:, :, keys], q.shape[1])
         lse[:, :, rows] = total.squeeze(-1).flatten(1, 2)
     return out, lse
 
 
 def tiled_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`causal_attention_backward` in plain torch; sums over tiles in fp32."""
     kv_heads, width = k.shape[1], q.shape[-1]
@@ -81,32 +103,40 @@ def tiled_backward(
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     delta = (grad.to(lse.dtype) * out).sum(-1)
     for start in range(0, q.shape[2], TILE):
-        rows = slice(start, start + TILE)
-        scores = _scores(q, k, rows)
-        end = scores.shape[-1]
+        rows, keys = _tile(start, q.shape[2], reach)
+        scores = _scores(q, k, rows, keys, reach)
         of_group = (kv_heads, -1)
         weights = scores.sub_(lse[:, :, rows].unflatten(1, of_group).unsqueeze(-1)).exp_().flatten(2, 3)
         upstream = grad[:, :, rows].unflatten(1, of_group).flatten(2, 3)
-        dv[:, :, :end] += weights.to(q.dtype).transpose(-1, -2) @ upstream
-        change = (upstream @ v[:, :, :end].transpose(-1, -2)).to(lse.dtype)
+        dv[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ upstream
+        change = (upstream @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
         change -= delta[:, :, rows].unflatten(1, of_group).flatten(2, 3).unsqueeze(-1)
         change = change.mul_(weights).mul_(width**-0.5).to(q.dtype)
-        dq[:, :, rows] = _heads(change @ k[:, :, :end], q.shape[1])
-        dk[:, :, :end] += change.transpose(-1, -2) @ q[:, :, rows].unflatten(1, of_group).flatten(2, 3)
+        dq[:, :, rows] = _heads(change @ k[:, :, keys], q.shape[1])
+        dk[:, :, keys] += change.transpose(-1, -2) @ q[:, :, rows].unflatten(1, of_group).flatten(2, 3)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice) -> Tensor:
-    """Scaled scores [B, kv, G, R, end] of the queries `rows` in fp32 or fp64; -inf on keys of later positions."""
+def _tile(start: int, length: int, reach: Reach | None) -> tuple[slice, slice]:
+    """The queries of the tile from `start` on, and the keys that one of them sees."""
+    end = min(start + TILE, length)
+    return slice(start, end), slice(0, end) if reach is None else slice(*reach.tiles[start // TILE])
+
+
+def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, reach: Reach | None) -> Tensor:
+    """Scaled scores [B, kv, G, rows, keys] in fp32 or fp64; -inf where the query does not see the key."""
     kv_heads, width = k.shape[1], q.shape[-1]
     part = q[:, :, rows].unflatten(1, (kv_heads, -1))
     count = part.shape[3]
-    end = rows.start + count
-    scores = (part * width**-0.5).flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)
+    scores = (part * width**-0.5).flatten(2, 3) @ k[:, :, keys].transpose(-1, -2)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)).unflatten(2, (-1, count))
-    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
-    scores[..., rows.start :].masked_fill_(future, float("-inf"))
-    return scores
+    if reach is None:
+        future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., rows.start :].masked_fill_(future, float("-inf"))
+        return scores
+    at = torch.arange(keys.start, keys.stop, device=q.device)
+    hidden = (at < reach.first[:, rows, None]) | (at > reach.last[:, rows, None])
+    return scores.masked_fill_(hidden[:, None, None], float("-inf"))
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

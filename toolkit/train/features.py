@@ -11,7 +11,7 @@ import torch
 
 from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
-from toolkit.target.features import AuxCapture, TargetFeatures, target_features
+from toolkit.target.features import AuxCapture, LastCapture, TargetFeatures, target_features
 from toolkit.target.load import Target
 
 
@@ -25,11 +25,11 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """One forward of the target for every batch; `capture` says what it keeps."""
 
-    def __init__(self, target: Target, capture: AuxCapture) -> None:
+    def __init__(self, target: Target, capture: AuxCapture | LastCapture) -> None:
         self.target, self.capture = target, capture
 
     def __call__(self, batch: Batch) -> TargetFeatures:
-        return target_features(self.target, self.capture, batch.input_ids)
+        return target_features(self.target, self.capture, batch.input_ids, batch.starts)
 
 
 class StoredFeatures:
@@ -56,6 +56,6 @@ class StoredFeatures:
     def _stored(self, batch: Batch) -> torch.Tensor:
         spec, ids = self.store.spec, batch.input_ids.cpu()
         stored = torch.zeros(*ids.shape, spec.width, dtype=spec.torch_dtype)
-        for row, length in enumerate(batch.lengths.tolist()):
-            stored[row, : length - 1] = self.store.read(ids[row, :length])
+        for row, start, end in batch.sequences():
+            stored[row, start : end - 1] = self.store.read(ids[row, start:end])
         return stored.to(self.device)

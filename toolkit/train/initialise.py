@@ -34,13 +34,13 @@ CHECK_EVERY = 5
 POSITIONS_PER_COLUMN = 40
 
 
-def initialise_random(head: Eagle3Head, seed: int) -> None:
-    """Normal weights of deviation 0.02, norms at one; as published. Draws from its own generator."""
+def initialise_random(head: nn.Module, seed: int) -> None:
+    """Normal weights of deviation 0.02, norms at one, biases at zero; as published. Draws from its own generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in head.parameters():
+        for name, parameter in head.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * RANDOM_STD)
 
@@ -57,7 +57,7 @@ def initialise_from_target(
     left = _copy_last_layer(head, target)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
-        if not _copy_norm(head.norm, target.final_norm, target.hidden_size):
+        if not copy_norm(head.norm, target.final_norm, target.hidden_size):
             left.append("norm.weight")
     if left:
         log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
@@ -85,13 +85,13 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> list[str]:
             continue
         left.append(name)
     norm = getattr(last, "input_layernorm", None)
-    if norm is None or not _copy_norm(layer.hidden_norm, norm, target.hidden_size):
+    if norm is None or not copy_norm(layer.hidden_norm, norm, target.hidden_size):
         left.append("hidden_norm.weight")
     return left
 
 
 @torch.no_grad()
-def _copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
+def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
     """Take the scale that the target's norm really applies (some families store w, others 1 + w).
 
     The probe of alternating signs has mean 0 and mean square 1, so a LayerNorm leaves it whole; the difference of two
@@ -120,8 +120,8 @@ def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch]) -> float:
         for number, batch in enumerate(batches):
             target.body(input_ids=batch.input_ids.to(target.device), use_cache=False)
             states = dict(zip(captured, capture.take_each(), strict=True))
-            pairs = _pairs(batch, target.device)
-            x = torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float()
+            pairs = answer_pairs(batch, target.device)
+            x = head.before_fc(torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float())
             y = states[last_input][:, 1:][pairs].float()
             (check if number % CHECK_EVERY == 1 else fit).add(x, y)
     finally:
@@ -131,7 +131,7 @@ def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch]) -> float:
     return r2
 
 
-def _pairs(batch: Batch, device: torch.device) -> torch.Tensor:
+def answer_pairs(batch: Batch, device: torch.device) -> torch.Tensor:
     """[B, L-1] bool: i and i+1 both real, and i+1 about to write or writing an answer (where the head will work).
 
     Position 0 is left out: its states are an outlier by orders of magnitude in most models (attention sink).

@@ -16,15 +16,14 @@ from accelerate.utils import broadcast
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.log import get_logger, progress
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
-from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
+from toolkit.target.features import check_packing
 from toolkit.target.load import Target, load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
+from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.forecast import Forecast
-from toolkit.train.initialise import initialise_from_target, initialise_random, regression_batches
 from toolkit.train.metrics import Metrics
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
@@ -32,7 +31,6 @@ from toolkit.train.schedule import rate_factor, total_steps
 from toolkit.train.split_data import read_data
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
-from toolkit.train.trained_head import TrainedHead
 from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
@@ -53,7 +51,7 @@ class Trainer:
             quantization=recipe.target.quantization,
             batched=True,
         )
-        self.token_map = load_token_map(token_map)
+        self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
         self.fingerprint = sha256_json(
             [
@@ -62,7 +60,7 @@ class Trainer:
                 self.target.fingerprint,
                 str(self.target.dtype),
                 *([] if self.target.quantization is None else [self.target.quantization]),
-                self.token_map.sha256,
+                self.plan.token_map.sha256,
                 sha256_file(rollouts),
             ]
         )
@@ -75,19 +73,13 @@ class Trainer:
             gradient_clip(self.settings),
             whole_gradients=self.settings.optimizer == "muon",
         )
-        ids = self.settings.aux_layer_ids or default_aux_layer_ids(self.target.n_layers)
-        check_aux_layer_ids(ids, self.target.n_layers)
-        self.config = Eagle3Config.from_target_config(
-            self.target.config,
-            vocab_size=self.target.vocab_size,
-            draft_vocab_size=self.token_map.size,
-            aux_layer_ids=ids,
-        )
-        stored = None
+        if self.settings.pack:
+            check_packing(self.target)
+        ids, stored = self.plan.aux_layer_ids, None
         if self.settings.features == "offline":
             folder = directory.parent / "features"
             stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
-        self.side = TargetSide(self.target, self.token_map, ids, self.settings.precision, stored)
+        self.side = TargetSide(self.target, self.plan.token_map, ids, self.settings.precision, stored)
         self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
         self.metrics = Metrics(
@@ -102,18 +94,13 @@ class Trainer:
         return self.settings.global_batch // (world * self.accumulation)
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
-        head = Eagle3Head(self.config).to(self.target.device)
+        settings = self.settings
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
-        if self.settings.init == "target" and not stored_states(self.directory):
-            batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
-            r2 = initialise_from_target(
-                head, self.target, self.token_map, regression_batches(batches, head.fc.in_features), self.recipe.seed
-            )
-            log.info("head starts from the target's last layer; features explain %.2f of its next input", r2 or 0.0)
-        else:
-            initialise_random(head, self.recipe.seed)
-        model = TrainedHead(head, self.settings.ttt_steps, self.settings.step_decay, self.settings.loss)
-        return self.accelerator.prepare(model, build_optimizer(head, self.settings))
+        fresh = settings.init == "target" and not stored_states(self.directory)
+        batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
+        head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None)
+        model = trained_head(self.plan, settings, head, self.side.teacher)
+        return self.accelerator.prepare(model, build_optimizer(head, settings))
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
@@ -192,7 +179,8 @@ class Trainer:
         for start in range(0, size * self.accumulation, size):
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
-                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift)
+                drawn = anchors_of(settings, self.recipe.seed, step, start)
+                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn)
                 accelerator.backward(loss * scale)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -216,7 +204,7 @@ class Trainer:
     def _micro_batch(self, indices: list[int], filler: int) -> Batch:
         """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
         if indices:
-            return self._collate(indices)
+            return collate([self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.pack)
         batch = self._collate([filler])
         return replace(batch, response=torch.zeros_like(batch.response))
 
@@ -250,6 +238,7 @@ class Trainer:
 
     def _finish(self, position: Position) -> Path:
         ckpt = self.directory.parent / "ckpt"
+        token_map = self.plan.token_map if self.plan.own_vocabulary else None
         if self.accelerator.is_main_process:
             meta = {
                 "target": describe_target(self.target),
@@ -263,11 +252,10 @@ class Trainer:
                     "forecast_accept_length": position.best_forecast,
                     "rollouts": len(self.data.train),
                 },
-                "token_map_sha256": self.token_map.sha256,
+                **({"token_map_sha256": self.plan.token_map.sha256} if token_map else {}),
             }
-            save_draft(
-                ckpt, load_tensors(best_path(self.directory, position.best_step)), self.config, self.token_map, meta
-            )
+            best = load_tensors(best_path(self.directory, position.best_step))
+            save_draft(ckpt, best, self.plan.config, token_map, meta)
             log.info(
                 "draft head of step %d, forecast accept_length %s (chain of %d, held-out rollouts): %s",
                 position.best_step,

@@ -33,6 +33,8 @@ ETA = 3.0
 # (z [n, D] shifted logits, p [n, D] rows that sum to 1, choice [n] right ids, weight [n]) -> losses [n]; z is
 # overwritten with weight * (the loss's gradient). z and p in fp32, or fp64 in tests.
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Scores [n, D] -> logits [n, D]: a logit factor, a soft cap.
+Finish = Callable[[Tensor], Tensor]
 
 
 def soft_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
@@ -102,15 +104,24 @@ class DraftLoss:
     choice: Tensor
     weight: Tensor
 
-    def __call__(self, states: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """states [N, H], matrix [D, H] -> (sum of weight * loss, with gradients; losses [N] fp32; argmax [N])."""
-        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, self))
+    def __call__(
+        self, states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """states [N, H], matrix [D, H] -> (sum of weight * loss, with gradients; losses [N] fp32; argmax [N]).
+
+        bias [D] and finish, what the target's family does to scores, are constants: they belong to a target's matrix.
+        """
+        return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, finish, self))
 
 
-def best_tokens(states: Tensor, matrix: Tensor) -> Tensor:
-    """The argmax [N] over the draft vocabulary alone, in chunks."""
-    parts = [F.linear(part, matrix).max(-1).indices for part in states.split(chunk_rows(len(matrix)))]
-    return torch.cat(parts)
+def best_tokens(states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None) -> Tensor:
+    """The argmax [N] over the draft vocabulary alone, in chunks; arguments as `DraftLoss`."""
+
+    def best(part: Tensor) -> Tensor:
+        scores = F.linear(part, matrix, bias)
+        return (scores if finish is None else finish(scores)).max(-1).indices
+
+    return torch.cat([best(part) for part in states.split(chunk_rows(len(matrix)))])
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -122,7 +133,7 @@ class _TiledLoss(torch.autograd.Function):
     so that a row's distribution is computed once for all steps."""
 
     @staticmethod
-    def forward(ctx, states, matrix, task):
+    def forward(ctx, states, matrix, bias, finish, task):
         precise = torch.promote_types(states.dtype, torch.float32)
         losses = states.new_empty(len(states), dtype=precise)
         best = torch.empty(len(states), dtype=torch.long, device=states.device)
@@ -130,8 +141,8 @@ class _TiledLoss(torch.autograd.Function):
         grad_matrix = torch.zeros_like(matrix, dtype=precise) if ctx.needs_input_grad[1] else None
         for at, offsets, probs in _chunks(task, chunk_rows(len(matrix))):
             part = states[at]
-            logits = F.linear(part, matrix)
-            losses[at], best[at] = _score(task, logits, at, offsets, probs)
+            logits = F.linear(part, matrix, bias)
+            losses[at], best[at] = _score(task, logits, finish, at, offsets, probs)
             if grad_states is not None:
                 grad_states[at] = logits @ matrix
             if grad_matrix is not None:
@@ -144,7 +155,8 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx, gradient, *_):
         # One dimension: a scalar would be rounded to the gradient's dtype before it multiplies.
         factor = gradient.reshape(1)
-        return *(None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors), None
+        grads = (None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors)
+        return *grads, None, None, None
 
 
 def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -160,20 +172,32 @@ def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor
         yield order[span], rows[span] - low, task.teacher.probs(slice(low, high))
 
 
-def _score(task: DraftLoss, logits: Tensor, at: Tensor, offsets: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and argmax of a chunk [c]; its logits are overwritten with their gradients."""
+def _score(
+    task: DraftLoss, logits: Tensor, finish: Finish | None, at: Tensor, offsets: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses and argmax of a chunk [c]; its scores are overwritten with their gradients."""
     row_loss, losses, best = ROW_LOSSES[task.name], [], []
     size = TILE_ROWS if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), size):
         tile = slice(start, start + size)
-        z = logits[tile].to(torch.promote_types(logits.dtype, torch.float32))
+        z, to_scores = _finished(logits[tile].to(torch.promote_types(logits.dtype, torch.float32)), finish)
         top = z.max(-1)
         best.append(top.indices)
         z -= top.values[:, None]
         rows = at[tile]
         losses.append(row_loss(z, probs[offsets[tile]].to(z.dtype), task.choice[rows], task.weight[rows].to(z.dtype)))
-        logits[tile] = z
+        logits[tile] = to_scores(z)
     return torch.cat(losses), torch.cat(best)
+
+
+def _finished(scores: Tensor, finish: Finish | None) -> tuple[Tensor, Finish]:
+    """Logits that may be overwritten, and what makes gradients of the scores from gradients of these."""
+    if finish is None:
+        return scores, lambda gradient: gradient
+    with torch.enable_grad():
+        leaf = scores.detach().clone().requires_grad_()
+        logits = finish(leaf)
+    return logits.detach().clone(), lambda gradient: torch.autograd.grad(logits, leaf, gradient)[0]
 
 
 def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:

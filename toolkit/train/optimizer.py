@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from toolkit.models.eagle3 import Eagle3Head
 from toolkit.recipe import TrainSettings
 
 MOMENTUM = 0.95
@@ -19,7 +18,7 @@ CLIP = 0.5
 ADAMW_MATRICES = ("lm_head.weight",)
 
 
-def build_optimizer(head: Eagle3Head, settings: TrainSettings) -> torch.optim.Optimizer:
+def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """An optimiser over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
     adamw: dict[str, Any] = {

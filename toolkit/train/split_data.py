@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples
-from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
-
-log = get_logger(__name__)
 
 # Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
 FORECAST_ROLLOUTS = 64
@@ -28,10 +25,8 @@ class Data:
 
 def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
     """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
-    train, cut = load_examples(rollouts, "train", settings.max_length)
+    train, _ = load_examples(rollouts, "train", settings.max_length)
     held_out, _ = load_examples(rollouts, "held_out", settings.max_length)
-    if cut:
-        log.info("%d of %d rollouts are longer than max_length %d and were cut", cut, len(train), settings.max_length)
     pad_id = target.tokenizer.pad_token_id
     pad_id = next(iter(target.stop_ids), 0) if pad_id is None else pad_id
     held_out = sorted(held_out[:FORECAST_ROLLOUTS], key=lambda example: len(example.input_ids))

@@ -6,23 +6,23 @@ Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from toolkit.data.batches import Batch
-from toolkit.target.features import AuxCapture
+from toolkit.target.features import AuxCapture, LastCapture
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.features import FeatureSource, OnlineFeatures
 from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
-from toolkit.train.supervision import Supervision, plan_supervision
+from toolkit.train.supervision import Supervision, anchored, plan_supervision
 from toolkit.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`."""
+    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads."""
 
     aux: torch.Tensor
     embeds: torch.Tensor
@@ -30,20 +30,36 @@ class UnrollInputs:
     teacher_hidden: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """count roots of a row, drawn by `seed`, are unrolled beyond the first `full` steps, which all roots take."""
+
+    count: int
+    full: int
+    seed: int
+
+    def of(self, supervision: Supervision, shape: torch.Size) -> Supervision:
+        return anchored(supervision, shape, self.full, self.count, self.seed)
+
+
 class TargetSide:
-    """Everything of the frozen target for a batch: features, embeddings, teacher. features: None runs its forward."""
+    """Everything that runs on the frozen target for a batch: features, embeddings, teacher.
+
+    aux_layer_ids: the layers whose states the head reads side by side; None: it reads the last state, final-normed.
+    features: where they come from; None: the target's forward.
+    """
 
     def __init__(
         self,
         target: Target,
         token_map: TokenMap,
-        aux_layer_ids: tuple[int, ...],
+        aux_layer_ids: tuple[int, ...] | None,
         precision: str,
         features: FeatureSource | None = None,
     ) -> None:
         self.target = target
         self.token_map = token_map
-        self.capture = AuxCapture(target, aux_layer_ids)
+        self.capture = LastCapture(target) if aux_layer_ids is None else AuxCapture(target, aux_layer_ids)
         self.features = OnlineFeatures(target, self.capture) if features is None else features
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
@@ -52,7 +68,7 @@ class TargetSide:
         """What `batch` needs of the target; the features come in the head's dtype."""
         features = self.features(batch)
         batch = batch.to(self.target.device)
-        supervision = plan_supervision(batch.response, batch.lengths, steps, shift)
+        supervision = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
         with torch.no_grad():
             embeds = self.target.embed_tokens(batch.input_ids)
         return UnrollInputs(
@@ -64,19 +80,30 @@ class TargetSide:
 
 
 def micro_step(
-    model: torch.nn.Module, side: TargetSide, batch: Batch, denominators: torch.Tensor, steps: int, shift: int
+    model: torch.nn.Module,
+    side: TargetSide,
+    batch: Batch,
+    denominators: torch.Tensor,
+    steps: int,
+    shift: int,
+    anchors: Anchors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of one micro-batch, its loss by step [K] and its right predictions by step [K].
 
     denominators [K]: supervised tokens of the whole global batch, so that micro-batches and processes add up to the
-    mean over all of them.
+    mean over all of them. anchors: which roots later steps are unrolled from; None: all. Right predictions of some
+    roots stand for those of all.
     """
     inputs = side.inputs(batch, steps, shift)
+    if anchors is not None:
+        inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
     rows = side.teacher(inputs.teacher_hidden)
     draft_choice = side.token_map.to_draft(rows.choice)
     loss, by_step, hits = model(
         inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
     )
+    if inputs.supervision.shares is not None:
+        hits = [hit * share for hit, share in zip(hits, inputs.supervision.shares, strict=True)]
     return loss, by_step, torch.stack([hit.sum() for hit in hits]).float()
 
 
@@ -106,4 +133,4 @@ def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[B
 
 def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
     """Supervised tokens by step [K] of a batch, without running anything."""
-    return plan_supervision(batch.response, batch.lengths, steps, shift).counts
+    return plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts).counts

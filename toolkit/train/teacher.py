@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.unrolled_head import SharedMatrix
 
 # Columns of the output matrix at a time: [M, V] logits in one piece are what makes trainers run out of memory.
 TILE = 8192
@@ -42,8 +43,15 @@ class Teacher:
         self.in_draft = token_map.t2d.to(target.device)
         self.draft_ids = token_map.ids.to(target.device)
         weight, bias = target.lm_head.weight, target.lm_head.bias
-        self.draft_weight = weight[self.draft_ids].contiguous()
-        self.draft_bias = None if bias is None else bias[self.draft_ids]
+        whole = token_map.size == len(weight)
+        self.draft_weight = weight if whole else weight[self.draft_ids].contiguous()
+        self.draft_bias = bias if bias is None or whole else bias[self.draft_ids]
+
+    def shared_matrix(self) -> SharedMatrix:
+        """The draft rows, for a head that is scored by them."""
+        probe = torch.zeros(1)
+        plain = self.target.finish_scores(probe) is probe
+        return SharedMatrix(self.draft_weight, self.draft_bias, None if plain else self.target.finish_scores)
 
     @torch.no_grad()
     def choice(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,46 @@ Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from toolkit.models.eagle3 import Eagle3Head
+from toolkit.checkpoint.head_kinds import DraftHead
 from toolkit.recipe import LossName
 from toolkit.train.loss import DraftLoss, best_tokens
 from toolkit.train.supervision import Supervision
 from toolkit.train.teacher import TeacherRows
 from toolkit.train.ttt import unroll
+from toolkit.train.unrolled_head import SharedMatrix, unrolled_head
 
 
 class TrainedHead(nn.Module):
-    """A head with K steps of training-time test, step k weighing step_decay^k, scored by the loss of this name."""
+    """A head with K steps of training-time test, step k weighing step_decay^k, scored by the loss of this name.
 
-    def __init__(self, head: Eagle3Head, steps: int, step_decay: float, loss: LossName = "soft_cross_entropy") -> None:
+    output: what scores a head that has no output matrix of its own. A row's loss is token_weight times the named one,
+    and feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
+    of the same position, the next feature (EAGLE, arXiv 2401.15077, section 4.2).
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        steps: int,
+        step_decay: float,
+        loss: LossName = "soft_cross_entropy",
+        *,
+        output: SharedMatrix | None = None,
+        token_weight: float = 1.0,
+        feature_weight: float = 0.0,
+        checkpointing: bool = False,
+    ) -> None:
         super().__init__()
         self.head = head
+        self.unrolled = unrolled_head(head, output)
         self.steps = steps
         self.step_decay = step_decay
         self.loss = loss
+        self.token_weight, self.feature_weight = token_weight, feature_weight
+        self.checkpointing = checkpointing
 
     def forward(
         self,
@@ -43,19 +64,41 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
         """
         assert draft_choice is not None, "hits need the right tokens"
-        unrolled = unroll(self.head, aux, embeds, self.steps)
-        states = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(unrolled, supervision.roots, strict=True)]
+        steps = unroll(
+            self.unrolled,
+            aux,
+            embeds,
+            self.steps,
+            supervision.starts,
+            supervision.anchors,
+            checkpointing=self.checkpointing,
+        )
+        each = [hidden.flatten(0, 1)[roots] for hidden, roots in zip(steps, supervision.roots, strict=True)]
+        states = torch.cat(each)
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
         choice = draft_choice[rows]
         if teacher is None:
-            best = self.head.logits(torch.cat(states), best_tokens)
+            best = self.unrolled.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(self.steps), list((best == choice).split(counts))
         assert denominators is not None, "a loss needs its denominators"
         kept = teacher.kept[rows]
         weights = self.step_decay ** torch.arange(self.steps, device=kept.device) / denominators
         factor = torch.repeat_interleave(weights, torch.tensor(counts, device=kept.device), output_size=len(rows))
-        factor = factor * kept
-        task = DraftLoss(self.loss, teacher, rows, choice, factor)
-        loss, losses, best = self.head.logits(torch.cat(states), task)
-        by_step = torch.stack([part.sum() for part in (losses * kept).split(counts)]) / denominators
+        if supervision.shares is not None:
+            factor = factor * torch.cat(supervision.shares)
+        task = DraftLoss(self.loss, teacher, rows, choice, self.token_weight * factor * kept)
+        loss, losses, best = self.unrolled.score(states, task)
+        losses = self.token_weight * losses * kept
+        if self.feature_weight:
+            distances = self.feature_weight * _distances(states, teacher.states[rows])
+            loss = loss + (factor * distances).sum()
+            losses = losses + distances.detach()
+        if supervision.shares is not None:
+            losses = losses * torch.cat(supervision.shares)
+        by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators
         return loss, by_step, list((best == choice).split(counts))
+
+
+def _distances(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Smooth L1 distance of each row, [N] fp32, from [N, H] and [N, H]."""
+    return F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1)

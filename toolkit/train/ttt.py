@@ -7,38 +7,71 @@ Every position t of a sequence is a root whose chain of drafts is unrolled in pa
                       attends  step-0 keys of positions 0..t, and its own keys of steps 1..k
                       predicts x_{t+2+k}
 
-which is what a drafted chain attends to when served: committed positions, then its own drafts.
+which is what a drafted chain attends to when served: committed positions, then its own drafts. That is a head that
+feeds itself. One of S stages (MTP layers) predicts step k < S by stage k, which reads stage k-1's state at t, stands at
+position t and attends to its own keys of 0..t; from step S on stage S-1 feeds itself, at positions t+1, t+2, ..
 
-Shapes: B sequences, L positions, T = B*L, H hidden size, A auxiliary layers, hd head dim, kv key/value heads, G query
+Shapes: B sequences, L positions, T = B*L, H hidden size, W feature width, hd head dim, kv key/value heads, G query
 heads a key/value head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import partial
 
 import torch
-import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from toolkit.models.eagle3 import Eagle3Head
-from toolkit.train.causal_attention import causal_attention, causal_attention_backward
+from toolkit.models.decoder_layer import Attend
+from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward
+from toolkit.train.unrolled_head import UnrolledHead
 
 
 class TTTAttention:
-    """The attention of one unroll, called once a step by the draft layer; exact, in the dtype it is given."""
+    """The attention of one unroll, called once a step by the draft layer; exact, in the dtype it is given.
 
-    def __init__(self, batch: int, length: int) -> None:
-        self.batch, self.length = batch, length
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+    window: a query sees so many positions, its own included, and at least as many as steps; None: all before it.
+    starts [B, L]: where each position's document begins, which is as far back as it sees; None: rows are documents.
+    `at_anchors` makes one whose further steps are those of some roots alone.
+    """
+
+    def __init__(self, batch: int, length: int, window: int | None = None, starts: torch.Tensor | None = None) -> None:
+        self.batch, self.length, self.window, self.starts = batch, length, window, starts
+        self.anchors: torch.Tensor | None = None
+        # Tuples: a copy of this object goes on by itself.
+        self.keys: tuple[torch.Tensor, ...] = ()
+        self.values: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, kv*G, hd], k and v [T, kv, hd] -> [T, kv*G, hd]."""
-        q, k, v = (x.view(self.batch, self.length, -1, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
-        self.keys.append(k)
-        self.values.append(v)
-        out = _MergedAttention.apply(q, *self.keys, *self.values)
+        """q [T, kv*G, hd], k and v [T, kv, hd] -> [T, kv*G, hd]; with anchors T = B*N."""
+        q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        self.keys += (k,)
+        self.values += (v,)
+        out = _MergedAttention.apply(q, self._reach(q.device), *self.keys, *self.values)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def at_anchors(self, anchors: torch.Tensor) -> TTTAttention:
+        """After its first step: the same attention for the roots anchors [B, N] alone."""
+        chosen = copy(self)
+        chosen.anchors = anchors
+        chosen.starts = None if self.starts is None else self.starts.gather(1, anchors)
+        return chosen
+
+    def _reach(self, device: torch.device) -> Reach | None:
+        """Which step-0 keys the newest step sees: the query of root t stands at t + step."""
+        step = len(self.keys) - 1
+        narrow = self.window is not None and self.length + step > self.window
+        if self.starts is None and self.anchors is None and not narrow:
+            return None
+        roots = torch.arange(self.length, device=device).expand(self.batch, -1)
+        roots = roots if self.anchors is None else self.anchors
+        first = torch.zeros_like(roots) if self.starts is None else self.starts
+        if self.window is not None:
+            assert step < self.window, "a window shorter than the unroll would hide a root from its own chain"
+            first = torch.maximum(first, roots + (step + 1 - self.window))
+        return Reach.of(first, roots)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -50,10 +83,12 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, *keys_and_values):
-        """q [B, kv*G, L, hd], then keys of steps 0..k, then values, each [B, kv, L, hd]; returns like q."""
+    def forward(ctx, q, reach, *keys_and_values):
+        """q [B, kv*G, L, hd], the reach of the causal part, then keys of steps 0..k, then values, each [B, kv, L, hd];
+        returns like q."""
         keys, values = _halves(keys_and_values)
-        out, lse = causal_attention(q, keys[0], values[0])
+        out, lse = causal_attention(q, keys[0], values[0], reach)
+        ctx.reach = reach
         if len(keys) > 1:
             grouped = q.unflatten(1, (keys[0].shape[1], -1))
             own = _own_scores(grouped, keys[1:])
@@ -72,7 +107,7 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, out, lse, *keys_and_values = ctx.saved_tensors
         keys, values = _halves(keys_and_values)
-        dq, dk, dv = causal_attention_backward(grad, q, keys[0], values[0], out, lse)
+        dq, dk, dv = causal_attention_backward(grad, q, keys[0], values[0], out, lse, ctx.reach)
         grad_keys, grad_values = [dk.to(q.dtype)], [dv.to(q.dtype)]
         if len(keys) > 1:
             grouped, upstream, total = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, grad, dq))
@@ -85,7 +120,7 @@ class _MergedAttention(torch.autograd.Function):
                 grad_keys.append((change.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
                 grad_values.append((weight.unsqueeze(-1) * upstream).sum(2).to(value.dtype))
             dq = total.flatten(1, 2)
-        return dq.to(q.dtype), *grad_keys, *grad_values
+        return dq.to(q.dtype), None, *grad_keys, *grad_values
 
 
 def _halves(keys_and_values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -99,17 +134,64 @@ def _own_scores(q: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Ten
     return [(q * key.unsqueeze(2)).sum(-1, dtype=dtype).mul_(scale).flatten(1, 2) for key in keys]
 
 
-def unroll(head: Eagle3Head, aux: torch.Tensor, embeds: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """Yield the head's hidden states [B, L, H] (before its final norm) of steps 0..steps-1.
+def unroll(
+    head: UnrolledHead,
+    features: torch.Tensor,
+    embeds: torch.Tensor,
+    steps: int,
+    starts: torch.Tensor | None = None,
+    anchors: torch.Tensor | None = None,
+    *,
+    checkpointing: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Yield what scores the tokens of steps 0..steps-1, states [B, L, H] as `UnrolledHead.read` gives them.
 
-    aux [B, L, A*Ht] are the target's features, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
-    t+1+k lies past the end hold zeros as embedding; nothing is supervised there.
+    features [B, L, W] are the target's, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
+    t+1+k lies past the end hold zeros as embedding, those past their document's end (starts [B, L], see `Batch`) the
+    next one's; nothing is supervised there. anchors [B, N]: once the last stage has read all positions, further steps
+    are those of these roots alone, and yield [B, N, H]. checkpointing: backward computes each step anew instead of
+    keeping what is inside it (arXiv 1604.06174).
     """
     batch, length, width = embeds.shape
-    attend = TTTAttention(batch, length)
-    positions = torch.arange(length, device=embeds.device).repeat(batch)
-    hidden = head.fuse(aux.flatten(0, 1))
+    stages = [[TTTAttention(batch, length, head.window, starts)] * head.layers for _ in range(head.stages)]
+    positions = torch.arange(length, device=embeds.device).expand(batch, -1)
+    roots, positions = positions, positions if starts is None else positions - starts
+    hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
-        shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, min(1 + step, length)))
-        hidden = head(shifted.flatten(0, 1), hidden, positions + step, attend, length + steps)
-        yield hidden.view(batch, length, width)
+        stage = min(step, head.stages - 1)
+        if anchors is not None and step == head.stages:
+            stages[stage] = [layer.at_anchors(anchors) for layer in stages[stage]]
+            hidden = (
+                hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
+            )
+            roots, positions = anchors, positions.gather(1, anchors)
+        at = (positions + step - stage).flatten()
+        run = partial(_one_pass, head, stage, stages[stage], embeds, roots + 1 + step, at, length + steps)
+        if checkpointing and torch.is_grad_enabled():
+            hidden, stages[stage] = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden, stages[stage] = run(hidden)
+        yield head.read(stage, hidden).view(batch, -1, width)
+
+
+def _one_pass(
+    head: UnrolledHead,
+    stage: int,
+    before: Sequence[TTTAttention],
+    embeds: torch.Tensor,
+    following: torch.Tensor,
+    positions: torch.Tensor,
+    reach: int,
+    hidden: torch.Tensor,
+) -> tuple[torch.Tensor, list[TTTAttention]]:
+    """One step of a stage, and its layers' attentions as the next one finds them; `before` stays as it is.
+
+    following [B, N]: positions of the tokens that the step reads, zeros being read past the end.
+    """
+    layers = [copy(attention) for attention in before]
+    length, width = embeds.shape[1:]
+    read = embeds.gather(1, following.clamp(max=length - 1)[:, :, None].expand(-1, -1, width))
+    read = read.masked_fill((following >= length)[:, :, None], 0.0)
+    in_turn = iter(layers)
+    attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
+    return head.step(stage, read.flatten(0, 1), hidden, positions, attend, reach), layers

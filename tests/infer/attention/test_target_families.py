@@ -145,6 +145,7 @@ def test_family_is_exact(family, small_target, reference, oracle):
     assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     for tree in (False, True):
+        engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
         engine.drafter = oracle(answers, target.vocab_size, right=0.85, tree=tree)
         engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
         requests = engine.generate(prompts, params)

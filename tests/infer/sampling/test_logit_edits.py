@@ -122,6 +122,7 @@ def test_penalties_inside_long_accepted_runs(small_target, oracle, tree):
     wanted = Engine(small_target).generate(prompts, params)
     engine = Engine(small_target, max_batch=3)
     answers = {tuple(prompt): one.output_ids for prompt, one in zip(prompts, wanted, strict=True)}
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle(answers, 24, right=0.85, tree=tree)
     engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
     got = engine.generate(prompts, params)
@@ -140,6 +141,7 @@ def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle, tree):
         params = SamplingParams(max_tokens=30, ignore_eos=True, stop_ids=(stop,), min_tokens=least)
         plain = Engine(small_target).generate([prompt], params)[0]
         engine = Engine(small_target, max_batch=1)
+        engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
         engine.drafter = oracle({tuple(prompt): plain.output_ids}, 24, right=1.0, tree=tree)
         engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
         got = engine.generate([prompt], params)[0]

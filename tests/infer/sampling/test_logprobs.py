@@ -58,6 +58,7 @@ def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree
                 continue
             tried += 1
             engine = Engine(tiny_target, max_batch=1)
+            engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
             engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
             engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
             params = SamplingParams(max_tokens=40, stop=(stop, "never written"), logprobs=1)

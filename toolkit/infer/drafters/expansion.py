@@ -38,7 +38,7 @@ class HeadReader:
     ) -> None:
         self.head = head
         self._embed = embed
-        self._scaling = head.config.head_dim**-0.5
+        self._scaling, self._sees = head.config.head_dim**-0.5, head.config.sliding_window
         self.dtype = dtype
         shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
@@ -52,7 +52,7 @@ class HeadReader:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return plan.attend(next(layers), q, k, v, self._scaling, None, None).flatten(0, 1)
+            return plan.attend(next(layers), q, k, v, self._scaling, self._sees, None).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
         out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
@@ -138,7 +138,8 @@ class Expansion:
         newest = slice(self.nodes - new, self.nodes)
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
         before = [max(0, held - self.stage) for held in self._before]
-        plan = tree_plan(self._reader.caches[self.stage], before, self.sees[:, newest, : self.nodes])
+        depths = self.positions[:, : self.nodes] - torch.tensor(self._before, device=hidden.device)[:, None]
+        plan = tree_plan(self._reader.caches[self.stage], before, self.sees[:, newest, : self.nodes], depths)
         positions = (self.positions[:, newest] - self.stage).clamp(min=0)
         # Pending nodes stand in a line, so no position lies further out than this.
         reach = max(self._before) + self.nodes

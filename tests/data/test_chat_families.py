@@ -1,0 +1,232 @@
+"""The response mask on the chat templates of the usual families, against renderings written out by hand.
+
+The templates are in short: turns, headers, ends and quirks, without tools and images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data.chat_template import prompt_ids, render_text
+from toolkit.data.loss_mask import response_mask, spans
+
+
+@dataclass(frozen=True)
+class Family:
+    """golden: the conversation below as it renders; written: what of that the target writes, answer by answer."""
+
+    template: str
+    specials: tuple[str, ...]
+    golden: str
+    written: tuple[str, str]
+
+
+Q1, A1, Q2, A2 = (
+    "How do I cook rice?",
+    "Wash it, then boil it.\n\nYes — naïve 東京.",
+    "Wash it, then boil it.",
+    "Certainly.",
+)
+CONVERSATION = [
+    {"role": "user", "content": Q1},
+    {"role": "assistant", "content": A1},
+    {"role": "user", "content": Q2},
+    {"role": "assistant", "content": A2},
+]
+IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+# Qwen2.5: ChatML with a default system turn.
+QWEN25 = (
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Qwen3: reasoning is taken out of the answers before the last question; a block of it stands before the last answer.
+QWEN3 = (
+    "{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}{%- set content = message.content %}{%- set reasoning = '' %}"
+    "{%- if '</think>' in content %}"
+    "{%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}{%- if loop.index0 > ns.last %}"
+    "{{- '<|im_start|>assistant\n<think>\n' + reasoning + '\n</think>\n\n' + content + '<|im_end|>\n' }}{%- else %}"
+    "{{- '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}{%- endif %}{%- else %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Llama 3.1: a system turn with dates, words trimmed.
+LLAMA3 = (
+    "{{- '<|begin_of_text|>' }}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>' }}"
+    "{%- for message in messages %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{{- message.content | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+GEMMA = (
+    "{{ '<bos>' }}{% for message in messages %}"
+    "{% set role = 'model' if message.role == 'assistant' else message.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Mistral 7B v0.3: no generation prompt, a space before the words, one token that ends answers.
+MISTRAL = (
+    "{{ '<s>' }}{% for message in messages %}"
+    "{% if message.role == 'user' %}{{ '[INST] ' + message.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"
+)
+# DeepSeek V3.
+DEEPSEEK = (
+    "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<｜User｜>' + message.content }}{% else %}{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+)
+# DeepSeek R1: the generation prompt opens the reasoning, which answers in the conversation no longer have.
+DEEPSEEK_R1 = (
+    "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<｜User｜>' + message.content }}{% else %}{% set content = message.content %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+# GPT-OSS (harmony): the target writes the channel's header too; the last answer ends with a token of its own.
+HARMONY = (
+    "{{- '<|start|>system<|message|>You are ChatGPT.\n\nReasoning: low<|end|>' }}{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    "{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{%- else %}"
+    "{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+# Phi-3: the end of the text after the last turn, unless an answer is asked for.
+PHI3 = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+# Phi-4: nothing between turns.
+PHI4 = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+
+CHATML_TURNS = (
+    f"<|im_start|>user\n{Q1}<|im_end|>\n<|im_start|>assistant\n{A1}<|im_end|>\n"
+    f"<|im_start|>user\n{Q2}<|im_end|>\n<|im_start|>assistant\n"
+)
+LLAMA3_HEAD = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
+LLAMA3_USER, LLAMA3_ASSISTANT = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
+SENTENCE = "<｜end▁of▁sentence｜>"
+DEEPSEEK_GOLDEN = (
+    f"<｜begin▁of▁sentence｜><｜User｜>{Q1}<｜Assistant｜>{A1}{SENTENCE}<｜User｜>{Q2}<｜Assistant｜>{A2}{SENTENCE}"
+)
+DEEPSEEK_SPECIALS = ("<｜begin▁of▁sentence｜>", SENTENCE, "<｜User｜>", "<｜Assistant｜>")
+FINAL = "<|channel|>final<|message|>"
+
+FAMILIES = {
+    "qwen2.5": Family(
+        QWEN25, IM, f"<|im_start|>system\nYou are Qwen.<|im_end|>\n{CHATML_TURNS}{A2}<|im_end|>\n",
+        (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
+    ),
+    "qwen3": Family(
+        QWEN3, IM, f"{CHATML_TURNS}<think>\n\n</think>\n\n{A2}<|im_end|>\n",
+        (f"{A1}<|im_end|>", f"<think>\n\n</think>\n\n{A2}<|im_end|>"),
+    ),
+    "llama3.1": Family(
+        LLAMA3,
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        f"{LLAMA3_HEAD}{LLAMA3_USER}{Q1}<|eot_id|>{LLAMA3_ASSISTANT}{A1}<|eot_id|>"
+        f"{LLAMA3_USER}{Q2}<|eot_id|>{LLAMA3_ASSISTANT}{A2}<|eot_id|>",
+        (f"{A1}<|eot_id|>", f"{A2}<|eot_id|>"),
+    ),
+    "gemma": Family(
+        GEMMA,
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        f"<bos><start_of_turn>user\n{Q1}<end_of_turn>\n<start_of_turn>model\n{A1}<end_of_turn>\n"
+        f"<start_of_turn>user\n{Q2}<end_of_turn>\n<start_of_turn>model\n{A2}<end_of_turn>\n",
+        (f"{A1}<end_of_turn>", f"{A2}<end_of_turn>"),
+    ),
+    "mistral": Family(
+        MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), f"<s>[INST] {Q1}[/INST] {A1}</s>[INST] {Q2}[/INST] {A2}</s>",
+        (f" {A1}</s>", f" {A2}</s>"),
+    ),
+    "deepseek-v3": Family(DEEPSEEK, DEEPSEEK_SPECIALS, DEEPSEEK_GOLDEN, (A1 + SENTENCE, A2 + SENTENCE)),
+    "deepseek-r1": Family(DEEPSEEK_R1, DEEPSEEK_SPECIALS, DEEPSEEK_GOLDEN, (A1 + SENTENCE, A2 + SENTENCE)),
+    "gpt-oss": Family(
+        HARMONY,
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"),
+        "<|start|>system<|message|>You are ChatGPT.\n\nReasoning: low<|end|>"
+        f"<|start|>user<|message|>{Q1}<|end|><|start|>assistant{FINAL}{A1}<|end|>"
+        f"<|start|>user<|message|>{Q2}<|end|><|start|>assistant{FINAL}{A2}<|return|>",
+        (f"{FINAL}{A1}<|end|>", f"{FINAL}{A2}<|return|>"),
+    ),
+    "phi3": Family(
+        PHI3,
+        ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        f"<|user|>\n{Q1}<|end|>\n<|assistant|>\n{A1}<|end|>\n<|user|>\n{Q2}<|end|>\n<|assistant|>\n{A2}<|end|>\n<|endoftext|>",
+        (f"{A1}<|end|>", f"{A2}<|end|>"),
+    ),
+    "phi4": Family(
+        PHI4,
+        (*IM, "<|im_sep|>"),
+        f"<|im_start|>user<|im_sep|>{Q1}<|im_end|><|im_start|>assistant<|im_sep|>{A1}<|im_end|>"
+        f"<|im_start|>user<|im_sep|>{Q2}<|im_end|><|im_start|>assistant<|im_sep|>{A2}<|im_end|>",
+        (f"{A1}<|im_end|>", f"{A2}<|im_end|>"),
+    ),
+}  # fmt: skip
+
+THOUGHTS = "<think>\nThey ask twice.\n</think>\n\n"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, build_tokenizer) -> tuple[str, PreTrainedTokenizerFast]:
+    spec = FAMILIES[request.param]
+    return request.param, build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
+
+
+def test_the_mask_marks_what_the_target_writes(family) -> None:
+    """All of it, from the end of the generation prompt to the end of the turn, and nothing else: no header, no newline
+    between turns, no text that the template puts at the end of a conversation."""
+    name, tokenizer = family
+    spec = FAMILIES[name]
+    assert render_text(tokenizer, CONVERSATION) == spec.golden
+    ids, mask = response_mask(tokenizer, CONVERSATION)
+    assert tuple(tokenizer.decode(ids[start:end]) for start, end in spans(mask)) == spec.written
+    assert tokenizer.decode(ids) == spec.golden
+
+
+def test_earlier_answers_are_found_in_the_next_prompt(family) -> None:
+    """What a rollout of several turns does: its prompt's own ids, the first answer marked in them."""
+    name, tokenizer = family
+    ids, mask = response_mask(tokenizer, CONVERSATION[:3], add_generation_prompt=True)
+    assert ids == prompt_ids(tokenizer, CONVERSATION[:3])
+    ((start, end),) = spans(mask)
+    assert tokenizer.decode(ids[start:end]) == FAMILIES[name].written[0]
+
+
+def test_reasoning(build_tokenizer) -> None:
+    """Qwen3 and DeepSeek R1 take it out of earlier answers; what is left of them is marked. The last one keeps it in
+    Qwen3's rendering, where it is the target's own."""
+    conversation = [dict(message) for message in CONVERSATION]
+    for at in (1, 3):
+        conversation[at]["content"] = THOUGHTS + conversation[at]["content"]
+    for name, last in (
+        ("qwen3", f"{THOUGHTS}{A2}<|im_end|>"),
+        ("deepseek-r1", "\n\n" + FAMILIES["deepseek-r1"].written[1]),
+    ):
+        spec = FAMILIES[name]
+        tokenizer = build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
+        ids, mask = response_mask(tokenizer, conversation)
+        first, second = (tokenizer.decode(ids[start:end]) for start, end in spans(mask))
+        assert first.lstrip("\n") == spec.written[0] and second == last
+
+
+def test_words_that_come_again(family) -> None:
+    """An answer that repeats the question, or holds a special token's text, is found by its place, not by its words."""
+    name, tokenizer = family
+    conversation = [CONVERSATION[0], {"role": "assistant", "content": Q1}]
+    ids, mask = response_mask(tokenizer, conversation)
+    ((start, end),) = spans(mask)
+    assert tokenizer.decode(ids[start:end]) == FAMILIES[name].written[1].replace(A2, Q1)
+    assert A1 not in tokenizer.decode(ids)

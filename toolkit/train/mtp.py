@@ -1,0 +1,27 @@
+"""Train MTP layers: `accelerate launch toolkit/train/mtp.py [--recipe R] [a.b=c ...]`.
+
+They are scored by the target's own output matrix; the last layer is fed back for further steps.
+
+Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder; where they are
+absent, or made by other settings than these, `toolkit run RECIPE --until token_map` makes them first.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # Run by path: the repository takes the place of toolkit/train at the head of the search path.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Sequence
+
+from toolkit.train.entry import train_from_command_line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, make what is missing, train. Returns an exit status."""
+    return train_from_command_line("mtp", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
