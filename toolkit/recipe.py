@@ -43,6 +43,13 @@ def _sampling(settings: object, section: str) -> None:
     _need(0 < top_p <= 1, f"{section}.top_p", top_p, "a share above 0 and up to 1")
 
 
+def _shapes(shapes: tuple[str, ...], key: str) -> None:
+    for shape in shapes:
+        _need(re.fullmatch(r"\d+,\d+,\d+", shape) is not None, key, shape, '"steps,top_k,nodes"')
+    _need(len(shapes) > 0, key, shapes, "at least one draft shape")
+    _need(len(set(shapes)) == len(shapes), key, shapes, "each draft shape once")
+
+
 @dataclass(frozen=True)
 class TargetSettings:
     """The model whose output is to be reproduced: demo name, hub id, directory or GGUF file."""
@@ -144,7 +151,17 @@ class TrainSettings:
     save_every: int = _passing(50)
     eval_every: int = 25
     keep_states: int = _passing(2)
+    real_every: int | None = 200  # steps between measurements of accept_length by the engine itself; null: none
+    real_prompts: int = 8  # the first of the held-out conversations
+    real_max_tokens: int = 48
+    real_shapes: tuple[str, ...] | None = None  # "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps
+    real_temperatures: tuple[float, ...] = (0.0, 1.0)
+    patience: int | None = None  # stop after so many measurements (forecasts, where there are none) without gain
+    rollout_every: int | None = None  # steps after which the engine writes fresh rollouts to train on; null: never
+    rollout_prompts: int | None = None  # answered each time; null: as many as the steps until the next time train on
+    rollout_temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # in turn
     wandb: bool = _passing(False)
+    tensorboard: bool = _passing(False)
     wandb_project: str = _passing("toolkit")
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
@@ -158,6 +175,15 @@ class TrainSettings:
     def __post_init__(self) -> None:
         counts = ("ttt_steps", "global_batch", "micro_batch", "max_length", "max_steps", "save_every", "eval_every")
         _positive(self, "train", *counts, "keep_states", "learning_rate", "muon_learning_rate", "epochs", "clip")
+        engine = ("real_every", "real_prompts", "real_max_tokens", "patience", "rollout_every", "rollout_prompts")
+        _positive(self, "train", *engine)
+        for name in ("real_temperatures", "rollout_temperatures"):
+            value = getattr(self, name)
+            _need(len(value) > 0 and min(value) >= 0, f"train.{name}", value, "a list of temperatures from 0 (greedy)")
+        each = self.real_temperatures
+        _need(len(set(each)) == len(each), "train.real_temperatures", each, "each temperature once")
+        if self.real_shapes is not None:
+            _shapes(self.real_shapes, "train.real_shapes")
         _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
         _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
         _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
@@ -214,10 +240,7 @@ class BenchSettings:
         _positive(self, "bench", "limit", "max_tokens")
         _need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
         _need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
-        for shape in self.shapes:
-            _need(re.fullmatch(r"\d+,\d+,\d+", shape) is not None, "bench.shapes", shape, '"steps,top_k,nodes"')
-        _need(len(self.shapes) > 0, "bench.shapes", self.shapes, "at least one draft shape")
-        _need(len(set(self.shapes)) == len(self.shapes), "bench.shapes", self.shapes, "each draft shape once")
+        _shapes(self.shapes, "bench.shapes")
 
 
 @dataclass(frozen=True)
