@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.recipe import load_recipe
@@ -141,3 +142,10 @@ def test_killed_while_it_writes(processes, model, monkeypatch, written):
     stats = fresh.write(STEP, model)
     assert len(asked) == 7 - written
     assert _rows(fresh.path(STEP)) == _rows(whole.path(STEP)) and stats.rollouts == 7
+
+
+def test_a_target_without_a_chat_template(processes, tiny_target, monkeypatch):
+    """Before training begins, not after its first hours."""
+    monkeypatch.setattr(tiny_target.tokenizer, "chat_template", None)
+    with pytest.raises(ChatTemplateError, match="has no chat template.*chat_template.jinja"):
+        processes(1, "none")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from toolkit.data.jsonl import DataError
 from toolkit.recipe import TrainSettings
-from toolkit.target.load import Target
-from toolkit.train.split_data import read_data
+from toolkit.train.split_data import _pad_id, read_data
 
 SETTINGS = TrainSettings(max_length=5000, global_batch=1)
 
@@ -41,11 +41,11 @@ def test_ids_the_target_has_no_rows_for(tiny_target, tmp_path):
         read_data(SETTINGS, path, tiny_target, seed=0)
 
 
-def test_a_pad_id_without_a_row(tiny_target, tmp_path, monkeypatch):
+def test_a_pad_id_without_a_row():
     """Some tokenizers got a pad token that the model got no row for; padding is never read, but it is embedded."""
-    path = tmp_path / "rollouts.jsonl"
-    _write(path, [5] * 9, [6] * 9)
-    monkeypatch.setattr(Target, "vocab_size", property(lambda self: 10))
-    monkeypatch.setattr(type(tiny_target.tokenizer), "pad_token_id", property(lambda self: 11))
-    monkeypatch.setitem(tiny_target.__dict__, "stop_ids", frozenset([8, 2]))
-    assert read_data(SETTINGS, path, tiny_target, seed=0).pad_id == 2
+
+    def chosen(pad_id):
+        tokenizer = SimpleNamespace(pad_token_id=pad_id)
+        return _pad_id(SimpleNamespace(tokenizer=tokenizer, vocab_size=10, stop_ids=frozenset([8, 2])))
+
+    assert [chosen(pad_id) for pad_id in (9, 10, None)] == [9, 2, 2]

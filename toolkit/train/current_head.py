@@ -21,7 +21,7 @@ def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weight
     """The head's weights by their names in a draft directory, as they are trained. All processes must call this; at
     ZeRO-3 only the main one gets them."""
     state = accelerator.get_state_dict(model) or {}
-    return {name.removeprefix("head."): value.detach() for name, value in state.items()}
+    return {name.removeprefix("head."): value.detach() for name, value in state.items() if name.startswith("head.")}
 
 
 def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:

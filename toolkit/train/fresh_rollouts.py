@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.chat_template import template_text
 from toolkit.data.conversations import Conversation
 from toolkit.data.generation import derived_seed
 from toolkit.data.prompt_pool import read_pool, take_prompts
@@ -55,7 +56,8 @@ class FreshStats:
 
 
 class FreshRollouts:
-    """Writes and finds the rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts."""
+    """Writes and finds the rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts, or the
+    target has no chat template to ask them with."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class FreshRollouts:
     ) -> None:
         self.recipe, self.target, self.token_map, self.config = recipe, target, token_map, config
         self.folder, self.accelerator = directory / "fresh", accelerator
+        template_text(target.tokenizer)  # its absence is told now, not after the first interval
         self.pool = read_pool(rollouts)
         self.shape = shapes_of(recipe.train)[0]
 
