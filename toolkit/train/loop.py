@@ -250,8 +250,9 @@ class Trainer:
                 self.optimizer.zero_grad()
                 totals += torch.cat(sums)
         losses, right, reached, passed = accelerator.reduce(totals, "sum").cpu().split(k)
-        read_norm: Callable[[], float | None] | None = getattr(self.model, "get_global_grad_norm", None)
+        read_norm: Callable[[], Any] | None = getattr(self.model, "get_global_grad_norm", None)
         norm = None if read_norm is None else read_norm()
+        norm = None if norm is None else float(norm)
         check_finite(step + 1, float(losses.sum()), norm, self.directory)
         return step_row(
             StepSums(losses, right, counts, reached, passed),
