@@ -55,7 +55,7 @@ def _train(
         env=_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return _losses(run)
@@ -109,7 +109,7 @@ def _train_until_killed(
     """SIGKILL to launcher and workers between the first state and the second, when that stands in a file of train/."""
     child = psutil.Popen(_line(run, *overrides, options=options), env=_environment(), stderr=subprocess.DEVNULL)
     watched = run / "train" / file
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (watched.is_file() and until in watched.read_text()):
         time.sleep(0.005)
     family = [child, *child.children(recursive=True)]
@@ -316,7 +316,7 @@ def test_a_process_of_the_group_dies(tiny_run, tmp_path):
     assert "another training process ended or cannot be reached" in said and "start the same command again" in said
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to this in time"

@@ -126,7 +126,11 @@ CHAT = [{"role": "user", "content": "the lazy dog"}, {"role": "assistant", "cont
         ("head", "the head is trained in bfloat16 and drafts in float32"),
         ("template", "8 of 8 prompts of the rollouts were rendered by another chat template"),
         ("token map", "the token map covers 0% of what the target writes now and "),
-        ("texts", "8 of 8 answers differ from the rollouts'.*not written by this target as it is loaded now.*float32"),
+        ("near-ties", "answers part from the rollouts at near-ties"),
+        (
+            "texts",
+            "8 of 8 answers differ from the rollouts' in their first 8 tokens: .*not written by this target.*float32",
+        ),
     ],
 )
 def test_a_parting_names_its_cause(training, tiny_target, case, cause):
@@ -141,6 +145,8 @@ def test_a_parting_names_its_cause(training, tiny_target, case, cause):
         prompts = HeldOutPrompts([replace(one, messages=CHAT) for one in prompts.prompts])
     elif case == "token map":
         measured = _measured(training, answers=[[tiny_target.vocab_size - 1] * 9] * 8)
+    elif case == "near-ties":
+        measured = _measured(training, answers=[[*answer[:9], 5, *answer[10:]] for answer in measured.answers])
     else:
         measured = _measured(training, answers=[[5, *answer] for answer in measured.answers])
     said = parting(measured, found, prompts, tiny_target, token_map, "bf16" if case == "head" else "fp32", TOKENS)
