@@ -182,6 +182,8 @@ class TrainSettings:
             _need(len(value) > 0 and min(value) >= 0, f"train.{name}", value, "a list of temperatures from 0 (greedy)")
         each = self.real_temperatures
         _need(len(set(each)) == len(each), "train.real_temperatures", each, "each temperature once")
+        stored = self.features == "offline" and self.rollout_every is not None
+        _need(not stored, "train.features", "offline", "online under train.rollout_every, whose texts are not stored,")
         if self.real_shapes is not None:
             _shapes(self.real_shapes, "train.real_shapes")
         _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")

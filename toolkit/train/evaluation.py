@@ -117,7 +117,7 @@ class Evaluation:
             ]
             size = self.settings.micro_batch
             batches = [collate(texts[start : start + size], self.pad_id) for start in range(0, len(texts), size)]
-            steps = replayed_steps(model, self.side, batches, self.settings.ttt_steps, levels)
+            steps = replayed_steps(model, self.side.online(), batches, self.settings.ttt_steps, levels)
             return summarise_replays(steps, levels).accept_length
 
         deepest = self.settings.ttt_steps

@@ -5,6 +5,7 @@ Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -65,6 +66,12 @@ class TargetSide:
         self.features = OnlineFeatures(target, self.capture) if features is None else features
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+
+    def online(self) -> TargetSide:
+        """The same with the target's own forward: for texts of which nothing is stored."""
+        other = copy.copy(self)
+        other.features = OnlineFeatures(self.target, self.capture)
+        return other
 
     def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
         """What `batch` needs of the target; the features come in the head's dtype."""
