@@ -30,7 +30,7 @@ def test_an_answer_longer_than_the_context(tiny_target, tmp_path, monkeypatch, c
     _write(path, [5] * 9, [5] * (tiny_target.max_context + 7), [6] * 9)
     data = read_data(SETTINGS, path, tiny_target, seed=0)
     assert sorted(len(one.input_ids) for one in data.train) == [9, tiny_target.max_context]
-    assert f"1 of 2 train rollouts were cut to the target's context, {tiny_target.max_context} ids" in caplog.text
+    assert f"1 train rollouts are longer than {tiny_target.max_context} ids" in caplog.text
 
 
 def test_ids_the_target_has_no_rows_for(tiny_target, tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples
 from toolkit.data.jsonl import DataError
-from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
 
@@ -48,11 +47,8 @@ def _plan(settings: TrainSettings, train: list[Example], seed: int) -> BatchPlan
 
 def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> list[Example]:
     """One split, cut to what is trained on and to what the target was made for."""
-    limit = min(settings.max_length, target.max_context)
-    examples, cut = load_examples(rollouts, split, limit)
-    if cut:
-        what = "train.max_length" if limit == settings.max_length else "the target's context"
-        log.info("%d of %d %s rollouts were cut to %s, %d ids", cut, len(examples), split, what, limit)
+    limit = min(settings.max_length, target.max_context)  # positions behind the context were never trained
+    examples, _ = load_examples(rollouts, split, limit)
     for example in examples:
         if not 0 <= min(example.input_ids) <= max(example.input_ids) < target.vocab_size:
             raise DataError(
