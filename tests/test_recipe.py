@@ -81,6 +81,8 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("rollouts.held_out=1", "below 1"),
         ("rollouts.held_out=0", "a share above 0"),
         ("train.mask_shift=2", "0 (exact) or 1"),
+        ("train.real_temperatures=[]", "a list of temperatures"),
+        ("train.real_shapes=['3,1']", "steps,top_k,nodes"),
         ("train.max_length=2", "at least 3 ids"),
         ("bench.shapes=['4,1,5','4,1,5']", "each draft shape once"),
         ("token_map.coverage=0.9", "exactly one of the two"),

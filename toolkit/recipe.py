@@ -14,33 +14,12 @@ from typing import Any, Literal
 
 import yaml
 
+from toolkit.recipe_checks import check_positive, check_sampling, check_shapes, need, passing
 from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
 
 HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def _passing(default: Any) -> Any:
-    """A field that does not decide the result of its stage."""
-    return field(default=default, metadata={"passing": True})
-
-
-def _need(ok: bool, key: str, value: object, needed: str) -> None:
-    if not ok:
-        raise RecipeError(f"{key} = {value!r}, but {needed} is needed")
-
-
-def _positive(settings: object, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        _need(value is None or value > 0, f"{section}.{name}", value, "a number above 0")
-
-
-def _sampling(settings: object, section: str) -> None:
-    temperature, top_p = settings.temperature, settings.top_p  # type: ignore[attr-defined]
-    _need(temperature >= 0, f"{section}.temperature", temperature, "0 (greedy) or more")
-    _need(0 < top_p <= 1, f"{section}.top_p", top_p, "a share above 0 and up to 1")
 
 
 @dataclass(frozen=True)
@@ -64,13 +43,13 @@ class PromptSettings:
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 96
-    batch_size: int = _passing(64)
+    batch_size: int = passing(64)
     min_words: int = 3
 
     def __post_init__(self) -> None:
-        _need(self.synthesize >= 0, "prompts.synthesize", self.synthesize, "0 or more prompts")
-        _positive(self, "prompts", "limit", "max_tokens", "batch_size", "min_words")
-        _sampling(self, "prompts")
+        need(self.synthesize >= 0, "prompts.synthesize", self.synthesize, "0 or more prompts")
+        check_positive(self, "prompts", "limit", "max_tokens", "batch_size", "min_words")
+        check_sampling(self, "prompts")
 
 
 @dataclass(frozen=True)
@@ -80,14 +59,14 @@ class RolloutSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 160
-    batch_size: int = _passing(64)
+    batch_size: int = passing(64)
     held_out: float = 0.05
-    keep_features: bool = _passing(False)  # store the hidden states they are written with, for train.features: offline
+    keep_features: bool = passing(False)  # store the hidden states they are written with, for train.features: offline
 
     def __post_init__(self) -> None:
-        _positive(self, "rollouts", "max_tokens", "batch_size")
-        _sampling(self, "rollouts")
-        _need(0 <= self.held_out < 1, "rollouts.held_out", self.held_out, "a share from 0 to below 1")
+        check_positive(self, "rollouts", "max_tokens", "batch_size")
+        check_sampling(self, "rollouts")
+        need(0 <= self.held_out < 1, "rollouts.held_out", self.held_out, "a share from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -98,11 +77,11 @@ class TokenMapSettings:
     coverage: float | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "token_map", "size")
+        check_positive(self, "token_map", "size")
         one = (self.size is None) != (self.coverage is None)
         both = f"size {self.size}, coverage {self.coverage}"
-        _need(one, "token_map", both, "exactly one of the two (set the other to null)")
-        _need(self.coverage is None or 0 < self.coverage <= 1, "token_map.coverage", self.coverage, "a share up to 1")
+        need(one, "token_map", both, "exactly one of the two (set the other to null)")
+        need(self.coverage is None or 0 < self.coverage <= 1, "token_map.coverage", self.coverage, "a share up to 1")
 
 
 # Settings that only one kind of head has.
@@ -128,11 +107,11 @@ class TrainSettings:
     warmup_ratio: float = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
-    micro_batch: int = _passing(8)  # in one forward of one process
-    features: Literal["online", "offline"] = _passing("online")  # the target's: a forward in each step, or from disk
-    pack: bool = _passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
+    micro_batch: int = passing(8)  # in one forward of one process
+    features: Literal["online", "offline"] = passing("online")  # the target's: a forward in each step, or from disk
+    pack: bool = passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
     anchors: int | None = None  # roots of a row that steps after the first are unrolled from, drawn anew (null: all)
-    checkpointing: bool = _passing(False)  # backward computes the unroll's steps anew: slower, less memory
+    checkpointing: bool = passing(False)  # backward computes the unroll's steps anew: slower, less memory
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
@@ -141,11 +120,21 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     init: Literal["target", "random"] = "target"
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 where the CPU multiplies that faster, else bf16
-    save_every: int = _passing(50)
+    save_every: int = passing(50)
     eval_every: int = 25
-    keep_states: int = _passing(2)
-    wandb: bool = _passing(False)
-    wandb_project: str = _passing("toolkit")
+    keep_states: int = passing(2)
+    real_every: int | None = 200  # steps between measurements of accept_length by the engine itself; null: none
+    real_prompts: int = 8  # the first of the held-out conversations
+    real_max_tokens: int = 48
+    real_shapes: tuple[str, ...] | None = None  # "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps
+    real_temperatures: tuple[float, ...] = (0.0, 1.0)
+    patience: int | None = None  # stop after so many measurements (forecasts, where there are none) without gain
+    rollout_every: int | None = None  # steps after which the engine writes fresh rollouts to train on; null: never
+    rollout_prompts: int | None = None  # answered each time; null: as many as the steps until the next time train on
+    rollout_temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # in turn
+    wandb: bool = passing(False)
+    tensorboard: bool = passing(False)
+    wandb_project: str = passing("toolkit")
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
@@ -157,46 +146,57 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         counts = ("ttt_steps", "global_batch", "micro_batch", "max_length", "max_steps", "save_every", "eval_every")
-        _positive(self, "train", *counts, "keep_states", "learning_rate", "muon_learning_rate", "epochs", "clip")
-        _need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
-        _need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
-        _need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
-        _need(all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers from 0 to below 1")
+        check_positive(self, "train", *counts, "keep_states", "learning_rate", "muon_learning_rate", "epochs", "clip")
+        engine = ("real_every", "real_prompts", "real_max_tokens", "patience", "rollout_every", "rollout_prompts")
+        check_positive(self, "train", *engine)
+        for name in ("real_temperatures", "rollout_temperatures"):
+            value = getattr(self, name)
+            need(len(value) > 0 and min(value) >= 0, f"train.{name}", value, "a list of temperatures from 0 (greedy)")
+        each = self.real_temperatures
+        need(len(set(each)) == len(each), "train.real_temperatures", each, "each temperature once")
+        stored = self.features == "offline" and self.rollout_every is not None
+        need(not stored, "train.features", "offline", "online under train.rollout_every, whose texts are not stored,")
+        if self.real_shapes is not None:
+            check_shapes(self.real_shapes, "train.real_shapes")
+        need(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "a factor above 0 and up to 1")
+        need(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "a share from 0 to below 1")
+        need(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
+        need(all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers from 0 to below 1")
         bounded = self.clip is None or self.optimizer == "adamw"
-        _need(bounded, "train.clip", self.clip, "null under train.optimizer muon, or optimizer: adamw,")
+        need(bounded, "train.clip", self.clip, "null under train.optimizer muon, or optimizer: adamw,")
         ids = self.aux_layer_ids
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
-        _need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
-        _need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
-        _need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
-        _positive(self, "train", "anchors")
+        need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
+        need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
+        need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
+        check_positive(self, "train", "anchors")
         self._check_head()
 
     def _check_head(self) -> None:
         """A setting that another kind of head has no use for must not be taken for one that works."""
-        _positive(self, "train", "layers")
+        check_positive(self, "train", "layers")
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         for head, names in HEAD_SETTINGS.items():
             for name in names if head != self.head else ():
                 value, default = getattr(self, name), defaults[name]
                 either = f"{default!r} (it belongs to {head} heads) or train.head={head},"
-                _need(value == default, f"train.{name}", value, either)
+                need(value == default, f"train.{name}", value, either)
         window = self.sliding_window is None or self.sliding_window >= self.ttt_steps
-        _need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
+        need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
         several = self.layers == 1 or self.head != "eagle3"
-        _need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
+        need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
         for name in ("token_weight", "feature_weight"):
-            _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+            need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         some = self.token_weight + self.feature_weight > 0
-        _need(some, "train.token_weight", self.token_weight, "a weight above 0 for this or train.feature_weight")
+        need(some, "train.token_weight", self.token_weight, "a weight above 0 for this or train.feature_weight")
 
     def check_processes(self, processes: int) -> None:
         """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches."""
         share, rest = divmod(self.global_batch, processes)
         even = f"a multiple of {processes}, the number of training processes,"
-        _need(share > 0 and not rest, "train.global_batch", self.global_batch, even)
+        need(share > 0 and not rest, "train.global_batch", self.global_batch, even)
         whole = share <= self.micro_batch or share % self.micro_batch == 0
-        _need(whole, "train.micro_batch", self.micro_batch, f"a divisor of {share}, the sequences of a process,")
+        need(whole, "train.micro_batch", self.micro_batch, f"a divisor of {share}, the sequences of a process,")
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,10 @@ class BenchSettings:
     warmup: int = 2  # prompts decoded before the clock starts
 
     def __post_init__(self) -> None:
-        _positive(self, "bench", "limit", "max_tokens")
-        _need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
-        _need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
-        for shape in self.shapes:
-            _need(re.fullmatch(r"\d+,\d+,\d+", shape) is not None, "bench.shapes", shape, '"steps,top_k,nodes"')
-        _need(len(self.shapes) > 0, "bench.shapes", self.shapes, "at least one draft shape")
-        _need(len(set(self.shapes)) == len(self.shapes), "bench.shapes", self.shapes, "each draft shape once")
+        check_positive(self, "bench", "limit", "max_tokens")
+        need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
+        need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
+        check_shapes(self.shapes, "bench.shapes")
 
 
 @dataclass(frozen=True)
@@ -236,12 +233,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
-        _need(plain, "name", self.name, "a name of letters, digits, '.', '_' or '-' (it names the run folder)")
-        _need(self.seed >= 0, "seed", self.seed, "0 or more")
+        need(plain, "name", self.name, "a name of letters, digits, '.', '_' or '-' (it names the run folder)")
+        need(self.seed >= 0, "seed", self.seed, "0 or more")
         held_out = self.rollouts.held_out
-        _need(held_out > 0, "rollouts.held_out", held_out, "a share above 0 (training is judged on what it holds out)")
+        need(held_out > 0, "rollouts.held_out", held_out, "a share above 0 (training is judged on what it holds out)")
         unread = self.rollouts.keep_features and self.train.features == "online"
-        _need(not unread, "rollouts.keep_features", True, "train.features: offline, which reads them, or false,")
+        need(not unread, "rollouts.keep_features", True, "train.features: offline, which reads them, or false,")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
 

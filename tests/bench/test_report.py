@@ -112,6 +112,8 @@ def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
         "forecast_accept_length_last": None,
         "forecast_accept_length_best": None,
         "forecast_best_step": None,
+        "real_accept_length_best": None,
+        "real_best_step": None,
     }
     assert any("cut short" in sentence for sentence in record["missing"])
     assert any("no forecast" in sentence for sentence in record["missing"])
@@ -155,3 +157,9 @@ def test_the_forecast_on_the_page_is_that_of_the_head(run_folder):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     html = write_report(run_folder)[1].read_text()
     assert "forecast 2.25 for this head (step 20)" in html
+    entry = {"name": "chain 4 T=0", "accept_length": 1.4}
+    rows += [{"step": step, "real_accept_length": length, "real": [entry]} for step, length in ((10, 1.625), (30, 1.5))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_report(run_folder)[1].read_text()
+    assert "measured 1.62 with this head (step 10)" in html and "forecast 2.25" not in html
+    assert "chain 4 T=0" in html or "<!-- chain 4 T=0 -->" in html

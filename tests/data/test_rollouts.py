@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,23 @@ def test_few_conversations_still_hold_one_out() -> None:
     few = [f"c{i}" for i in range(6)]
     assert len(held_out_ids(few, 0.001)) == 1 and held_out_ids(few, 0.001) == held_out_ids(few[::-1], 0.001)
     assert not held_out_ids(few, 0.0) and not held_out_ids(few[:1], 0.001)
+
+
+def test_drafts_are_counted_over_all_turns(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
+) -> None:
+    """A row is rewritten with every turn: counts of the last turn alone would make long dialogues look slow."""
+    target = fake_target(tokenizer, answer)
+
+    def generate(requests: Any) -> Any:
+        for index, result in target(requests):
+            yield index, replace(result, draft_used="d", verify_steps=2, accepted=3)
+
+    write(generate)
+    for row in rows_of(tmp_path / "rollouts.jsonl").values():
+        turns = sum(message["role"] == "assistant" for message in row["messages"])
+        assert row["drafting"] == {"verify_steps": 2 * turns, "accepted": 3 * turns}
+        assert row["provenance"]["draft"] == "d"
+    (tmp_path / "rollouts.jsonl").unlink()
+    write(lambda requests: ((index, replace(result, draft_used=None)) for index, result in target(requests)))
+    assert not any("drafting" in row for row in rows_of(tmp_path / "rollouts.jsonl").values()), "nothing was drafted"

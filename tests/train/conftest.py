@@ -9,9 +9,14 @@ import pytest
 import torch
 import yaml
 
+from toolkit.data.conversations import Conversation
+from toolkit.data.rollouts import write_rollouts
+from toolkit.infer.engine import Engine
+from toolkit.recipe import RolloutSettings
 from toolkit.target.load import Target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.engine_generate import engine_generate
 
 
 @torch.no_grad()
@@ -68,7 +73,37 @@ def tiny_run(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
             "save_every": 10,
             "eval_every": 20,
             "epochs": 99,
+            "real_every": None,
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_run(tiny_run, tiny_target, tmp_path_factory) -> Path:
+    """The same with rollouts that hold their messages, as `toolkit rollouts` writes them: the engine can be asked."""
+    folder = tmp_path_factory.mktemp("tiny-chat-run")
+    asked = [
+        Conversation(f"c{index:02}", ({"role": "user", "content": f"write {index} short stories about apples"},))
+        for index in range(20)
+    ]
+    settings = RolloutSettings(max_tokens=16, held_out=0.2)
+    engine = Engine(tiny_target, max_batch=20)
+    path = folder / "rollouts" / "rollouts.jsonl"
+    write_rollouts(
+        asked,
+        engine_generate(engine),
+        tiny_target.tokenizer,
+        settings,
+        path,
+        target=tiny_target.name,
+        seed=0,
+        max_context=512,
+    )
+    engine.close()
+    (folder / "token_map").symlink_to(tiny_run / "token_map")
+    recipe = yaml.safe_load((tiny_run / "recipe.yaml").read_text())
+    rollouts = {"max_tokens": 16, "batch_size": 8}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "run_dir": str(folder), "rollouts": rollouts}))
     return folder

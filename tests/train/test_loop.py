@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import torch
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.models.eagle3 import Eagle3Head
 from toolkit.train.initialise import initialise_random
+from toolkit.train.metric_rows import OF_THE_MACHINE
 from toolkit.weights import load_tensors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,7 +55,7 @@ def _train(
         env=_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return _losses(run)
@@ -101,12 +103,14 @@ def test_killed_and_resumed_on_two_processes(tiny_run, zero2_on_two, tmp_path):
     _assert_same_run(run, _train(run, *settings, options=_processes(2, "zero2")), zero2_on_two)
 
 
-def _train_until_killed(run: Path, *overrides: str, options: tuple[str, ...] = ()) -> None:
-    """SIGKILL to launcher and workers between the first state and the second."""
+def _train_until_killed(
+    run: Path, *overrides: str, options: tuple[str, ...] = (), file: str = "metrics.jsonl", until: str = '"step": 14'
+) -> None:
+    """SIGKILL to launcher and workers between the first state and the second, when that stands in a file of train/."""
     child = psutil.Popen(_line(run, *overrides, options=options), env=_environment(), stderr=subprocess.DEVNULL)
-    metrics = run / "train" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.is_file() and '"step": 14' in metrics.read_text()):
+    watched = run / "train" / file
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and not (watched.is_file() and until in watched.read_text()):
         time.sleep(0.005)
     family = [child, *child.children(recursive=True)]
     for process in family:
@@ -117,9 +121,9 @@ def _train_until_killed(run: Path, *overrides: str, options: tuple[str, ...] = (
 
 
 def _assert_same_run(run: Path, resumed: list[dict], whole: Path) -> None:
-    assert [row["step"] for row in resumed] == list(range(1, 41))
+    assert [row["step"] for row in resumed] == [row["step"] for row in _losses(whole)]
     for ours, theirs in zip(resumed, _losses(whole), strict=True):
-        timeless = {key: value for key, value in ours.items() if key != "seconds_per_step"}
+        timeless = {key: value for key, value in ours.items() if key not in OF_THE_MACHINE}
         assert timeless == {key: theirs[key] for key in timeless}
     first, second = (load_tensors(folder / "ckpt" / "model.safetensors") for folder in (run, whole))
     assert all(torch.equal(first[name], second[name]) for name in second)
@@ -222,3 +226,98 @@ def test_misspelt_key(tiny_run):
     )
     assert refused.returncode != 0
     assert "learning_rate" in refused.stderr and "Traceback" not in refused.stderr.split("toolkit: error")[0]
+
+
+ON_POLICY = (
+    *("train.max_steps=16", "train.rollout_every=6", "train.save_every=100", "train.eval_every=4"),
+    *("train.real_every=8", "train.real_prompts=2", "train.real_max_tokens=12"),
+)
+
+
+@pytest.fixture(scope="module")
+def on_policy(tiny_chat_run, tmp_path_factory) -> Path:
+    run = _copy_run(tiny_chat_run, tmp_path_factory.mktemp("on-policy") / "run")
+    _train(run, *ON_POLICY)
+    return run
+
+
+def _rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_fresh_rollouts_are_trained_on_and_measured(on_policy):
+    """Six steps of four rollouts each go on what the step before them wrote; the engine's values decide the best."""
+    rows = _rows(on_policy / "train" / "metrics.jsonl")
+    assert [row["rollouts_of_step"] for row in rows if "loss" in row] == [0] * 6 + [6] * 6 + [12] * 4
+    written = [row for row in rows if "rollouts" in row]
+    assert [row["step"] for row in written] == [6, 12]
+    for row in written:
+        assert row["rollouts"] + row["rollouts_skipped"] == 24 and row["rollout_tokens_per_s"] > 0
+    measured = [row for row in rows if "real" in row]
+    assert [row["step"] for row in measured] == [8, 16]
+    names = ["chain 3 T=0", "chain 3 T=1", "tree 3x4/12 T=0", "tree 3x4/12 T=1"]
+    assert all([one["name"] for one in row["real"]] == names for row in measured)
+    greedy = [row["real"][0] for row in measured]
+    assert all(one["forecast_on_rollouts"] == pytest.approx(one["accept_length"]) for one in greedy)
+    training = load_draft(on_policy / "ckpt").meta["training"]
+    best = max(measured, key=lambda row: (row["real_accept_length"], row["step"]))
+    assert (training["best_step"], training["real_accept_length"]) == (best["step"], best["real_accept_length"])
+
+
+def test_killed_while_it_writes_fresh_rollouts(tiny_chat_run, on_policy, tmp_path):
+    """No state but the one before the rollouts; what was written stays, and the curve is that of a run never killed."""
+    run = _copy_run(tiny_chat_run, tmp_path / "run")
+    _train_until_killed(run, *ON_POLICY, file="fresh/000012.0.jsonl", until="finish_reason")
+    before = (run / "train" / "fresh" / "000012.0.jsonl").read_text().splitlines()[:-1]
+    _assert_same_run(run, _train(run, *ON_POLICY), on_policy)
+    after = (run / "train" / "fresh" / "000012.jsonl").read_text().splitlines()
+    assert before and set(before) <= set(after) and len(after) == len(set(after))
+    whole = _rows(on_policy / "train" / "fresh" / "000012.jsonl")
+    assert [json.loads(line)["input_ids"] for line in after] == [row["input_ids"] for row in whole]
+    written = [row["step"] for row in _rows(run / "train" / "metrics.jsonl") if "rollouts" in row]
+    assert written == [6, 12]
+
+
+def test_fresh_rollouts_on_two_processes(tiny_chat_run, on_policy, tmp_path):
+    """ZeRO-3, where no process has the head: each writes a share with the gathered one, and all train on all of it."""
+    run = _copy_run(tiny_chat_run, tmp_path / "run")
+    for ours, theirs in zip(_train(run, *ON_POLICY, options=_processes(2, "zero3")), _losses(on_policy), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    one, other = (_rows(folder / "train" / "fresh" / "000012.jsonl") for folder in (run, on_policy))
+    assert [row["input_ids"] for row in one] == [row["input_ids"] for row in other]
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tiny_run, tmp_path):
+    """A rate of 1e30 leaves nothing after the first step; the state from before is kept, none is stored behind it."""
+    run = _copy_run(tiny_run, tmp_path / "run")
+    settings = ("train.optimizer=adamw", "train.learning_rate=1e30", "train.save_every=1", "train.eval_every=99")
+    ended = subprocess.run(_line(run, *settings), env=_environment(), capture_output=True, text=True)
+    assert ended.returncode != 0
+    message = ended.stderr.partition("toolkit: error: ")[2].splitlines()[0]
+    assert "step 2 is" in message and "state-000001" in message and "lower train.learning_rate" in message
+    assert [path.name for path in (run / "train").glob("state-*")] == ["state-000001"]
+
+
+def test_a_process_of_the_group_dies(tiny_run, tmp_path):
+    """The other one ends too, and says why: without that a training on many GPUs would burn them for nothing."""
+    run = _copy_run(tiny_run, tmp_path / "run")
+    line = _line(run, "train.max_steps=100000", options=_processes(2, "zero2"))
+    with (tmp_path / "stderr").open("w") as stderr:
+        child = psutil.Popen(line, env=_environment(), stderr=stderr)
+        try:
+            _wait_for(lambda: (run / "train" / "state-000010").is_dir())
+            (victim,) = (one for one in child.children(recursive=True) if one.environ().get("RANK") == "1")
+            victim.kill()
+            assert child.wait(timeout=120) != 0
+        finally:
+            for process in [*child.children(recursive=True), child] if child.is_running() else []:
+                process.kill()
+    said = (tmp_path / "stderr").read_text()
+    assert "another training process ended or cannot be reached" in said and "start the same command again" in said
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to this in time"
+        time.sleep(0.01)

@@ -63,7 +63,7 @@ def train(side: TargetSide, data: Data, shift: int) -> tuple[list[list[float]], 
     for _, _, indices in (next(batches) for batches in [data.plan.from_position()] for _ in range(30)):
         batch = collate([data.train[index] for index in indices], data.pad_id)
         counts = supervised_counts(batch, K, shift).clamp(min=1)
-        loss, by_step, _ = micro_step(model, side, batch, counts, K, shift)
+        loss, by_step, *_ = micro_step(model, side, batch, counts, K, shift)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

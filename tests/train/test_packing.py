@@ -52,7 +52,7 @@ def _step(made, batch, **options):
     head, side, plan, settings = made
     model = trained_head(plan, replace(settings, **options), head, side.teacher)
     drawn = anchors_of(replace(settings, **options), seed=0)
-    loss, by_step, right = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0, drawn)
+    loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0, drawn)
     return by_step, right, torch.autograd.grad(loss, list(head.parameters()))
 
 

@@ -60,7 +60,7 @@ def trained(request, tiny_target):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     counts = supervised_counts(batch, STEPS, 0)
     for _ in range(60):
-        loss, _, _ = micro_step(model, side, batch, counts, STEPS, 0)
+        loss, *_ = micro_step(model, side, batch, counts, STEPS, 0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

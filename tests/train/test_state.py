@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.recipe import TrainSettings
 from toolkit.train.errors import TrainError
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
@@ -57,7 +58,7 @@ def test_two_trainings_in_one_folder(tmp_path):
 
 def test_metrics_hold_no_nan_and_rewind(tmp_path):
     """NaN is no JSON: every other reader of the file would fail at that line."""
-    metrics = Metrics(tmp_path / "metrics.jsonl", main=True, project=None, run_name="t", settings={})
+    metrics = Metrics(tmp_path / "metrics.jsonl", main=True, settings=TrainSettings(), run_name="t", config={})
     metrics.write({"step": 1, "loss": float("nan"), "rates": [0.5, float("inf")]})
     metrics.write({"step": 2, "loss": 1.0})
     with metrics.path.open("a") as handle:

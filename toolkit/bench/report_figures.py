@@ -28,7 +28,7 @@ def draw_all(data: RunData) -> dict[str, str]:
     timed = [row for row in rows if row["tokens_per_s"] is not None]
     pictures: dict[str, str] = {}
     if data.training or data.forecasts:
-        pictures["training"] = _training(data.training, data.forecasts)
+        pictures["training"] = _training(data.training, data.forecasts, data.real)
     if any(row["accept_rate"] for row in rows):
         pictures["depth"] = _depth([row for row in rows if row["accept_rate"]])
     if data.token_map and data.token_map["rows"]:
@@ -48,8 +48,10 @@ def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
     return out
 
 
-def _training(training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]]) -> str:
-    """Loss above, forecast below, over the same steps."""
+def _training(
+    training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]
+) -> str:
+    """Loss above, forecast and what the engine measured first of all (dotted) below, over the same steps."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
@@ -65,6 +67,13 @@ def _training(training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, 
         steps = [row["step"] for row in forecasts]
         lengths = [row["forecast_accept_length"] for row in forecasts]
         axis.plot(steps, lengths, color=COLOURS[1], linewidth=2, marker="o", markersize=3.5)
+        points = [(row["step"], row["real"][0]["accept_length"]) for row in real if row.get("real")]
+        if points:
+            name = real[-1]["real"][0]["name"]
+            axis.plot(
+                *zip(*points, strict=True), ":", color=COLOURS[2], linewidth=2, marker="s", markersize=3.5, label=name
+            )
+            axis.legend(frameon=False, fontsize=8, labelcolor=INK)
         axis.annotate(
             f"{lengths[-1]:.2f}",
             (steps[-1], lengths[-1]),

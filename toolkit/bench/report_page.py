@@ -13,7 +13,7 @@ from toolkit.bench.table import decimal, equal_text, length_text, prompts_phrase
 
 CAPTIONS = {
     "training": ("Training", "Loss of each optimiser step (thin) and smoothed (thick), and the accept_length that "
-                 "a teacher-forced replay of held-out rollouts forecasts for a chain."),
+                 "a teacher-forced replay of held-out rollouts forecasts for a chain; dotted: the engine's own."),
     "depth": ("Acceptance by depth", "How often the target agrees with the draft at each depth. Solid: of the verify "
               "steps that got this far. Dashed: of all verify steps."),
     "coverage": ("Draft vocabulary", "Share of the target's own response tokens that a draft vocabulary of each size "
@@ -92,7 +92,13 @@ def _summary(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
         )
     training = record["training"]
     predicted = ""
-    if training and training["forecast_accept_length_best"]:
+    if training and training["real_accept_length_best"]:
+        real, step = training["real_accept_length_best"], training["real_best_step"]
+        predicted = (
+            f" Training measured {real:.2f} with this head (step {step}), the mean over its draft shapes and "
+            "temperatures on held-out prompts."
+        )
+    elif training and training["forecast_accept_length_best"]:
         forecast, step = training["forecast_accept_length_best"], training["forecast_best_step"]
         predicted = f" Training forecast {forecast:.2f} for this head (step {step}), a chain on held-out rollouts."
     return (

@@ -22,6 +22,7 @@ class RunData:
     acceptance: dict[str, Any] | None = None
     training: list[dict[str, Any]] = field(default_factory=list)  # rows with a loss, ascending steps
     forecasts: list[dict[str, Any]] = field(default_factory=list)  # rows with forecast_accept_length, ascending steps
+    real: list[dict[str, Any]] = field(default_factory=list)  # rows with real_accept_length, ascending steps
     token_map: dict[str, Any] | None = None  # coverage.json less its forced ids
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"stage", "seconds", "sessions", "headline"}
     missing: list[str] = field(default_factory=list)
@@ -53,9 +54,10 @@ def read_run(run_dir: str | Path) -> RunData:
 
 
 def training_summary(data: RunData) -> dict[str, Any] | None:
-    """Steps, supervised tokens, seconds in steps, first and last loss, last and best forecast; None without metrics.
+    """Steps, supervised tokens, seconds in steps, first and last loss, last and best forecast, best real accept_length
+    (a mean over draft shapes and temperatures); None without metrics.
 
-    The head in ckpt/ is that of the best forecast, at `forecast_best_step`.
+    The head in ckpt/ is that of `real_best_step`, or, where nothing was measured, of `forecast_best_step`.
 
     The last loss is the mean of the last tenth of the logged rows: a single batch is noise.
     """
@@ -67,6 +69,7 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
     lengths = [row["forecast_accept_length"] for row in data.forecasts]
     # Of equals the later one, as training chooses.
     best = max(data.forecasts, key=lambda row: (row["forecast_accept_length"], row["step"]), default=None)
+    real = max(data.real, key=lambda row: (row["real_accept_length"], row["step"]), default=None)
     return {
         "steps": max(row["step"] for row in [*data.training, *data.forecasts]),
         "supervised_tokens": data.training[-1].get("tokens") if data.training else None,
@@ -76,6 +79,8 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
         "forecast_accept_length_last": lengths[-1] if lengths else None,
         "forecast_accept_length_best": None if best is None else best["forecast_accept_length"],
         "forecast_best_step": None if best is None else best["step"],
+        "real_accept_length_best": None if real is None else real["real_accept_length"],
+        "real_best_step": None if real is None else real["step"],
     }
 
 
@@ -99,11 +104,12 @@ def _read_metrics(data: RunData, path: Path) -> None:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise RecordError(f"{path}:{number}: an object with an integer step is needed, not {line[:60]!r}")
         # A resumed run may log a step again: the later row holds.
-        for name in ("loss", "forecast_accept_length"):
+        for name in ("loss", "forecast_accept_length", "real_accept_length"):
             if is_number(row.get(name)):
                 latest[name, row["step"]] = row
     data.training = [latest[key] for key in sorted(latest) if key[0] == "loss"]
     data.forecasts = [latest[key] for key in sorted(latest) if key[0] == "forecast_accept_length"]
+    data.real = [latest[key] for key in sorted(latest) if key[0] == "real_accept_length"]
     if not data.training:
         data.missing.append(f"no loss: no row of {path} holds one")
     if not data.forecasts:

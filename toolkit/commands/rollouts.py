@@ -62,13 +62,13 @@ def answer_prompts(
 
     capture: keeps features, given the engine and the number of conversations (see feature_capture.py).
     """
-    from toolkit.commands.engine_generate import engine_generate
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
     from toolkit.data.rollouts import write_rollouts
     from toolkit.infer.engine import Engine
     from toolkit.infer.kv_memory import MemorySettings
     from toolkit.infer.open_draft import fit_draft, open_draft
+    from toolkit.train.engine_generate import engine_generate
 
     conversations = read_conversations(prompts)
     draft = None

@@ -68,11 +68,11 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
 
 
 def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
-    from toolkit.commands.engine_generate import engine_generate
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.synthesis import synthesise_prompts
     from toolkit.infer.engine import Engine
     from toolkit.infer.kv_memory import MemorySettings
+    from toolkit.train.engine_generate import engine_generate
 
     engine = Engine(target, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=False))
     try:

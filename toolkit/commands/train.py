@@ -56,6 +56,8 @@ def train_head(job: Run) -> str:
     if status:
         raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)
     training = read_json(job.folder / CKPT_CONFIG)["toolkit"].get("training", {})
-    forecast = training.get("forecast_accept_length")
+    forecast, real = training.get("forecast_accept_length"), training.get("real_accept_length")
     best = "" if forecast is None else f", forecast accept_length {forecast:.2f} on held-out rollouts"
+    if real is not None:
+        best = f", real accept_length {real:.2f} on held-out prompts (mean over draft shapes and temperatures)"
     return f"{training.get('steps', '?')} steps{best}"

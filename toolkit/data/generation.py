@@ -31,12 +31,15 @@ class GenerationResult:
     """`output_ids` are the ids written, the stop id included if one ended it.
 
     `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context).
-    `draft_used` names the draft head that helped, None for plain decoding.
+    `draft_used` names the draft head that helped, None for plain decoding. `verify_steps` and `accepted` count its
+    whole verify steps and the drafts accepted in them: accept_length is 1 + accepted / verify_steps.
     """
 
     output_ids: list[int]
     finish_reason: str
     draft_used: str | None = None
+    verify_steps: int = 0
+    accepted: int = 0
 
 
 GenerateFn = Callable[[Sequence[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]

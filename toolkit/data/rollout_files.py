@@ -87,9 +87,9 @@ def read_finished(
     paths: RolloutPaths,
     asked: Mapping[str, Conversation],
     held_out: Collection[str],
-    provenance: Mapping[str, Any],
+    provenance: Mapping[str, Mapping[str, Any]],
 ) -> tuple[set[str], Tally]:
-    """Ids done in an earlier run, and their tally; a torn last line is cut.
+    """Ids done in an earlier run, and their tally; a torn last line is cut. `provenance` by id.
 
     Raises `DataError` for a row of other prompts or other settings: such a file would mix two sets of rollouts.
     """
@@ -106,7 +106,7 @@ def read_finished(
             if path == paths.skipped:
                 tally.skipped[row["reason"]] += 1
                 continue
-            wanted = {**provenance, "split": split_name(row["id"], held_out)}
+            wanted = {**provenance[row["id"]], "split": split_name(row["id"], held_out)}
             _check_row(row, where, wanted, asked[row["id"]])
             tally.add(row)
     return done, tally

@@ -4,15 +4,16 @@ Conversations of several turns are answered turn by turn, each turn seeing the t
 number n are generated together as one wave. A finished conversation is one line, flushed at once; started again, the
 finished ones are kept and the rest is done. What a conversation gets depends on its id and the settings, not on order.
 
-A row: {"id", "split", "messages", "input_ids", "response_spans", "finish_reason", "provenance"}. `input_ids` is the
-rendered prompt of the last turn followed by the ids the target wrote, never tokenised again; spans are [start, end).
+A row: {"id", "split", "messages", "input_ids", "response_spans", "finish_reason", "provenance"}, and with a draft head
+"drafting": {"verify_steps", "accepted"}. `input_ids` is the rendered prompt of the last turn followed by the ids the
+target wrote, never tokenised again; spans are [start, end).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def write_rollouts(
     target: str,
     seed: int,
     max_context: int,
+    temperatures: Mapping[str, float] | None = None,
+    more_provenance: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Answer the user turns of `conversations` into the .jsonl file `out_path`; returns the statistics.
@@ -54,6 +57,7 @@ def write_rollouts(
     Beside it: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer) and
     `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before ("shortened").
     `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
+    `temperatures` by conversation id take the place of the settings' one; `more_provenance` goes into every row.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
     conversation becomes a rollout.
     """
@@ -68,18 +72,23 @@ def write_rollouts(
         "top_p": settings.top_p,
         "seed": seed,
         "max_tokens": settings.max_tokens,
+        **(more_provenance or {}),
     }
+    heat = temperatures or {}
+    each = {one.id: provenance | {"temperature": heat.get(one.id, settings.temperature)} for one in asked}
     held_out = held_out_ids((one.id for one in asked), settings.held_out)
-    done, tally = read_finished(paths, {one.id: one for one in asked}, held_out, provenance)
+    done, tally = read_finished(paths, {one.id: one for one in asked}, held_out, each)
     pending = [one for one in asked if one.id not in done]
     if done:
         logger.info(f"{paths.rows}: {len(done)} of {len(asked)} conversations were done before, {len(pending)} to do")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
-        writer = _Writer(generate, tokenizer, settings, held_out, provenance, max_context, rows, skipped, tally)
+        writer = _Writer(generate, tokenizer, settings, held_out, each, max_context, rows, skipped, tally)
         for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
             for _ in writer.answer(pending[first : first + CONVERSATIONS_PER_WAVE]):
                 if on_progress is not None:
                     on_progress(tally.ended, len(asked), tally.written_tokens)
+    if temperatures is not None:
+        provenance["temperature"] = sorted({one["temperature"] for one in each.values()})
     return write_stats(paths, tally, len(asked), provenance, settings.held_out)
 
 
@@ -110,7 +119,7 @@ class _Writer:
     tokenizer: PreTrainedTokenizerBase
     settings: RolloutSettings
     held_out: frozenset[str]
-    provenance: dict[str, Any]
+    provenance: Mapping[str, Mapping[str, Any]]  # by conversation id
     max_context: int
     rows: RowAppender
     skipped: RowAppender
@@ -140,10 +149,11 @@ class _Writer:
             if room < 1:
                 self._close(one, "prompt_too_long", prompt_tokens=len(ids), max_context=self.max_context)
                 continue
-            sample_seed = derived_seed(self.provenance["seed"], "rollout", one.id, one.turn)
+            sample = self.provenance[one.id]
+            sample_seed = derived_seed(sample["seed"], "rollout", one.id, one.turn)
             length = min(self.settings.max_tokens, room)
             asked.append(one)
-            sampling = (self.settings.temperature, self.settings.top_p, length, sample_seed)
+            sampling = (sample["temperature"], self.settings.top_p, length, sample_seed)
             requests.append(GenerationRequest(ids, *sampling, last=not one.waiting))
         return asked, requests
 
@@ -161,7 +171,8 @@ class _Writer:
             "input_ids": prompt + list(result.output_ids),
             "response_spans": [*earlier, [len(prompt), len(prompt) + len(result.output_ids)]],
             "finish_reason": result.finish_reason,
-            "provenance": self.provenance | {"draft": result.draft_used},
+            "provenance": {**self.provenance[one.id], "draft": result.draft_used},
+            **_drafting(one.row, result),
         }
         if not one.waiting:
             self._write(one.row)
@@ -197,3 +208,12 @@ class _Writer:
         if not self.warned:
             logger.warning(f"only last answers are marked as responses in conversations of several turns: {reason}")
         self.warned = True
+
+
+def _drafting(before: Mapping[str, Any] | None, result: GenerationResult) -> dict[str, Any]:
+    """How far the drafts of a conversation reached, its earlier turns included; nothing for plain decoding."""
+    if result.draft_used is None:
+        return {}
+    earlier = (before or {}).get("drafting", {"verify_steps": 0, "accepted": 0})
+    steps, accepted = earlier["verify_steps"] + result.verify_steps, earlier["accepted"] + result.accepted
+    return {"drafting": {"verify_steps": steps, "accepted": accepted}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)
 
+# The others wait while the main process measures, or one is late with its fresh rollouts. A process that has died is
+# noticed at once: its connections close, and the launcher ends the rest.
+PATIENCE = timedelta(hours=2)
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
 
@@ -59,15 +63,14 @@ def build_accelerator(
         config.setdefault("zero_optimization", {})["reduce_scatter"] = False
     # DeepSpeed's own step log would repeat ours.
     config["steps_per_print"] = 1 << 30
-    handlers: list[Any] = []
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
         _quiet_cpu()
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
     return Accelerator(
         mixed_precision={"bf16": "bf16", "fp32": "no"}[precision],
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=accumulation,
-        kwargs_handlers=handlers,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=PATIENCE)],
     )
 
 

@@ -51,6 +51,23 @@ def chain_depths(hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], po
     return depth
 
 
+def chained_counts(
+    hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By depth [K] float: chains whose earlier drafts were all right and that are supervised here too, and those of
+    them that are right here. A chain starts where step 0 is supervised; arguments as of `chain_depths`."""
+    alive = torch.zeros(positions, dtype=torch.bool, device=hits[0].device)
+    alive[roots[0]] = True
+    reached, passed = [], []
+    for hit, root in zip(hits, roots, strict=True):
+        reached.append(alive[root].sum())
+        right = torch.zeros_like(alive)
+        right[root] = hit
+        alive = alive & right
+        passed.append(alive.sum())
+    return torch.stack(reached).float(), torch.stack(passed).float()
+
+
 def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
     """Accepted drafts of each whole verify step over one rollout's answers.
 

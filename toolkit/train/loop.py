@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast
 
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
+from toolkit.data.generation import derived_seed
 from toolkit.log import get_logger, progress
 from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
 from toolkit.target.features import check_packing
-from toolkit.target.load import Target, load_target
+from toolkit.target.load import load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
+from toolkit.train.best_head import best_in_words, due, has_stopped
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
-from toolkit.train.forecast import Forecast
-from toolkit.train.metrics import Metrics
+from toolkit.train.evaluation import Evaluation
+from toolkit.train.failures import check_finite, lost_process
+from toolkit.train.fresh_rollouts import FreshRollouts
+from toolkit.train.hand_over import training_record
+from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
+from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
+from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
 from toolkit.train.schedule import rate_factor, total_steps
-from toolkit.train.split_data import read_data
+from toolkit.train.split_data import read_data, with_fresh
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
-from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
-from toolkit.weights import load_tensors, save_tensors, sha256_file, sha256_json
+from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.step_clock import StepClock, peak_memory_bytes
+from toolkit.train.supervision import covered_share
+from toolkit.weights import load_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
 
@@ -42,6 +49,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
         self.settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
+        check_trackers(self.settings)
         # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
         self.target = load_target(
             recipe.target.model,
@@ -53,6 +61,8 @@ class Trainer:
         )
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
+        if self.settings.real_every or self.settings.rollout_every:
+            check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings))
         self.fingerprint = sha256_json(
             [
                 result_settings(self.settings),
@@ -85,10 +95,24 @@ class Trainer:
         self.metrics = Metrics(
             directory / "metrics.jsonl",
             main=self.accelerator.is_main_process,
-            project=self.settings.wandb_project if self.settings.wandb else None,
+            settings=self.settings,
             run_name=recipe.name,
-            settings={**asdict(self.settings), "fingerprint": self.fingerprint},
+            config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
+        self.clock = StepClock(self.target.device)
+        # DeepSpeed steps inside of backward.
+        self.model.step = self.clock.timed("optimizer", self.model.step)  # type: ignore[assignment, arg-type]
+        accelerator, settings = self.accelerator, self.settings
+        self.evaluation = Evaluation(
+            accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics
+        )
+        if settings.real_every and accelerator.is_main_process:
+            self.evaluation.measurement = Measurement.of_training(self.target, rollouts, settings, recipe.seed)
+        self.fresh = None
+        if settings.rollout_every:
+            self.fresh = FreshRollouts(
+                recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
+            )
 
     def micro_batch(self, world: int) -> int:
         return self.settings.global_batch // (world * self.accumulation)
@@ -99,8 +123,10 @@ class Trainer:
         fresh = settings.init == "target" and not stored_states(self.directory)
         batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
         head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None)
-        model = trained_head(self.plan, settings, head, self.side.teacher)
-        return self.accelerator.prepare(model, build_optimizer(head, settings))
+        return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
+
+    def _trained(self, head: Any) -> torch.nn.Module:
+        return trained_head(self.plan, self.settings, head, self.side.teacher)
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
@@ -115,7 +141,7 @@ class Trainer:
 
     def _run(self) -> Path:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
-        self.metrics.rewind(position.step)
+        self.metrics.rewind(position.step, position.rollouts_of_step)
         main = self.accelerator.is_main_process
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
@@ -127,31 +153,63 @@ class Trainer:
             self.accelerator.state.deepspeed_plugin.zero_stage,
         )
         bar = progress(self.steps, "train", "step", initial=position.step) if main else None
-        batches = self.data.plan.from_position(position.epoch, position.index)
-        while position.step < self.steps:
-            position = self._advance(position, *next(batches), bar)
-        if bar is not None:
-            bar.close()
-        self.metrics.close()
+        try:
+            position = self._train(position, bar)
+        finally:
+            if bar is not None:
+                bar.close()
+            self.metrics.close()
         return self._finish(position)
+
+    def _train(self, position: Position, bar: Any) -> Position:
+        """To the last step, or the early stop."""
+        batches = self._batches(position)
+        while position.step < self.steps and not has_stopped(position, self.settings):
+            try:
+                if self._fresh_due(position):
+                    position = self._go_over_to_fresh(position)
+                    batches = self._batches(position)
+                position = self._advance(position, *next(batches), bar)
+            except RuntimeError as error:
+                lost = lost_process(error, position.step, self.directory)
+                if lost is None:
+                    raise
+                raise lost from error
+        return position
+
+    def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
+        """From `position` on, of the stored rollouts or of the fresh ones that it names."""
+        step, seed = position.rollouts_of_step, self.recipe.seed
+        if self.fresh is not None and step:
+            seed = derived_seed(seed, "fresh batches", step)
+            self.data = with_fresh(self.data, self.settings, self.fresh.path(step), self.target, seed)
+        return self.data.plan.from_position(position.epoch, position.index)
+
+    def _fresh_due(self, position: Position) -> bool:
+        return due(position.step, self.settings.rollout_every) and position.step != position.rollouts_of_step
+
+    def _go_over_to_fresh(self, position: Position) -> Position:
+        """Have rollouts written by the head of this step's help, and train on them from here."""
+        assert self.fresh is not None, "nothing is due without an interval"
+        # What is killed while it writes goes on from here, not from the last interval's state.
+        save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+        self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
+        return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
     def _advance(self, position: Position, epoch: int, index: int, indices: list[int], bar: Any) -> Position:
         """One optimiser step with its row of metrics, and at their intervals the forecast and the state."""
-        started = time.perf_counter()
         row = self._optimise(position.step, indices)
         done = position.step + 1
-        seconds = time.perf_counter() - started
         position = replace(
             position,
             step=done,
             epoch=epoch,
             index=index + 1,
-            seconds=position.seconds + seconds,
+            seconds=position.seconds + row["seconds_per_step"],
             supervised_tokens=position.supervised_tokens + row["supervised_tokens"],
         )
-        self.metrics.write(
-            {"step": done, "epoch": epoch, "tokens": position.supervised_tokens, "seconds_per_step": seconds, **row}
-        )
+        source = {"epoch": epoch, "rollouts_of_step": position.rollouts_of_step}
+        self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
             bar.set_postfix_str(
                 f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
@@ -159,47 +217,52 @@ class Trainer:
                 refresh=False,
             )
             bar.update(1)
-        if done % self.settings.eval_every == 0 or done == self.steps:
-            position = self._evaluate(position)
-        if done % self.settings.save_every == 0 or done == self.steps:
+        last = done == self.steps
+        forecast = last or due(done, self.settings.eval_every)
+        real = self.settings.real_every is not None and (last or due(done, self.settings.real_every))
+        if forecast or real:
+            position = self.evaluation(self.model, position, forecast=forecast, real=real)
+        if last or due(done, self.settings.save_every) or has_stopped(position, self.settings):
             save_state(self.accelerator, self.directory, position, self.settings.keep_states)
         return position
 
     def _optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
         settings, accelerator = self.settings, self.accelerator
+        self.clock.restart()
         k, shift = settings.ttt_steps, settings.mask_shift
-        counts = supervised_counts(self._collate(indices), k, shift)
+        whole = self._collate(indices)
+        counts = supervised_counts(whole, k, shift)
         factor = rate_factor(step, self.steps, settings)
         set_learning_rates(self.optimizer, factor, settings)
         # DeepSpeed averages gradients over processes and micro-batches; the loss is a sum over both.
         scale = accelerator.num_processes * self.accumulation
         mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
-        totals = torch.zeros(2 * k, device=self.target.device)
+        totals = torch.zeros(4 * k, device=self.target.device)
         size = self.micro_batch(accelerator.num_processes)
         for start in range(0, size * self.accumulation, size):
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
                 drawn = anchors_of(settings, self.recipe.seed, step, start)
-                loss, by_step, right = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn)
-                accelerator.backward(loss * scale)
+                loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn, self.clock)
+                with self.clock.part("head"):
+                    accelerator.backward(loss * scale)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                totals += torch.cat((by_step, right))
-        totals = accelerator.reduce(totals, "sum").cpu()
-        weights = settings.step_decay ** torch.arange(k)
-        muon = settings.optimizer == "muon"
+                totals += torch.cat(sums)
+        losses, right, reached, passed = accelerator.reduce(totals, "sum").cpu().split(k)
         read_norm: Callable[[], Any] | None = getattr(self.model, "get_global_grad_norm", None)
         norm = None if read_norm is None else read_norm()
-        return {
-            "loss": float((weights * totals[:k]).sum()),
-            "loss_by_step": totals[:k].tolist(),
-            "accuracy_by_step": (totals[k:] / counts.clamp(min=1)).tolist(),
-            "learning_rate": factor * settings.learning_rate,
-            "muon_learning_rate": factor * settings.muon_learning_rate if muon else None,
-            # Under Muon DeepSpeed's norm is that of the orthogonalised updates, which says nothing of the gradients.
-            "grad_norm": None if norm is None or muon else float(norm),
-            "supervised_tokens": int(counts[0]),
-        }
+        norm = None if norm is None else float(norm)
+        check_finite(step + 1, float(losses.sum()), norm, self.directory)
+        return step_row(
+            StepSums(losses, right, counts, reached, passed),
+            settings,
+            factor,
+            norm,
+            covered_share(whole, self.plan.token_map, shift),
+            self.clock.read(),
+            peak_memory_bytes(self.target.device),
+        )
 
     def _micro_batch(self, indices: list[int], filler: int) -> Batch:
         """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
@@ -208,61 +271,16 @@ class Trainer:
         batch = self._collate([filler])
         return replace(batch, response=torch.zeros_like(batch.response))
 
-    def _evaluate(self, position: Position) -> Position:
-        """Forecast on held-out rollouts; the best head so far is kept beside the states.
-
-        A forecast of no steps never beats one of some.
-        """
-        self.model.eval()
-        forecast = forecast_accept_length(self.model, self.side, self.data.held_out, self.settings.ttt_steps)
-        self.model.train()
-        self.metrics.write({"step": position.step, **forecast_row(forecast)})
-        length = self._as_on_main(forecast.accept_length)
-        if position.best_step and (length or 0.0) < (position.best_forecast or 0.0):
-            return position
-        state = self._head_state()
-        if self.accelerator.is_main_process:
-            save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
-        return replace(position, best_step=position.step, best_forecast=length)
-
-    def _as_on_main(self, length: float | None) -> float | None:
-        """The main process's forecast, on all: processes that round differently must not part ways at a gather."""
-        sent = torch.tensor([length or 0.0], dtype=torch.float64, device=self.target.device)
-        return float(broadcast(sent)) or None
-
-    def _head_state(self) -> dict[str, torch.Tensor]:
-        """The head's weights, gathered (all processes must call this), in the target's dtype."""
-        state = self.accelerator.get_state_dict(self.model)
-        dtype = self.target.dtype
-        return {name.removeprefix("head."): value.to(dtype) for name, value in (state or {}).items()}
-
     def _finish(self, position: Position) -> Path:
         ckpt = self.directory.parent / "ckpt"
         token_map = self.plan.token_map if self.plan.own_vocabulary else None
         if self.accelerator.is_main_process:
-            meta = {
-                "target": describe_target(self.target),
-                "training": {
-                    **asdict(self.settings),
-                    "seed": self.recipe.seed,
-                    "steps": position.step,
-                    "best_step": position.best_step,
-                    "supervised_tokens": position.supervised_tokens,
-                    "seconds": round(position.seconds, 1),
-                    "forecast_accept_length": position.best_forecast,
-                    "rollouts": len(self.data.train),
-                },
-                **({"token_map_sha256": self.plan.token_map.sha256} if token_map else {}),
-            }
             best = load_tensors(best_path(self.directory, position.best_step))
-            save_draft(ckpt, best, self.plan.config, token_map, meta)
-            log.info(
-                "draft head of step %d, forecast accept_length %s (chain of %d, held-out rollouts): %s",
-                position.best_step,
-                "unknown" if position.best_forecast is None else f"{position.best_forecast:.2f}",
-                self.settings.ttt_steps,
-                ckpt,
-            )
+            meta = training_record(self.settings, self.recipe.seed, self.target, position, len(self.data.train))
+            mapped = {"token_map_sha256": token_map.sha256} if token_map else {}
+            save_draft(ckpt, best, self.plan.config, token_map, meta | mapped)
+            said = best_in_words(position, self.settings)
+            log.info("draft head of step %d of %d: %s; %s", position.best_step, position.step, said, ckpt)
         self.accelerator.wait_for_everyone()
         return ckpt
 
@@ -278,27 +296,6 @@ def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16
     if wanted != "auto":
         return wanted
     return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
-
-
-def forecast_row(forecast: Forecast) -> dict[str, Any]:
-    return {
-        "forecast_accept_length": forecast.accept_length,
-        "forecast_interval": None if forecast.interval is None else list(forecast.interval),
-        "forecast_rate": forecast.accept_rate,
-        "forecast_verify_steps": forecast.verify_steps,
-    }
-
-
-def describe_target(target: Target) -> dict[str, Any]:
-    """What a draft directory says of its target: enough for `toolkit serve --draft DIR` to load it again."""
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "fingerprint": target.fingerprint,
-        "template_sha256": target.template_sha256,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantization": target.quantization,
-    }
 
 
 def _device() -> str:

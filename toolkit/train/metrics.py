@@ -1,7 +1,8 @@
-"""metrics.jsonl always, Weights & Biases when asked."""
+"""metrics.jsonl always, Weights & Biases and TensorBoard when asked. `metric_rows.py` decides what a row holds."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import uuid
@@ -10,37 +11,50 @@ from typing import Any
 
 import wandb
 
+from toolkit.recipe import TrainSettings
+from toolkit.train.errors import TrainError
+from toolkit.train.metric_rows import flat_row
 from toolkit.weights import atomic_write
 
 
 class Metrics:
-    """Appends rows to `metrics.jsonl`, one JSON object a line, and mirrors them to wandb.
+    """Appends rows to `metrics.jsonl`, one JSON object a line, and mirrors them to the trackers of the settings.
 
     What is no finite number is written as null. The wandb run's id lies beside the file, in `wandb_id`: a resumed
-    training goes on in its run, a new one in the same settings gets its own.
-    Only the main process writes; on the others every call is a no-op. wandb's mode (online, offline, disabled) is its
-    own WANDB_MODE; offline works without an account.
+    training goes on in its run, a new one in the same settings gets its own. wandb's mode (online, offline, disabled)
+    is its own WANDB_MODE; offline works without an account. TensorBoard's events lie in `tensorboard/` beside the file.
+    Only the main process writes; on the others every call is a no-op.
     """
 
-    def __init__(self, path: Path, *, main: bool, project: str | None, run_name: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, *, main: bool, settings: TrainSettings, run_name: str, config: dict[str, Any]
+    ) -> None:
+        """config: what wandb shows as the run's settings."""
         self.path = path
         self.main = main
-        self._run = None
+        self._run: Any = None
+        self._board: Any = None
+        self._wants_board = main and settings.tensorboard
         if main:
             path.parent.mkdir(parents=True, exist_ok=True)
-        if main and project is not None:
+        if main and settings.wandb:
             self._run = wandb.init(
-                project=project,
+                project=settings.wandb_project,
                 name=run_name,
-                config=settings,
+                config=config,
                 dir=str(path.parent),
                 resume="allow",
                 id=_run_id(path.parent / "wandb_id"),
             )
 
-    def rewind(self, step: int) -> None:
-        """Drop rows after `step`, and a torn last line: a resumed run writes them anew."""
-        if not self.main or not self.path.is_file():
+    def rewind(self, step: int, rollouts_of_step: int = 0) -> None:
+        """Drop what lies after `step`, and a torn last line: a resumed run writes it anew. So it does with the row of
+        fresh rollouts that were written at `step`, unless training has gone over to them."""
+        if not self.main:
+            return
+        if self._wants_board:
+            self._board = _open_board(self.path.parent / "tensorboard", step)
+        if not self.path.is_file():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -48,7 +62,7 @@ class Metrics:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if row["step"] <= step:
+            if row["step"] <= (rollouts_of_step if "rollouts" in row else step):
                 kept.append(line)
         with atomic_write(self.path) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -61,11 +75,33 @@ class Metrics:
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(row, allow_nan=False) + "\n")
         if self._run is not None:
-            self._run.log(_flat(row), step=row["step"])
+            self._run.log(flat_row(row), step=row["step"])
+        if self._board is not None:
+            for name, value in flat_row(row).items():
+                if name != "step":
+                    self._board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+        if self._board is not None:
+            self._board.close()
+
+
+def check_trackers(settings: TrainSettings) -> None:
+    """Raises `TrainError` when the recipe asks for a tracker that is not installed."""
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise TrainError(
+            "train.tensorboard is true, but the package tensorboard is not installed: "
+            "pip install 'toolkit[tensorboard]' (or pip install tensorboard), or set train.tensorboard=false"
+        )
+
+
+def _open_board(directory: Path, step: int) -> Any:
+    """A writer whose events after `step`, of a run that was cut off, are hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # needs a package that only some install
+
+    return SummaryWriter(str(directory), purge_step=step + 1)
 
 
 def _run_id(path: Path) -> str:
@@ -82,15 +118,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _flat(row: dict[str, Any]) -> dict[str, float]:
-    """Lists become one series an entry: wandb draws scalars."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        flat.update(
-            {f"{name}/{index}": entry for index, entry in enumerate(value)}
-            if isinstance(value, list)
-            else {name: value}
-        )
-    return {name: value for name, value in flat.items() if isinstance(value, int | float)}

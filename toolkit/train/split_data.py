@@ -1,11 +1,12 @@
-"""Rollouts, read once: the examples that train, and the held-out batches that a forecast looks at."""
+"""Rollouts as training reads them: the examples that train, and the held-out batches that a forecast looks at."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples
+from toolkit.data.jsonl import DataError
 from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
 
@@ -25,12 +26,42 @@ class Data:
 
 def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
     """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
-    train, _ = load_examples(rollouts, "train", settings.max_length)
-    held_out, _ = load_examples(rollouts, "held_out", settings.max_length)
-    pad_id = target.tokenizer.pad_token_id
-    pad_id = next(iter(target.stop_ids), 0) if pad_id is None else pad_id
-    held_out = sorted(held_out[:FORECAST_ROLLOUTS], key=lambda example: len(example.input_ids))
+    held_out = _examples(settings, rollouts, "held_out", target)[:FORECAST_ROLLOUTS]
+    train = _examples(settings, rollouts, "train", target)
+    pad_id = _pad_id(target)
+    held_out.sort(key=lambda example: len(example.input_ids))
     size = settings.micro_batch
     batches = [collate(held_out[start : start + size], pad_id) for start in range(0, len(held_out), size)]
-    plan = BatchPlan([len(example.input_ids) for example in train], settings.global_batch, seed)
-    return Data(train=train, held_out=batches, plan=plan, pad_id=pad_id)
+    return Data(train=train, held_out=batches, plan=_plan(settings, train, seed), pad_id=pad_id)
+
+
+def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
+    """The same held-out batches, but the rollouts of another file to train on."""
+    train = _examples(settings, rollouts, "train", target)
+    return replace(data, train=train, plan=_plan(settings, train, seed))
+
+
+def _plan(settings: TrainSettings, train: list[Example], seed: int) -> BatchPlan:
+    return BatchPlan([len(example.input_ids) for example in train], settings.global_batch, seed)
+
+
+def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> list[Example]:
+    """One split, cut to what is trained on and to what the target was made for."""
+    limit = min(settings.max_length, target.max_context)  # positions behind the context were never trained
+    examples, _ = load_examples(rollouts, split, limit)
+    for example in examples:
+        if not 0 <= min(example.input_ids) <= max(example.input_ids) < target.vocab_size:
+            raise DataError(
+                f"{rollouts}: rollout {example.id} has ids from {min(example.input_ids)} to {max(example.input_ids)}, "
+                f"the target {target.name} has rows for 0 to {target.vocab_size - 1}: it was written with another "
+                "tokenizer; write the rollouts again with this target"
+            )
+    return examples
+
+
+def _pad_id(target: Target) -> int:
+    """Nothing is read at padding, but its id needs a row: some tokenizers pad with an id the model has none for."""
+    given = target.tokenizer.pad_token_id
+    if given is not None and given < target.vocab_size:
+        return given
+    return next(iter(sorted(target.stop_ids)), 0)

@@ -23,7 +23,11 @@ POSITION_FILE = "position.json"
 
 @dataclass
 class Position:
-    """Where training stands: `step` done, and the next batch (`epoch`, `index`). Totals are of the whole run."""
+    """Where training stands: `step` done, and the next batch (`epoch`, `index`). Totals are of the whole run.
+
+    rollouts_of_step: 0 while it trains on the stored rollouts, else the step at which the present ones were written.
+    best_real: the engine's accept_length of the best head, if measured. stale: see `best_head.judged`.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -32,6 +36,9 @@ class Position:
     seconds: float = 0.0
     best_step: int = 0
     best_forecast: float | None = None
+    best_real: float | None = None
+    stale: int = 0
+    rollouts_of_step: int = 0
     fingerprint: str = ""
     processes: int = 1
 

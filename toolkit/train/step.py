@@ -5,8 +5,10 @@ Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +17,8 @@ from toolkit.target.features import AuxCapture, LastCapture
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.features import FeatureSource, OnlineFeatures
-from toolkit.train.forecast import Forecast, chain_depths, replay, summarise_replays
+from toolkit.train.forecast import Forecast, chain_depths, chained_counts, replay, summarise_replays
+from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import Supervision, anchored, plan_supervision
 from toolkit.train.teacher import Teacher
 
@@ -64,6 +67,12 @@ class TargetSide:
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
+    def online(self) -> TargetSide:
+        """The same with the target's own forward: for texts of which nothing is stored."""
+        other = copy.copy(self)
+        other.features = OnlineFeatures(self.target, self.capture)
+        return other
+
     def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
         """What `batch` needs of the target; the features come in the head's dtype."""
         features = self.features(batch)
@@ -79,6 +88,17 @@ class TargetSide:
         )
 
 
+class MicroStep(NamedTuple):
+    """Of one micro-batch: the loss to differentiate, and by depth [K] the losses, right predictions, and of the chains
+    that were right so far those looked at (reached) and those right here too (passed)."""
+
+    loss: torch.Tensor
+    by_step: torch.Tensor
+    right: torch.Tensor
+    reached: torch.Tensor
+    passed: torch.Tensor
+
+
 def micro_step(
     model: torch.nn.Module,
     side: TargetSide,
@@ -87,24 +107,30 @@ def micro_step(
     steps: int,
     shift: int,
     anchors: Anchors | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of one micro-batch, its loss by step [K] and its right predictions by step [K].
+    clock: StepClock | None = None,
+) -> MicroStep:
+    """Forward of one micro-batch.
 
     denominators [K]: supervised tokens of the whole global batch, so that micro-batches and processes add up to the
     mean over all of them. anchors: which roots later steps are unrolled from; None: all. Right predictions of some
-    roots stand for those of all.
+    roots stand for those of all; chains are counted as drawn. clock: told of the parts "target" and "head".
     """
-    inputs = side.inputs(batch, steps, shift)
-    if anchors is not None:
-        inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
-    rows = side.teacher(inputs.teacher_hidden)
-    draft_choice = side.token_map.to_draft(rows.choice)
-    loss, by_step, hits = model(
-        inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
-    )
+    clock = clock or StepClock(side.target.device)
+    with clock.part("target"):
+        inputs = side.inputs(batch, steps, shift)
+        if anchors is not None:
+            inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
+        rows = side.teacher(inputs.teacher_hidden)
+        draft_choice = side.token_map.to_draft(rows.choice)
+    with clock.part("head"):
+        loss, by_step, hits = model(
+            inputs.aux, inputs.embeds, inputs.supervision, rows, draft_choice, denominators.to(inputs.aux.device)
+        )
+    flat = inputs.supervision.flat_roots(batch.response.shape[1])
+    reached, passed = chained_counts(hits, flat, batch.response.numel())
     if inputs.supervision.shares is not None:
         hits = [hit * share for hit, share in zip(hits, inputs.supervision.shares, strict=True)]
-    return loss, by_step, torch.stack([hit.sum() for hit in hits]).float()
+    return MicroStep(loss, by_step, torch.stack([hit.sum() for hit in hits]).float(), reached, passed)
 
 
 @torch.no_grad()
@@ -114,8 +140,11 @@ def forecast_accept_length(model: torch.nn.Module, side: TargetSide, batches: Se
 
 
 @torch.no_grad()
-def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int) -> list[list[int]]:
-    """Accepted drafts of every verify step the engine would count, rollout by rollout.
+def replayed_steps(
+    model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int, levels: int | None = None
+) -> list[list[int]]:
+    """Accepted drafts of every verify step the engine would count, rollout by rollout, with a chain of `levels` (None:
+    as many as the unroll's steps).
 
     A draft counts as right when it is the rollout's own next token, which is what the engine compares it with.
     """
@@ -125,7 +154,8 @@ def replayed_steps(model: torch.nn.Module, side: TargetSide, batches: Sequence[B
         written = batch.input_ids.flatten()[inputs.supervision.teacher_positions.cpu() + 1]
         draft_choice = side.token_map.to_draft(written.to(inputs.aux.device))
         _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
-        depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).view(batch.response.shape)
+        depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).clamp(max=levels or steps)
+        depth = depth.view(batch.response.shape)
         for row in range(len(depth)):
             replays.append(replay(depth[row].tolist(), batch.response[row].tolist()))
     return replays

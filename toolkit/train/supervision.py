@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.data.batches import supervised_mask
+from toolkit.data.batches import Batch, supervised_mask
+from toolkit.tokenmap.token_map import TokenMap
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Supervision:
     positions `teacher_positions` [M]. starts [B, L]: as `Batch` has them.
 
     anchors [B, N]: the roots whose later steps are unrolled (see `anchored`); of those steps roots[k] index the flat
-    [B*N] anchors, and shares[k] [S] say for how many roots each stands.
+    [B*N] anchors, and shares[k] [S] say for how many roots each stands. full: the steps before those.
     """
 
     teacher_positions: torch.Tensor
@@ -29,11 +30,20 @@ class Supervision:
     starts: torch.Tensor | None = None
     anchors: torch.Tensor | None = None
     shares: list[torch.Tensor] | None = None
+    full: int | None = None
 
     @property
     def counts(self) -> torch.Tensor:
         """Supervised tokens by step, [K] float."""
         return torch.tensor([float(len(roots)) for roots in self.roots])
+
+    def flat_roots(self, length: int) -> list[torch.Tensor]:
+        """roots[k] as flat positions at every step, those of anchors too; rows have `length` positions."""
+        if self.anchors is None or self.full is None:
+            return self.roots
+        rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None]
+        place = (self.anchors + rows * length).flatten()
+        return [roots if step < self.full else place[roots] for step, roots in enumerate(self.roots)]
 
 
 def plan_supervision(
@@ -79,4 +89,14 @@ def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int,
         roots.append(slot[old[kept]])
         rows.append(row[kept])
         shares.append(share[old[kept] // length])
-    return Supervision(supervision.teacher_positions, roots, rows, supervision.starts, anchors, shares)
+    return Supervision(supervision.teacher_positions, roots, rows, supervision.starts, anchors, shares, full)
+
+
+def covered_share(batch: Batch, token_map: TokenMap, shift: int = 0) -> float:
+    """Share of a batch's supervised tokens that the draft vocabulary has: no head can draft the others. 1 without any.
+
+    Each token counts once, as the prediction of step 0.
+    """
+    roots = supervised_mask(batch.response, 0, shift, batch.lengths)
+    tokens = batch.input_ids[:, 2:][roots[:, :-2]]
+    return float(token_map.t2d[tokens].float().mean()) if len(tokens) else 1.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.commands.engine_generate import engine_generate
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
+from toolkit.train.engine_generate import engine_generate
 
 
 def requests_for(target: Target, lengths: list[int]) -> list[GenerationRequest]:

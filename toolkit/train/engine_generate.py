@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
+from toolkit.infer.acceptance import summarise
 from toolkit.infer.engine import Engine
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -32,12 +33,20 @@ def engine_generate(
                         index, _ = running.pop(id(request))
                         if on_end is not None:
                             on_end(requests[index], request)
-                        yield index, GenerationResult(list(request.output_ids), request.finish_reason, draft_used)
+                        yield index, _result(request, draft_used)
         finally:
             for _, request in running.values():
                 engine.abort(request)
 
     return generate
+
+
+def _result(request: Request, draft_used: str | None) -> GenerationResult:
+    assert request.finish_reason is not None, "only what has ended has a result"
+    stats = summarise(request.events)
+    return GenerationResult(
+        list(request.output_ids), request.finish_reason, draft_used, stats.verify_steps, stats.accepted
+    )
 
 
 def _fill(

@@ -1,0 +1,31 @@
+"""Ends of a training that have a name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.train.failures import DivergedError, check_finite, lost_process
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), None), (1.0, float("nan"))])
+def test_what_is_no_number_ends_it(tmp_path, loss, norm):
+    check_finite(3, 1.0, 0.5, tmp_path)
+    with pytest.raises(DivergedError, match="step 3 is (nan|inf).*no state was stored yet.*learning_rate"):
+        check_finite(3, loss, norm, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (torch.distributed.DistNetworkError("the read timed out"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ConnectionResetError("connection reset by peer"), False),  # of a tracker's upload, say
+    ],
+)
+def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
+    """Blaming the group for our own failure would send its reader to the wrong machine."""
+    said = lost_process(error, 4, tmp_path)
+    assert (said is not None) is lost and (not lost or "at step 5" in str(said))

@@ -1,0 +1,107 @@
+"""What the rows hold, and what reaches the trackers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from toolkit.data.batches import Example, collate
+from toolkit.recipe import TrainSettings
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train import metrics as metrics_file
+from toolkit.train.errors import TrainError
+from toolkit.train.forecast import chained_counts
+from toolkit.train.metric_rows import OF_THE_MACHINE, StepSums, flat_row, step_row
+from toolkit.train.metrics import Metrics, check_trackers
+from toolkit.train.step_clock import StepClock
+from toolkit.train.supervision import covered_share
+
+
+def test_conditional_counts_by_hand():
+    """Roots 1..3 start chains. Root 0 is supervised at step 1 only: no chain gets there. Root 3 ends after step 0."""
+    roots = [torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]), torch.tensor([0, 1])]
+    hits = [torch.tensor([True, False, True]), torch.tensor([True, True, True]), torch.tensor([True, False])]
+    reached, passed = chained_counts(hits, roots, 5)
+    assert reached.tolist() == [3, 1, 1] and passed.tolist() == [2, 1, 0]
+
+
+def test_coverage_counts_each_supervised_token_once():
+    """Of p A0 A1 A2 E the target predicts A1, A2, E; the map has A1 and E. Tokens of the prompt, A0 and padding are
+    not drafted, so they do not count."""
+    batch = collate(
+        [Example("a", [1, 2, 3, 4, 5], [False, True, True, True, True]), Example("b", [1, 1], [False] * 2)], 3
+    )
+    assert covered_share(batch, TokenMap.from_ids([3, 5], 9)) == pytest.approx(2 / 3)
+
+
+def test_a_step_s_row():
+    sums = StepSums(
+        *(torch.tensor(values) for values in ([2.0, 4.0], [6.0, 2.0], [10.0, 8.0], [10.0, 5.0], [6.0, 0.0]))
+    )
+    seconds = {"step": 2.0, "target": 0.5, "head": 1.0, "optimizer": 0.25}
+    row = step_row(sums, TrainSettings(optimizer="adamw", step_decay=0.5), 0.5, 1.5, 0.9, seconds, 77)
+    assert row["loss"] == 4.0 and row["accuracy_by_step"] == pytest.approx([0.6, 0.25])
+    assert row["conditional_accuracy_by_step"] == [0.6, 0.0]
+    assert (row["learning_rate"], row["grad_norm"], row["muon_learning_rate"]) == (0.5 * 1.5e-3, 1.5, None)
+    assert (row["supervised_tokens"], row["tokens_per_s"], row["token_map_coverage"]) == (10, 5.0, 0.9)
+    assert [row[key] for key in OF_THE_MACHINE] == [2.0, 5.0, 0.5, 1.0, 0.25, 77]
+
+
+def test_inner_parts_are_taken_off(monkeypatch):
+    """DeepSpeed steps inside of backward: counted twice, the parts would add up to more than the step."""
+    ticks = iter([0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 10.0, 11.0])
+    monkeypatch.setattr("toolkit.train.step_clock.time.perf_counter", lambda: next(ticks))
+    clock = StepClock(torch.device("cpu"))
+    clock.restart()
+    with clock.part("head"):
+        clock.timed("optimizer", lambda: None)()
+    assert clock.read() == {"step": 9.0, "optimizer": 2.0, "head": 4.0}
+
+
+def test_trackers_draw_scalars():
+    row = {
+        "step": 3,
+        "loss": None,
+        "ok": True,
+        "rates": [0.5, None],
+        "real": [{"name": "chain 3 T=0", "accept_length": 2}],
+    }
+    assert flat_row(row) == {"step": 3, "rates/0": 0.5, "real/chain 3 T=0/accept_length": 2}
+
+
+def test_a_fresh_rollouts_row_is_dropped_unless_training_went_over(tmp_path):
+    """It is written at the step where its state lies: kept, it would come twice after a kill behind it."""
+    metrics = Metrics(tmp_path / "metrics.jsonl", main=True, settings=TrainSettings(), run_name="t", config={})
+    for row in ({"step": 4, "loss": 1.0}, {"step": 4, "rollouts": 7}, {"step": 8, "rollouts": 7}):
+        metrics.write(row)
+    metrics.rewind(8, 4)
+    assert len(metrics.path.read_text().splitlines()) == 2
+    metrics.rewind(4, 0)
+    assert [json.loads(line) for line in metrics.path.read_text().splitlines()] == [{"step": 4, "loss": 1.0}]
+
+
+def test_tensorboard(tmp_path):
+    """What a resumed run writes anew replaces what the killed one wrote after its newest state."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for values in ((1.0, 2.0, 3.0), (9.0,)):
+        metrics = Metrics(
+            tmp_path / "metrics.jsonl", main=True, settings=TrainSettings(tensorboard=True), run_name="t", config={}
+        )
+        start = 0 if len(values) == 3 else 2
+        metrics.rewind(start)
+        for step, value in enumerate(values, start=start + 1):
+            metrics.write({"step": step, "loss": value, "accuracy_by_step": [value, value / 2]})
+        metrics.close()
+    events = reading.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert [one.value for one in events.Scalars("accuracy_by_step/1")] == [0.5, 1.0, 4.5]
+
+
+def test_tensorboard_asked_for_and_absent(monkeypatch):
+    monkeypatch.setattr(metrics_file.importlib.util, "find_spec", lambda name: None)
+    check_trackers(TrainSettings())
+    with pytest.raises(TrainError, match=r"pip install 'toolkit\[tensorboard\]'"):
+        check_trackers(TrainSettings(tensorboard=True))

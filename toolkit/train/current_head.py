@@ -1,0 +1,42 @@
+"""The head as it is at this step: its weights gathered from all processes, and made into something that drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.head_kinds import DraftHead, kind_of
+from toolkit.models.head_config import HeadConfig
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import load_strict
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weights:
+    """The head's weights by their names in a draft directory, as they are trained. All processes must call this; at
+    ZeRO-3 only the main one gets them."""
+    state = accelerator.get_state_dict(model) or {}
+    return {name.removeprefix("head."): value.detach() for name, value in state.items() if name.startswith("head.")}
+
+
+def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
+    """As they are saved and served."""
+    return {name: value.to(dtype) for name, value in weights.items()}
+
+
+def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
+    """A second head with these weights, for use alone."""
+    head = kind_of(config).empty_head(config)
+    load_strict(head, weights, "the head in training")
+    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def as_draft(weights: Weights, config: HeadConfig, token_map: TokenMap, target: Target) -> DraftCheckpoint:
+    """What the engine drafts with: the head in the target's dtype, on its device, as a draft directory would give."""
+    assert target.dtype is not None, "a target has a dtype"
+    return DraftCheckpoint(head_of(weights, config, target.device, target.dtype), token_map)

@@ -1,0 +1,53 @@
+"""Ends of a training that have a name: the loss is no number, or a process of the group is gone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from toolkit.train.errors import TrainError
+from toolkit.train.state import stored_states
+
+# What gloo and NCCL say when another process has gone; torch has no type for it.
+GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "timed out")
+
+
+class DivergedError(TrainError):
+    """The loss or the gradient is no finite number: what follows would be worthless."""
+
+
+class LostProcessError(TrainError):
+    """Another process of the group has ended or cannot be reached."""
+
+
+def check_finite(step: int, loss: float, grad_norm: float | None, directory: Path) -> None:
+    """Raise `DivergedError` before anything of step `step` is stored; all processes hold the same two numbers."""
+    if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
+        return
+    what = f"the loss of step {step} is {loss}"
+    if math.isfinite(loss):
+        what = f"the gradient's norm at step {step} is {grad_norm}"
+    raise DivergedError(
+        f"{what}, so training stops; {_newest(directory)}. Its learning rate is the usual cause: train with a lower "
+        "train.learning_rate (and muon_learning_rate) or a longer train.warmup_ratio into another run_dir, "
+        "or with train.precision=fp32"
+    )
+
+
+def lost_process(error: BaseException, step: int, directory: Path) -> LostProcessError | None:
+    """What to say of an error that a collective raised because another process is gone; None for any other error."""
+    said = str(error).lower()
+    of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in said or "nccl" in said
+    if not of_the_group or not any(words in said for words in GONE):
+        return None
+    return LostProcessError(
+        f"another training process ended or cannot be reached at step {step + 1} ({str(error).splitlines()[0][:200]}); "
+        f"its own message, if any, stands above. {_newest(directory)}; start the same command again to go on from there"
+    )
+
+
+def _newest(directory: Path) -> str:
+    states = stored_states(directory)
+    return f"the newest state is {states[-1]}" if states else "no state was stored yet"

@@ -1,0 +1,180 @@
+"""On-policy for real: training pauses, and the engine, drafting with the head being trained, answers prompts afresh.
+
+What is written at a step depends on the recipe and the step alone: prompts, temperatures and seeds do, and the tokens
+are the target's own whatever was drafted (in 16 bits up to near-ties). So a run that was cut off writes what is missing
+and goes on as if it had not been. Processes share the prompts, and all train on all of them:
+
+    <run>/train/fresh/000200.0.jsonl, 000200.1.jsonl   while they are written, one a process, a row at a time
+                     000200.jsonl, 000200_stats.json   when all is written
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.chat_template import template_text
+from toolkit.data.conversations import Conversation
+from toolkit.data.generation import derived_seed
+from toolkit.data.prompt_pool import read_pool, take_prompts
+from toolkit.data.rollout_files import RolloutPaths
+from toolkit.data.rollouts import write_rollouts
+from toolkit.infer.engine import Engine
+from toolkit.jsonl import read_rows
+from toolkit.log import get_logger
+from toolkit.models.head_config import HeadConfig
+from toolkit.recipe import Recipe
+from toolkit.target.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.current_head import as_draft, gathered_weights, in_dtype
+from toolkit.train.engine_generate import engine_generate
+from toolkit.train.real_acceptance import shapes_of
+from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class FreshStats:
+    """Of the rollouts written at one step. tokens: response tokens. tokens_per_s: of the processes together, in their
+    last session. accept_length over the verify steps that drafted: None without any."""
+
+    rollouts: int
+    skipped: int
+    tokens: int
+    tokens_per_s: float | None
+    accept_length: float | None
+    verify_steps: int
+
+
+class FreshRollouts:
+    """Writes and finds the rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts, or the
+    target has no chat template to ask them with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        token_map: TokenMap,
+        config: HeadConfig,
+        rollouts: Path,
+        directory: Path,
+        accelerator: Accelerator,
+    ) -> None:
+        self.recipe, self.target, self.token_map, self.config = recipe, target, token_map, config
+        self.folder, self.accelerator = directory / "fresh", accelerator
+        template_text(target.tokenizer)  # its absence is told now, not after the first interval
+        self.pool = read_pool(rollouts)
+        self.shape = shapes_of(recipe.train)[0]
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"{step:06d}.jsonl"
+
+    def prompts(self, step: int) -> tuple[list[Conversation], dict[str, float]]:
+        """What is asked at a step, and at which temperature each."""
+        settings = self.recipe.train
+        assert settings.rollout_every is not None, "fresh rollouts need an interval"
+        count = settings.rollout_prompts or settings.rollout_every * settings.global_batch
+        chosen = take_prompts(self.pool, self.recipe.seed, (step // settings.rollout_every - 1) * count, count)
+        mixture = settings.rollout_temperatures
+        return chosen, {one.id: mixture[place % len(mixture)] for place, one in enumerate(chosen)}
+
+    def write(self, step: int, model: torch.nn.Module) -> FreshStats:
+        """Bring the rollouts of `step` up to date, with the head as it is then; all processes must call this."""
+        path, accelerator = self.path(step), self.accelerator
+        accelerator.wait_for_everyone()
+        if not path.is_file():
+            self._write_shares(step, self._share_head(step, model))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                self._gather_shares(step)
+            accelerator.wait_for_everyone()
+        return FreshStats(**read_json(_stats_path(path)))
+
+    def _share_head(self, step: int, model: torch.nn.Module) -> DraftCheckpoint:
+        """The head as a drafter on every process, by a file: at ZeRO-3 only the main one gets the gathered weights."""
+        assert self.target.dtype is not None, "a target has a dtype"
+        passed_on = self.folder / f"{step:06d}.head.safetensors"
+        weights = gathered_weights(self.accelerator, model)
+        if self.accelerator.is_main_process:
+            save_tensors(passed_on, in_dtype(weights, self.target.dtype))
+        self.accelerator.wait_for_everyone()
+        return as_draft(load_tensors(passed_on), self.config, self.token_map, self.target)
+
+    def _write_shares(self, step: int, draft: DraftCheckpoint) -> None:
+        settings = replace(self.recipe.rollouts, held_out=0.0)
+        chosen, temperatures = self.prompts(step)
+        mine = chosen[self.accelerator.process_index :: self.accelerator.num_processes]
+        if not mine:
+            return
+        log.info("step %d: the engine answers %d prompts afresh, drafting with the head so far", step, len(chosen))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine takes what is free
+        engine = Engine(self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
+        try:
+            write_rollouts(
+                mine,
+                engine_generate(engine, f"{self.recipe.name}, step {step}"),
+                self.target.tokenizer,
+                settings,
+                self._share_path(step, self.accelerator.process_index),
+                target=self.target.name,
+                seed=derived_seed(self.recipe.seed, "fresh rollouts", step),
+                max_context=engine.max_context,
+                temperatures=temperatures,
+                more_provenance={"step": step},
+            )
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _gather_shares(self, step: int) -> None:
+        """One file of all shares, then the statistics, then the shares go; done again after a kill at any point."""
+        path = self.path(step)
+        shares = [
+            RolloutPaths(share)
+            for rank in range(self.accelerator.num_processes)
+            if (share := self._share_path(step, rank)).is_file()
+        ]
+        rows = sorted((row for share in shares for _, row in read_rows(share.rows)), key=lambda row: row["id"])
+        skipped = [row for share in shares if share.skipped.is_file() for _, row in read_rows(share.skipped)]
+        write_json(_stats_path(path), vars(_stats(rows, len(skipped), [read_json(share.stats) for share in shares])))
+        with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
+            for row in rows:
+                handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for one in shares:
+            for done in (one.rows, one.skipped, one.stats):
+                done.unlink(missing_ok=True)
+        (self.folder / f"{step:06d}.head.safetensors").unlink(missing_ok=True)
+
+    def _share_path(self, step: int, rank: int) -> Path:
+        return self.folder / f"{step:06d}.{rank}.jsonl"
+
+
+def _stats_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_stats.json")
+
+
+def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Mapping[str, Any]]) -> FreshStats:
+    steps = sum(row["drafting"]["verify_steps"] for row in rows)
+    accepted = sum(row["drafting"]["accepted"] for row in rows)
+    seconds = max((share["last_run"]["seconds"] for share in shares), default=0.0)
+    return FreshStats(
+        rollouts=len(rows),
+        skipped=skipped,
+        tokens=sum(end - start for row in rows for start, end in row["response_spans"]),
+        tokens_per_s=sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
+        accept_length=1 + accepted / steps if steps else None,
+        verify_steps=steps,
+    )

@@ -1,0 +1,87 @@
+"""The held-out conversations that every measurement of a training asks, and what the rollouts answered to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.chat_template import ChatTemplateError, prompt_ids
+from toolkit.data.jsonl import read_rows
+from toolkit.log import get_logger
+from toolkit.target.load import Target
+from toolkit.train.errors import TrainError
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """The ids up to the last answer of a held-out rollout, and that answer. temperature: the rollout's, None if it does
+    not say."""
+
+    id: str
+    prompt: list[int]
+    answer: list[int]
+    messages: list[dict[str, str]]
+    temperature: float | None
+
+
+@dataclass(frozen=True)
+class HeldOutPrompts:
+    """Always the same ones, so that steps and runs compare."""
+
+    prompts: Sequence[HeldOutPrompt]
+
+    @cached_property
+    def temperature(self) -> float | None:
+        """That of the rollouts, None where they differ or do not say."""
+        found = {one.temperature for one in self.prompts}
+        return found.pop() if len(found) == 1 else None
+
+    def rendered_otherwise(self, target: Target) -> int:
+        """How many of the prompts the target's chat template renders into other ids than the rollouts hold."""
+        return sum(_rendered(one, target) not in (None, one.prompt) for one in self.prompts)
+
+
+def _rendered(one: HeldOutPrompt, target: Target) -> list[int] | None:
+    """None where the rollout holds no messages; nothing where the target has no usable template."""
+    asked = one.messages[:-1] if one.messages and one.messages[-1].get("role") == "assistant" else one.messages
+    if not asked:
+        return None
+    try:
+        return prompt_ids(target.tokenizer, asked)
+    except ChatTemplateError:
+        return []
+
+
+def read_held_out(rollouts: Path, count: int, longest: int) -> HeldOutPrompts:
+    """The first `count` held-out rollouts in the order of their ids; prompts of more than `longest` ids are left out.
+
+    Raises `TrainError` when there is none.
+    """
+    rows = sorted(
+        (row for _, row in read_rows(rollouts) if row.get("split") == "held_out"), key=lambda row: str(row["id"])
+    )
+    usable = [row for row in rows if row["response_spans"] and 0 < row["response_spans"][-1][0] <= longest]
+    if len(usable) < len(rows):
+        log.warning(
+            "%d of %d held-out rollouts are not asked in measurements: no prompt, or one of more than %d ids",
+            len(rows) - len(usable),
+            len(rows),
+            longest,
+        )
+    if not usable:
+        raise TrainError(
+            f"{rollouts} has no held-out rollout whose prompt can be asked ({len(rows)} held-out rows; prompts of 1 to "
+            f"{longest} ids are needed); hold more out, or measure nothing (train.real_every=null)"
+        )
+    return HeldOutPrompts([_prompt(row) for row in usable[:count]])
+
+
+def _prompt(row: dict[str, Any]) -> HeldOutPrompt:
+    ids, (start, end) = row["input_ids"], row["response_spans"][-1]
+    temperature = row.get("provenance", {}).get("temperature")
+    return HeldOutPrompt(str(row["id"]), ids[:start], ids[start:end], row.get("messages", []), temperature)

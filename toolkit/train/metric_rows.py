@@ -1,0 +1,154 @@
+"""What the rows of metrics.jsonl hold, and so what every tracker shows: the one place that decides it.
+
+one row a step             `step_row`
+at train.eval_every        `forecast_row`
+at train.real_every        `real_row`
+at train.rollout_every     `rollouts_row`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.recipe import TrainSettings
+from toolkit.train.agreement import Comparison
+from toolkit.train.forecast import Forecast
+from toolkit.train.fresh_rollouts import FreshStats
+from toolkit.train.real_acceptance import RealAcceptance
+
+# Keys of `step_row` that depend on the machine: two runs of one curve differ in them.
+OF_THE_MACHINE = (
+    "seconds_per_step",
+    "tokens_per_s",
+    "seconds_target",
+    "seconds_head",
+    "seconds_optimizer",
+    "peak_memory_bytes",
+)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over the global batch of one step, by depth [K]: losses (already means), right predictions, supervised ones,
+    and of the chains that were right so far those looked at (reached) and those right here too (passed)."""
+
+    loss: torch.Tensor
+    right: torch.Tensor
+    supervised: torch.Tensor
+    reached: torch.Tensor
+    passed: torch.Tensor
+
+
+def step_row(
+    sums: StepSums,
+    settings: TrainSettings,
+    rate_factor: float,
+    grad_norm: float | None,
+    coverage: float,
+    seconds: dict[str, float],
+    peak_memory_bytes: int,
+) -> dict[str, Any]:
+    """One optimiser step.
+
+    loss: sum of step_decay^k * loss_by_step[k]. accuracy_by_step: share of all supervised predictions at that depth;
+    conditional_accuracy_by_step: of the chains whose earlier drafts were all right, null without any. coverage: share
+    of the supervised tokens that the draft vocabulary has. seconds: by part of the step. grad_norm: null under Muon,
+    where DeepSpeed's norm is that of the orthogonalised updates, which says nothing of the gradients.
+    """
+    tokens, whole = int(sums.supervised[0]), seconds["step"]
+    weights = settings.step_decay ** torch.arange(len(sums.loss))
+    reached, passed = sums.reached.tolist(), sums.passed.tolist()
+    muon = settings.optimizer == "muon"
+    return {
+        "seconds_per_step": whole,
+        "loss": float((weights * sums.loss).sum()),
+        "loss_by_step": sums.loss.tolist(),
+        "accuracy_by_step": (sums.right / sums.supervised.clamp(min=1)).tolist(),
+        "conditional_accuracy_by_step": [
+            right / looked if looked else None for right, looked in zip(passed, reached, strict=True)
+        ],
+        "token_map_coverage": coverage,
+        "learning_rate": rate_factor * settings.learning_rate,
+        "muon_learning_rate": rate_factor * settings.muon_learning_rate if muon else None,
+        "grad_norm": None if muon else grad_norm,
+        "supervised_tokens": tokens,
+        "tokens_per_s": tokens / whole,
+        **{f"seconds_{part}": seconds.get(part, 0.0) for part in ("target", "head", "optimizer")},
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def forecast_row(forecast: Forecast) -> dict[str, Any]:
+    """accept_length of a chain as deep as the unroll, replayed over the held-out rollouts."""
+    return {
+        "forecast_accept_length": forecast.accept_length,
+        "forecast_interval": None if forecast.interval is None else list(forecast.interval),
+        "forecast_rate": forecast.accept_rate,
+        "forecast_verify_steps": forecast.verify_steps,
+    }
+
+
+def real_row(
+    measured: Sequence[RealAcceptance], compared: Sequence[Comparison], mean: float | None, prompts: int
+) -> dict[str, Any]:
+    """The engine's values, each beside the forecasts on the same prompts (null where a shape or temperature has none).
+
+    real_accept_length: their mean, by which checkpoints are compared.
+    """
+    return {
+        "real_accept_length": mean,
+        "real_prompts": prompts,
+        "real_seconds": sum(one.seconds for one in measured),
+        "real": [_real_entry(*pair) for pair in zip(measured, compared, strict=True)],
+    }
+
+
+def _real_entry(one: RealAcceptance, found: Comparison) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "num_steps": one.shape.num_steps,
+        "top_k": one.shape.top_k,
+        "num_draft_tokens": one.shape.num_draft_tokens,
+        "temperature": one.temperature,
+        "accept_length": one.accept_length,
+        "interval": None if one.interval is None else list(one.interval),
+        "verify_steps": one.stats.verify_steps,
+        "accept_rate": list(one.stats.accept_rate),
+        "accept_rate_unconditional": list(one.stats.accept_rate_unconditional),
+        "tokens_per_s": one.tokens_per_s,
+        "forecast_on_rollouts": found.on_rollouts,
+        "forecast_on_answers": found.on_answers,
+    }
+
+
+def rollouts_row(fresh: FreshStats) -> dict[str, Any]:
+    """Fresh rollouts, written with the head as it was at this step: how much faster they get as it improves."""
+    return {
+        "rollouts": fresh.rollouts,
+        "rollouts_skipped": fresh.skipped,
+        "rollout_tokens": fresh.tokens,
+        "rollout_tokens_per_s": fresh.tokens_per_s,
+        "rollout_accept_length": fresh.accept_length,
+        "rollout_verify_steps": fresh.verify_steps,
+    }
+
+
+def flat_row(row: dict[str, Any]) -> dict[str, float]:
+    """What a tracker draws, which knows scalars alone: a list becomes a series an entry, named by "name" or number."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            inside: Any = value.items()
+        elif isinstance(value, list):
+            inside = ((one["name"] if isinstance(one, dict) else at, one) for at, one in enumerate(value))
+        else:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                flat[name] = value
+            continue
+        for key, one in inside:
+            flat.update(flat_row({f"{name}/{key}": one}))
+    return flat

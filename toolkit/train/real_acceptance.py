@@ -1,0 +1,137 @@
+"""accept_length by the engine itself while training goes on: the head as it is now drafts for the target that is loaded
+anyway, on prompts that are always the same.
+
+At a temperature the target's draws depend on the seed and the position alone, so the answers, too, are the same at
+every measurement (up to near-ties in 16 bits): what changes is how far the head's drafts reach into them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.bench.bootstrap import ratio_interval
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.data.generation import derived_seed
+from toolkit.infer.acceptance import AcceptanceStats, summarise
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.engine import Engine
+from toolkit.infer.kv_memory import MemorySettings
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.recipe import TrainSettings
+from toolkit.target.load import Target
+from toolkit.train.errors import TrainError
+from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
+
+FORGETFUL = MemorySettings(prefix_cache=False)  # every shape and temperature reads the same prompts
+
+
+@dataclass(frozen=True)
+class RealAcceptance:
+    """One shape at one temperature. accept_length is None without verify steps, interval (95 %, bootstrap over prompts)
+    with fewer than two prompts that have some. tokens_per_s: answers' tokens by seconds, prompts' reading included.
+    answers: what was written, prompt by prompt."""
+
+    shape: DraftShape
+    temperature: float
+    stats: AcceptanceStats
+    interval: tuple[float, float] | None
+    answers: list[list[int]]
+    seconds: float
+
+    @property
+    def accept_length(self) -> float | None:
+        return self.stats.accept_length if self.stats.verify_steps else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name} T={self.temperature:g}"
+
+
+def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
+    """The one number that checkpoints are compared by: the mean over shapes and temperatures."""
+    lengths = [one.accept_length for one in measured if one.accept_length is not None]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def shapes_of(settings: TrainSettings) -> list[DraftShape]:
+    """As the recipe says, else a chain and a tree as deep as the training unrolls. Raises `DraftShapeError`."""
+    if settings.real_shapes is not None:
+        return [DraftShape.parse(text) for text in settings.real_shapes]
+    steps = settings.ttt_steps
+    return [DraftShape.chain(steps), DraftShape(steps, 4, 4 * steps)]
+
+
+def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape]) -> None:
+    """Raise `TrainError` before hours of training, not at the first measurement or rollouts after them."""
+    wide = [shape for shape in shapes if shape.top_k > draft_vocabulary]
+    if wide:
+        raise TrainError(
+            f"draft shape {wide[0].name} has more branches than the draft vocabulary has tokens "
+            f"({draft_vocabulary}); set train.real_shapes to narrower ones"
+        )
+    try:
+        Engine(target, max_batch=1, max_context=min(64, target.max_context), memory=FORGETFUL).close()
+    except ValueError as error:
+        raise TrainError(
+            f"{error}; train.real_every=null and train.rollout_every=null train without the engine"
+        ) from error
+
+
+class Measurement:
+    """Prompts, shapes and temperatures of a training; `by_engine` measures a head with them."""
+
+    def __init__(self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int) -> None:
+        self.target, self.prompts = target, prompts
+        self.shapes, self.temperatures = shapes_of(settings), settings.real_temperatures
+        self.max_tokens = settings.real_max_tokens
+        self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
+
+    @classmethod
+    def of_training(cls, target: Target, rollouts: Path, settings: TrainSettings, seed: int) -> Measurement:
+        """On the held-out prompts of the training's rollouts. Raises `TrainError` when there are none."""
+        longest = target.max_context - settings.real_max_tokens
+        return cls(target, read_held_out(rollouts, settings.real_prompts, longest), settings, seed)
+
+    def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
+        """Every shape at every temperature, all prompts in one batch, without a second copy of the target."""
+        asked = [one.prompt for one in self.prompts.prompts]
+        engine = Engine(
+            self.target,
+            draft,
+            DraftShape.covering(self.shapes),
+            max_batch=len(asked),
+            max_context=max(map(len, asked)) + self.max_tokens,
+            memory=FORGETFUL,
+        )
+        try:
+            return [
+                self._measure(engine, asked, shape, temperature)
+                for shape in self.shapes
+                for temperature in self.temperatures
+            ]
+        finally:
+            engine.close()
+
+    def _measure(self, engine: Engine, asked: list[list[int]], shape: DraftShape, temperature: float) -> RealAcceptance:
+        engine.set_shape(shape)
+        params = [SamplingParams(temperature, seed=seed, max_tokens=self.max_tokens) for seed in self.seeds]
+        started = time.perf_counter()
+        requests = engine.generate(asked, params)
+        seconds = time.perf_counter() - started
+        each = [summarise(request.events) for request in requests]
+        committed = [stats.verify_steps + stats.accepted for stats in each]
+        return RealAcceptance(
+            shape=shape,
+            temperature=temperature,
+            stats=summarise(event for request in requests for event in request.events),
+            interval=ratio_interval(committed, [stats.verify_steps for stats in each]),
+            answers=[list(request.output_ids) for request in requests],
+            seconds=seconds,
+        )
