@@ -267,8 +267,8 @@ def test_fresh_rollouts_are_trained_on_and_measured(on_policy):
 def test_killed_while_it_writes_fresh_rollouts(tiny_chat_run, on_policy, tmp_path):
     """No state but the one before the rollouts; what was written stays, and the curve is that of a run never killed."""
     run = _copy_run(tiny_chat_run, tmp_path / "run")
-    _train_until_killed(run, *ON_POLICY, file="fresh/000012.0.jsonl", until="finish_reason")
-    before = (run / "train" / "fresh" / "000012.0.jsonl").read_text().splitlines()[:-1]
+    _train_until_killed(run, *ON_POLICY, file="fresh/000012.0.jsonl", until="\n")
+    before = (run / "train" / "fresh" / "000012.0.jsonl").read_text().rpartition("\n")[0].splitlines()
     _assert_same_run(run, _train(run, *ON_POLICY), on_policy)
     after = (run / "train" / "fresh" / "000012.jsonl").read_text().splitlines()
     assert before and set(before) <= set(after) and len(after) == len(set(after))
