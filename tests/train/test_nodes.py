@@ -67,7 +67,7 @@ def test_the_line_of_each_node(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     _, _, args = started(typed("nodes"), monkeypatch)
     assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("8", "2", 1)
-    assert (args.master_addr, args.master_port) == ("NODE0", "29500")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "NODE0:29500")
 
 
 # Slurm, as far as the script needs it: two nodes, both on this machine.
