@@ -6,7 +6,8 @@ from the clock around each engine step, equality from plain decoding's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -102,19 +103,10 @@ def measure_acceptance(
         "torch_compile": torch_compile,
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
-    options: Any = {"max_batch": batch, "memory": FORGETFUL, "torch_compile": torch_compile}
-    speculative = Engine(target, draft, shapes[0], verify=verify, **options)
-    # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
-    plain = Engine(target, **options)
-    modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     sampling = Sampling(max_tokens, temperature, seed)
-    try:
-        rounds = run_side_by_side(
-            modes, target.tokenizer, chosen, sampling, batch=batch, warmup=warmup, keep=kept, on_progress=on_progress
-        )
-    finally:
-        speculative.close()
-        plain.close()
+    turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
+    with _modes(target, draft, shapes, verify, max_batch=batch, torch_compile=torch_compile) as modes:
+        rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
     return make_record(
         "acceptance",
         command or command_line(),
@@ -124,6 +116,20 @@ def measure_acceptance(
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
     )
+
+
+@contextmanager
+def _modes(
+    target: Target, draft: Draft, shapes: Sequence[DraftShape], verify: str, **options: Any
+) -> Iterator[list[Mode]]:
+    """Plain decoding, in an engine without a head so that it pays for none of the head's work, and every shape."""
+    speculative = Engine(target, draft, shapes[0], verify=verify, memory=FORGETFUL, **options)
+    plain = Engine(target, memory=FORGETFUL, **options)
+    try:
+        yield [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
+    finally:
+        speculative.close()
+        plain.close()
 
 
 def measured_summary(record: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import REPOSITORY, HeadName
+from toolkit.recipe import REPOSITORY, HeadName, TrainSettings
 from toolkit.threads import physical_cores
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
@@ -42,11 +42,14 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def training_processes(asked: int | None) -> int:
-    """How many processes train: as asked, else one a GPU, else one. Raises `LaunchError` below 1."""
+def training_processes(asked: int | None, settings: TrainSettings) -> int:
+    """How many processes train: as asked, else one a GPU as far as they can share the global batch, else one.
+
+    Raises `LaunchError` below 1.
+    """
     if asked is not None and asked < 1:
         raise LaunchError(f"{asked} training processes came; at least 1 is needed")
-    return max(1, gpus()) if asked is None else asked
+    return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.global_batch % count == 0)
 
 
 def training_line(

@@ -56,7 +56,7 @@ class Run:
         # Found by the last stages, a mistake here or below would cost the minutes of all before.
         prompts_and_shapes(self.recipe.bench)
         if self.trains:
-            self.recipe.train.check_processes(training_processes(self.processes))
+            self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
         target = self.load_target(batched=True)
         check_head_fits(target, self.recipe.train)
         return target

@@ -47,7 +47,7 @@ def train_head(job: Run) -> str:
 
     Raises `PipelineError` with their exit status when they fail.
     """
-    processes = training_processes(job.processes)
+    processes = training_processes(job.processes, job.recipe.train)
     job.recipe.train.check_processes(processes)
     threads = set_threads(processes)
     line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config, job.recipe.train.head)
