@@ -12,6 +12,7 @@ import torch
 
 from toolkit.commands.pipeline import Run
 from toolkit.commands.stages import run_stages
+from toolkit.data.batches import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.target.features import AuxCapture
@@ -54,35 +55,45 @@ def opened(run: Run) -> FeatureStore:
     return offline_features(run.recipe.train, run.target, (2, 3, 4), data, run.folder / "features", alone).store
 
 
+def texts_of_rollouts(run: Run) -> dict[str, list[int]]:
+    """By conversation, cut as training cuts them."""
+    path = run.folder / "rollouts" / "rollouts.jsonl"
+    splits = (load_examples(path, split, run.recipe.train.max_length)[0] for split in ("train", "held_out"))
+    return {example.id: example.input_ids for examples in splits for example in examples}
+
+
 def test_rollouts_leave_the_features_training_reads(recipe: Path) -> None:
-    """Of every conversation the whole last text, cut as training cuts it: nothing is left for training to make. Each
-    position is that of a forward over the text (fp32, 1e-4 where states are of size 1)."""
+    """Of every conversation the whole last text, cut as training cuts it; training makes only those that it ends at the
+    border of a turn. Each position is that of a forward over the text (fp32, 1e-4 where states are of size 1)."""
     run = write_rollouts(recipe)
     spec = FeatureSpec.of(run.target, (2, 3, 4, 6))
     store = FeatureStore(run.folder / "features", spec)
     rows = [json.loads(line) for line in (run.folder / "rollouts" / "rollouts.jsonl").read_text().splitlines()]
-    assert len(rows) == 12 and any(len(row["input_ids"]) > 50 for row in rows)
-    assert len(store) == 12, "the texts of earlier turns are not stored"
+    texts = texts_of_rollouts(run)
+    bordered = {row["id"] for row in rows if len(row["messages"]) > 2 and len(row["input_ids"]) > 50}
+    single = {row["id"] for row in rows if len(row["messages"]) == 2}
+    assert len(texts) == 12 and bordered and any(len(texts[name]) == 50 for name in single), "every cut occurs"
+    assert {name for name, ids in texts.items() if ids in store} == texts.keys() - bordered
+    assert len(store) == 12 - len(bordered), "the texts of earlier turns are not stored"
     capture = AuxCapture(run.target, spec.layer_ids)
-    for row in rows:
-        ids = row["input_ids"][:50]
+    for ids in (ids for ids in texts.values() if ids in store):
         torch.testing.assert_close(store.read(ids), next(features_of(run.target, capture, [ids])), rtol=1e-4, atol=1e-4)
     capture.remove()
     shards = {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")}
-    assert len(opened(run)) == 12
-    assert {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")} == shards
+    whole = opened(run)
+    assert len(whole) == 12 and all(ids in whole for ids in texts.values())
+    assert shards.items() <= {path: path.stat().st_mtime_ns for path in store.folder.glob("shard-*")}.items()
 
 
 def test_what_capture_lost_training_makes(recipe: Path) -> None:
     """A kill between an answer and its shard; features that came from either side are found alike."""
     run = write_rollouts(recipe)
-    before = {row: FeatureStore(run.folder / "features", FeatureSpec.of(run.target, (2, 3, 4, 6))) for row in (0,)}[0]
-    texts = [json.loads(line)["input_ids"][:50] for line in (run.folder / "rollouts" / "rollouts.jsonl").open()]
-    kept = {tuple(text): before.read(text).clone() for text in texts}
+    before = opened(run)
+    kept = [(ids, before.read(ids).clone()) for ids in texts_of_rollouts(run).values()]
     shutil.rmtree(run.folder / "features")
     after = opened(run)
-    for text in texts:
-        torch.testing.assert_close(after.read(text), kept[tuple(text)], rtol=1e-4, atol=1e-4)
+    for ids, features in kept:
+        torch.testing.assert_close(after.read(ids), features, rtol=1e-4, atol=1e-4)
     out: list[str] = []
     run_stages(run.folder, run.stages(), until="rollouts", say=out.append)
     assert sum("skipped" in line for line in out) == 2, "lost features are no reason to write the rollouts again"

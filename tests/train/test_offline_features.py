@@ -110,6 +110,14 @@ def test_every_stored_position_is_the_targets(tiny_target, data, opened):
             torch.testing.assert_close(ours[row, : length - 1], theirs[row, : length - 1], rtol=1e-4, atol=1e-4)
 
 
+def test_heads_of_the_last_state_store_no_more(tiny_target, data, tmp_path):
+    """EAGLE-1/2 and MTP heads read the last hidden state alone: the layers that EAGLE-3 fuses would double the disk."""
+    settings = TrainSettings(head="eagle2")
+    source = offline.offline_features(settings, tiny_target, None, data, tmp_path / "features", ALONE)
+    found = source(data.held_out[0])
+    assert source.store.spec.layer_ids == (6,) and torch.equal(found.aux, found.last)
+
+
 def test_only_what_is_missing_is_made(tiny_target, data, opened, monkeypatch, tmp_path):
     """Killed between shards, a writer must go on behind the last one; a whole store costs no forward but the check."""
     monkeypatch.setattr(offline, "FORWARD_TOKENS", 64)

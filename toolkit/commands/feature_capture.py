@@ -21,8 +21,9 @@ OnEnd = Callable[[GenerationRequest, Request], None]
 def captured_features(engine: Engine, conversations: int, settings: TrainSettings, folder: Path) -> Iterator[OnEnd]:
     """Yields the callback of `engine_generate` that stores the features of every whole text, cut as training cuts it.
 
-    Of a conversation only the last turn's text is stored. What is not stored in the end (texts that lay in memory when
-    the process was killed, conversations that ended before their last turn) the training makes itself.
+    Of a conversation only the last turn's text is stored. What is not stored in the end the training makes itself:
+    texts that lay in memory when the process was killed, conversations that ended before their last turn, and those of
+    several turns that are longer than train.max_length (they end at the border of a turn).
     Raises `FeatureStoreError` when the disk has no room for so many conversations of train.max_length, or fills up.
     """
     target = engine.target
@@ -35,8 +36,10 @@ def captured_features(engine: Engine, conversations: int, settings: TrainSetting
 
         def keep(wanted: GenerationRequest, request: Request) -> None:
             features = recorder.take(request)
-            if wanted.last and features is not None:
-                ids = (request.prompt_ids + request.output_ids)[: settings.max_length]
-                writer.add(ids, features[: len(ids) - 1])
+            text = request.prompt_ids + request.output_ids
+            if features is None or not wanted.last or (wanted.turn > 1 and len(text) > settings.max_length):
+                return
+            ids = text[: settings.max_length]
+            writer.add(ids, features[: len(ids) - 1])
 
         yield keep

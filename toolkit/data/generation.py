@@ -15,7 +15,7 @@ from dataclasses import dataclass
 class GenerationRequest:
     """One prompt and how to continue it. `temperature` 0 is greedy; `seed` decides every draw of this request.
 
-    last: no turn of the same conversation is asked after it, so prompt and answer are the conversation's whole text.
+    turn: which of its conversation, from 1. last: none is asked after it, so prompt and answer are the whole text.
     """
 
     prompt_ids: list[int]
@@ -23,6 +23,7 @@ class GenerationRequest:
     top_p: float
     max_tokens: int
     seed: int
+    turn: int = 1
     last: bool = True
 
 

@@ -154,7 +154,7 @@ class _Writer:
             length = min(self.settings.max_tokens, room)
             asked.append(one)
             sampling = (sample["temperature"], self.settings.top_p, length, sample_seed)
-            requests.append(GenerationRequest(ids, *sampling, last=not one.waiting))
+            requests.append(GenerationRequest(ids, *sampling, turn=one.turn, last=not one.waiting))
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:

@@ -28,10 +28,14 @@ FORWARD_TOKENS = 4096  # padded, of one forward of the writer
 
 
 def stored_layer_ids(settings: TrainSettings, n_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are stored for a training of these settings: the auxiliary ones, and where the head
-    starts from the target the last one too, whose input `fc` is regressed on."""
+    """The layers whose inputs are stored for a training of these settings: those an EAGLE-3 head fuses, and where it
+    starts from the target the last one too, whose input `fc` is regressed on. Other heads read the last hidden state,
+    which is always stored; with it lies the last layer's input."""
+    last = {n_layers - 1}
+    if settings.head != "eagle3":
+        return tuple(last)
     ids = set(settings.aux_layer_ids or default_aux_layer_ids(n_layers))
-    return tuple(sorted(ids | ({n_layers - 1} if settings.init == "target" else set())))
+    return tuple(sorted(ids | last if settings.init == "target" else ids))
 
 
 def offline_features(
@@ -68,9 +72,7 @@ def offline_features(
 def texts_of(data: Data) -> list[list[int]]:
     """The ids of every rollout that training or a forecast reads, each text once, by length."""
     held_out = [
-        ids[:length].tolist()
-        for batch in data.held_out
-        for ids, length in zip(batch.input_ids, batch.lengths.tolist(), strict=True)
+        batch.input_ids[row, start:end].tolist() for batch in data.held_out for row, start, end in batch.sequences()
     ]
     texts = {tuple(text): text for text in [example.input_ids for example in data.train] + held_out}
     return sorted(texts.values(), key=lambda text: (len(text), text))
