@@ -90,22 +90,14 @@ def measure_acceptance(
         check_draft_matches(draft, target)
     settings = {
         **_settings(chosen, shapes, token_map),
-        "prompts": prompts_from,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "limit": limit,
-        "batch": batch,
-        "warmup": warmup,
-        "check_tokens": check_tokens,
-        "verify": verify,
+        **{"prompts": prompts_from, "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "limit": limit},
+        **{"batch": batch, "warmup": warmup, "check_tokens": check_tokens, "verify": verify},
         "torch_compile": torch_compile,
     }
     kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
     options: Any = {"max_batch": batch, "memory": FORGETFUL, "torch_compile": torch_compile}
     speculative = Engine(target, draft, shapes[0], verify=verify, **options)
-    # Plain decoding gets an engine without a head, so that it pays for none of the head's work.
-    plain = Engine(target, **options)
+    plain = Engine(target, **options)  # without a head, so that it pays for none of the head's work
     modes = [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     sampling = Sampling(max_tokens, temperature, seed)
     try:
