@@ -80,8 +80,7 @@ def measure_acceptance(
     and for a verifier that does not go with draft or shapes `EngineError`, `DraftShapeError`.
     """
     _check_settings(shapes, batch, warmup)
-    for shape in shapes:
-        choose_verifier(verify, draft, shape)
+    _check_verifier(verify, draft, shapes)
     check_tokens = check_tokens and (verify == "follow" or temperature == 0)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
@@ -156,6 +155,11 @@ def _kept_rounds(
         "versions": versions(),
     }
     return KeptRounds(path, made_of)
+
+
+def _check_verifier(verify: str, draft: Draft, shapes: Sequence[DraftShape]) -> None:
+    for shape in shapes:
+        choose_verifier(verify, draft, shape)
 
 
 def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> None:

@@ -183,10 +183,9 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
     stem = torch.randint(3, VOCABULARY, (35,), generator=generator).tolist()
     prompts = [stem + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 5, 1, 9, 7)]
     wanted = [reference(target, prompt, 40) for prompt in prompts]
-    other = (NgramLookup(), "3,1,4") if scattered else (build_head(target), "3,1,4")  # each once is enough
-    memory = MemorySettings(464, chunked_prefill_size=7, scattered_pages=scattered)
-    preemptions = 0
-    for draft, shape in ((build_head(target), "3,4,14"), other):
+    other = (NgramLookup(), "3,1,4", 224) if scattered else (build_head(target), "3,1,4", 400)  # each once is enough
+    for draft, shape, room in ((build_head(target), "3,4,14", 464), other):
+        memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
         engine = Engine(target, draft, DraftShape.parse(shape), max_batch=5, max_context=128, memory=memory)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
         while engine.has_work():
@@ -195,8 +194,7 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
         engine.close()
         assert [request.output_ids for request in requests] == wanted
         assert sum(request.cached_tokens for request in requests) >= 2 * 32
-        preemptions += sum(request.preemptions for request in requests)
-    assert preemptions > 0  # of the tree at least: a chain reaches less far, and may find room
+        assert sum(request.preemptions for request in requests) > 0
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
