@@ -187,14 +187,24 @@ class TrainSettings:
         need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
         for name in ("token_weight", "feature_weight"):
             need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        trained = self.head != "mtp" or self.layers <= self.ttt_steps
+        need(
+            trained, "train.layers", self.layers, f"at most ttt_steps ({self.ttt_steps}), the layers that are trained,"
+        )
+        whole = self.layers if self.head == "mtp" else 1
+        later = self.anchors is None or self.ttt_steps > whole
+        need(later, "train.anchors", self.anchors, f"null, or ttt_steps above {whole}: they thin out later steps,")
         some = self.token_weight + self.feature_weight > 0
         need(some, "train.token_weight", self.token_weight, "a weight above 0 for this or train.feature_weight")
 
     def check_processes(self, processes: int) -> None:
-        """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches."""
+        """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches.
+
+        More processes than sequences can: the rest of them have none.
+        """
         share, rest = divmod(self.global_batch, processes)
-        even = f"a multiple of {processes}, the number of training processes,"
-        need(share > 0 and not rest, "train.global_batch", self.global_batch, even)
+        even = f"a multiple of {processes}, the number of training processes, or at most as many,"
+        need(share == 0 or not rest, "train.global_batch", self.global_batch, even)
         whole = share <= self.micro_batch or share % self.micro_batch == 0
         need(whole, "train.micro_batch", self.micro_batch, f"a divisor of {share}, the sequences of a process,")
 

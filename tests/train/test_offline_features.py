@@ -14,7 +14,7 @@ from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import TrainSettings
 from toolkit.target.features import AuxCapture, default_aux_layer_ids
 from toolkit.train import offline_features as offline
-from toolkit.train.initialise import initialise_random
+from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.split_data import Data
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead
@@ -91,6 +91,26 @@ def test_the_curve_is_that_of_online_features(tiny_target, tiny_draft, data, ope
             side.capture.remove()
     torch.testing.assert_close(torch.tensor(stored[0]), torch.tensor(online[0]), rtol=1e-4, atol=0)
     assert stored[1] == pytest.approx(online[1], rel=1e-6)
+
+
+def test_the_warm_start_reads_the_store(tiny_target, tiny_draft, data, opened):
+    """fc is the regression it is with the target's forward, which never runs (fp32, 1e-3: a solve amplifies
+    roundings)."""
+    source, heads = opened(), [Eagle3Head(tiny_draft.head.config) for _ in range(2)]
+    batches = [collate([example], data.pad_id) for example in data.train]
+    r2 = [initialise_from_target(heads[0], tiny_target, tiny_draft.token_map, batches, 0)]
+
+    def refuse(*_):
+        raise AssertionError("the target's body ran")
+
+    hook = tiny_target.body.register_forward_pre_hook(refuse)
+    try:
+        r2.append(initialise_from_target(heads[1], tiny_target, tiny_draft.token_map, batches, 0, source))
+    finally:
+        hook.remove()
+    assert r2[0] == pytest.approx(r2[1], rel=1e-2)
+    ours, theirs = heads[1].fc.weight, heads[0].fc.weight
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
 
 
 def test_every_stored_position_is_the_targets(tiny_target, data, opened):

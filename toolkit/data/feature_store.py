@@ -19,7 +19,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,6 +83,11 @@ class FeatureSpec:
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "layer_ids": list(self.layer_ids)}
 
+    def within(self, stored: dict[str, Any]) -> FeatureSpec:
+        """With the layers of another manifest, where those are all of these and more: what lies there serves."""
+        layers = tuple(stored.get("layer_ids", ()))
+        return replace(self, layer_ids=layers) if set(self.layer_ids) <= set(layers) else self
+
     def differences(self, stored: dict[str, Any]) -> list[str]:
         """What another manifest says differently, key by key."""
         mine = self.to_json()
@@ -110,7 +115,8 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
-        self.folder, self.spec = folder, spec
+        path = folder / MANIFEST
+        self.folder, self.spec = folder, spec.within(_manifest(path)) if path.is_file() else spec
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, torch.Tensor] = {}
         self.refresh()
@@ -123,7 +129,7 @@ class FeatureStore:
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
-        stale = spec.differences(_manifest(path)) if path.is_file() else []
+        stale = spec.within(_manifest(path)).differences(_manifest(path)) if path.is_file() else []
         if stale:
             log.warning("%s: features of other settings are made anew (%s)", folder, "; ".join(stale))
         if stale or not path.is_file():

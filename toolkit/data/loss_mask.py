@@ -21,8 +21,8 @@ from toolkit.data.chat_template import (
     special_ids,
     template_text,
 )
+from toolkit.target.target import SENTINEL
 
-SENTINEL = "Zebra7Quartz"  # an answer that no template changes
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

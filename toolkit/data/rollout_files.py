@@ -125,11 +125,17 @@ def _check_row(row: Mapping[str, Any], where: str, wanted: Mapping[str, Any], as
 
 
 def write_stats(
-    paths: RolloutPaths, tally: Tally, total: int, provenance: Mapping[str, Any], held_out: float
+    paths: RolloutPaths,
+    tally: Tally,
+    total: int,
+    provenance: Mapping[str, Any],
+    held_out: float,
+    *,
+    may_be_empty: bool = False,
 ) -> dict[str, Any]:
     """Warn of what was lost, write the statistics, and return them. Raises `DataError` when there is no row at all."""
     rollouts = tally.counts["rollouts"]
-    if not rollouts:
+    if not rollouts and not may_be_empty:
         raise DataError(f"none of {total} conversations became a rollout: {dict(tally.skipped) or 'there were none'}")
     if tally.skipped or tally.shortened:
         logger.warning(

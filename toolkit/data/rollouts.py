@@ -51,6 +51,7 @@ def write_rollouts(
     temperatures: Mapping[str, float] | None = None,
     more_provenance: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
+    may_be_empty: bool = False,
 ) -> dict[str, Any]:
     """Answer the user turns of `conversations` into the .jsonl file `out_path`; returns the statistics.
 
@@ -59,7 +60,7 @@ def write_rollouts(
     `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
     `temperatures` by conversation id take the place of the settings' one; `more_provenance` goes into every row.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
-    conversation becomes a rollout.
+    conversation becomes a rollout (unless `may_be_empty`: a share of a whole).
     """
     paths = RolloutPaths(Path(out_path))
     asked = [user_turns(one) for one in conversations]
@@ -89,7 +90,7 @@ def write_rollouts(
                     on_progress(tally.ended, len(asked), tally.written_tokens)
     if temperatures is not None:
         provenance["temperature"] = sorted({one["temperature"] for one in each.values()})
-    return write_stats(paths, tally, len(asked), provenance, settings.held_out)
+    return write_stats(paths, tally, len(asked), provenance, settings.held_out, may_be_empty=may_be_empty)
 
 
 @dataclass

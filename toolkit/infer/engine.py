@@ -70,6 +70,7 @@ class Engine:
         if max_batch < 1:
             raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.target = target
+        _on_device(target.device)
         with torch.inference_mode():
             self._forward = TargetForward(target, torch_compile=torch_compile)
             limit = self._forward.max_context
@@ -166,6 +167,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round. Returns the requests that got tokens or ended in it."""
+        _on_device(self.target.device)
         admitted = self._schedule()
         touched = self._running + [request for request in admitted if request.finished]
         if self._running:
@@ -309,3 +311,9 @@ class Engine:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity()
         assert max(self._lengths(), default=0) < self.max_context, "a request outgrew the context"
+
+
+def _on_device(device: torch.device) -> None:
+    """Triton launches on the thread's current device, whatever the device of its tensors."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -86,7 +86,9 @@ class FeatureRecorder:
             recorded = self._recorded.get(request)
             if recorded is not None:
                 assert recorded.positions == request.length - 1, "a forward of the target passed unseen"
-                recorded.append(states[row, : accepted + 1])
+                recorded.append(
+                    states[row, : accepted + 1].clone()
+                )  # rejected nodes and other rows do not stay with it
 
     # -- as the inner drafter ------------------------------------------------------------------------------------------
 

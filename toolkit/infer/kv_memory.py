@@ -87,7 +87,7 @@ class KVMemory:
         size = self.pool.page_size
         found: list[int] = []
         if self._prefixes is not None:
-            found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, drafted)
+            found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
         if self._start(row, found, len(tokens), reserve):
             return len(found) * size
         # Where pages are copied, what was found stands in its own way.
@@ -113,7 +113,11 @@ class KVMemory:
     def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
         """Keep the row's first `positions` positions to be found again; all its caches hold them, or the target's."""
         if self._prefixes is not None:
-            self._prefixes.keep(tokens, row, positions, drafted)
+            self._prefixes.keep(tokens, row, positions, self._whole(drafted))
+
+    def _whole(self, drafted: bool) -> bool:
+        """Whether pages hold all there is of their tokens: where no drafter keeps a cache the target's part is all."""
+        return drafted or not self._lookahead
 
     def release(self, row: int) -> None:
         self.pool.release(row)

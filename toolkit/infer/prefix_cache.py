@@ -108,8 +108,13 @@ class PrefixCache:
         whole = self._follow([], tokens, most, drafted=True)
         if drafted or len(whole) >= most:
             return whole
-        branches = (self._follow(whole[:length], tokens, most, drafted=False) for length in range(len(whole), -1, -1))
-        return max(branches, key=len)  # the first of the longest: of as many whole pages as there are
+        best = whole
+        for length in range(len(whole), -1, -1):
+            behind = whole[length - 1].below if length else self._roots
+            if self._key(tokens, length, drafted=False) in behind:
+                found = self._follow(whole[:length], tokens, most, drafted=False)
+                best = found if len(found) > len(best) else best  # of equal ones that with more whole pages
+        return best
 
     def _follow(self, path: list[_Node], tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
         """`path` and all known pages of that kind behind it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import time
@@ -22,6 +23,7 @@ COLUMNS = 1024
 REPEATS = 10
 
 
+@functools.cache
 def fastest_cpu_dtype() -> torch.dtype:
     """bfloat16 unless float32 products are faster here; measured once per CPU and torch, then read from the cache.
 

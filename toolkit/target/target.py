@@ -23,7 +23,7 @@ from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-SENTINEL = "Zebra7Quartz"
+SENTINEL = "Zebra7Quartz"  # an answer that no template changes
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from toolkit.recipe import TrainSettings
 from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.features import StoredFeatures
 from toolkit.train.initialise import (
     RANDOM_STD,
     copy_norm,
@@ -79,17 +80,22 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
 
 
 def start_head(
-    plan: HeadPlan, settings: TrainSettings, target: Target, seed: int, batches: Iterable[Batch] | None = None
+    plan: HeadPlan,
+    settings: TrainSettings,
+    target: Target,
+    seed: int,
+    batches: Iterable[Batch] | None = None,
+    stored: StoredFeatures | None = None,
 ) -> DraftHead:
     """A new head on the target's device: random weights, or with `batches` the target's own where they fit, and a
-    regression over as many of the batches as it needs."""
+    regression over as many of the batches as it needs. stored: the batches' features; None: the target's forward."""
     head = kind_of(plan.config).head_class(plan.config).to(target.device)
     if not plan.own_vocabulary:
         log.info("scored by the target's output matrix over all its ids: the run's token map is not read")
     if batches is None:
         initialise_random(head, seed)
     else:
-        r2 = _from_target(head, plan, target, seed, batches)
+        r2 = _from_target(head, plan, target, seed, batches, stored)
         log.info("head starts from the target's weights; of what its input should become it explains %.2f", r2 or 0.0)
     if isinstance(head, Eagle3Head) and settings.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
@@ -121,11 +127,18 @@ def anchors_of(settings: TrainSettings, seed: int, *place: int) -> Anchors | Non
     return Anchors(settings.anchors, full, random.Random(f"anchors {seed} {place}").getrandbits(63))
 
 
-def _from_target(head: DraftHead, plan: HeadPlan, target: Target, seed: int, batches: Iterable[Batch]) -> float | None:
+def _from_target(
+    head: DraftHead,
+    plan: HeadPlan,
+    target: Target,
+    seed: int,
+    batches: Iterable[Batch],
+    stored: StoredFeatures | None,
+) -> float | None:
     linear = head.layer(0).eh_proj if isinstance(head, MtpHead) else head.fc
     taken = regression_batches(batches, linear.in_features)
     if isinstance(head, Eagle3Head):
-        return initialise_from_target(head, target, plan.token_map, taken, seed)
+        return initialise_from_target(head, target, plan.token_map, taken, seed, stored)
     start: Any = start_mtp if isinstance(head, MtpHead) else start_eagle2
     return start(head, target, taken, seed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
 
 def _train(recipe: Recipe, recipe_path: str, overrides: Sequence[str]) -> int:
     """Train by `recipe` in its run folder."""
+    recipe.train.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
     run_dir = Path(recipe.run_dir)
     rollouts, token_map = run_dir / "rollouts" / "rollouts.jsonl", run_dir / "token_map" / "token_map.safetensors"
     bring_up_to_date(run_dir, (rollouts, token_map), recipe_path, overrides)

@@ -131,6 +131,7 @@ class FreshRollouts:
                 max_context=engine.max_context,
                 temperatures=temperatures,
                 more_provenance={"step": step},
+                may_be_empty=True,
             )
         finally:
             engine.close()

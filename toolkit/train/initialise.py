@@ -10,7 +10,7 @@ regression from the features at i to the input of the last layer at i+1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from toolkit.target.features import AuxCapture
 from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.features import StoredFeatures
 from toolkit.train.regression import Moments, ridge_regression
 
 log = get_logger(__name__)
@@ -46,12 +47,17 @@ def initialise_random(head: nn.Module, seed: int) -> None:
 
 
 def initialise_from_target(
-    head: Eagle3Head, target: Target, token_map: TokenMap, batches: list[Batch], seed: int
+    head: Eagle3Head,
+    target: Target,
+    token_map: TokenMap,
+    batches: list[Batch],
+    seed: int,
+    stored: StoredFeatures | None = None,
 ) -> float | None:
     """Copy what fits from the target's last layer, norm and output matrix, and solve for `fc` on `batches`.
 
-    Parts whose shapes differ (another attention or MLP than the head's) stay random and are named in the log. Returns
-    the regression's R2, None when no batches came.
+    stored: the features of `batches`, which spare the target's forward. Parts whose shapes differ (another attention or
+    MLP than the head's) stay random and are named in the log. Returns the regression's R2, None when no batches came.
     """
     initialise_random(head, seed)
     left = _copy_last_layer(head, target)
@@ -61,7 +67,7 @@ def initialise_from_target(
             left.append("norm.weight")
     if left:
         log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
-    return _solve_fc(head, target, batches) if batches else None
+    return _solve_fc(head, target, batches, stored) if batches else None
 
 
 @torch.no_grad()
@@ -109,35 +115,46 @@ def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
 
 
 @torch.no_grad()
-def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch]) -> float:
+def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: StoredFeatures | None) -> float:
     """Ridge regression of the last layer's input at i+1 on the features at i; returns R2 on positions left out."""
     ids = head.config.aux_layer_ids
     last_input = target.n_layers - 1
-    captured = tuple(sorted({*ids, last_input}))
-    capture = AuxCapture(target, captured)
     fit, check = (Moments.empty(head.fc.in_features, target.hidden_size, target.device) for _ in range(2))
-    try:
-        for number, batch in enumerate(batches):
-            target.body(input_ids=batch.input_ids.to(target.device), use_cache=False)
-            states = dict(zip(captured, capture.take_each(), strict=True))
-            pairs = answer_pairs(batch, target.device)
-            x = head.before_fc(torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float())
-            y = states[last_input][:, 1:][pairs].float()
-            (check if number % CHECK_EVERY == 1 else fit).add(x, y)
-    finally:
-        capture.remove()
+    for number, (batch, states) in enumerate(_states(target, (*ids, last_input), batches, stored)):
+        pairs = answer_pairs(batch, target.device)
+        x = head.before_fc(torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float())
+        y = states[last_input][:, 1:][pairs].float()
+        (check if number % CHECK_EVERY == 1 else fit).add(x, y)
     weight, r2 = ridge_regression(fit, check)
     head.fc.weight.copy_(weight.T)
     return r2
 
 
+def _states(
+    target: Target, layers: tuple[int, ...], batches: list[Batch], stored: StoredFeatures | None
+) -> Iterator[tuple[Batch, dict[int, torch.Tensor]]]:
+    """Every batch with the inputs [B, L, H] of these layers, from disk or by the target's forward."""
+    if stored is not None:
+        yield from ((batch, {layer: stored.layer(batch, layer) for layer in layers}) for batch in batches)
+        return
+    captured = tuple(sorted(set(layers)))
+    capture = AuxCapture(target, captured)
+    try:
+        for batch in batches:
+            target.body(input_ids=batch.input_ids.to(target.device), use_cache=False)
+            yield batch, dict(zip(captured, capture.take_each(), strict=True))
+    finally:
+        capture.remove()
+
+
 def answer_pairs(batch: Batch, device: torch.device) -> torch.Tensor:
     """[B, L-1] bool: i and i+1 both real, and i+1 about to write or writing an answer (where the head will work).
 
-    Position 0 is left out: its states are an outlier by orders of magnitude in most models (attention sink).
+    i+1 is never a text's last id, whose states nobody computes while the text is written. Position 0 is left out: its
+    states are an outlier by orders of magnitude in most models (attention sink).
     """
     length = batch.input_ids.shape[1]
-    real = torch.arange(length - 1)[None, :] + 1 < batch.lengths[:, None]
+    real = torch.arange(length - 1)[None, :] + 2 < batch.lengths[:, None]
     real[:, 0] = False
     return (real & batch.response[:, 1:]).to(device)
 

@@ -72,10 +72,13 @@ class Trainer:
                 *([] if self.target.quantization is None else [self.target.quantization]),
                 self.plan.token_map.sha256,
                 sha256_file(rollouts),
+                *self._draws_depend_on(),
             ]
         )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
+        if world > self.settings.global_batch:
+            log.warning("%d processes share steps of %d sequences: some idle", world, self.settings.global_batch)
         self.accelerator = build_accelerator(
             self.settings.precision,
             self.micro_batch(world),
@@ -85,11 +88,12 @@ class Trainer:
         )
         if self.settings.pack:
             check_packing(self.target)
-        ids, stored = self.plan.aux_layer_ids, None
+        ids, self.stored = self.plan.aux_layer_ids, None
         if self.settings.features == "offline":
             folder = directory.parent / "features"
-            stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
-        self.side = TargetSide(self.target, self.plan.token_map, ids, self.settings.precision, stored)
+            with sole_trainer(directory) if self.accelerator.is_main_process else nullcontext():
+                self.stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
+        self.side = TargetSide(self.target, self.plan.token_map, ids, self.settings.precision, self.stored)
         self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
         self.metrics = Metrics(
@@ -114,15 +118,23 @@ class Trainer:
                 recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
             )
 
+    def _draws_depend_on(self) -> list[Any]:
+        """What the draws of anchors follow beside the seed: a resumed training must cut its batches alike."""
+        settings = self.settings
+        return (
+            [] if settings.anchors is None else [settings.micro_batch, settings.pack, os.environ.get("WORLD_SIZE", "1")]
+        )
+
     def micro_batch(self, world: int) -> int:
-        return self.settings.global_batch // (world * self.accumulation)
+        return max(1, self.settings.global_batch // (world * self.accumulation))
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
         fresh = settings.init == "target" and not stored_states(self.directory)
         batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
-        head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None)
+        stored = self.stored if self.plan.own_vocabulary else None
+        head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None, stored)
         return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:
@@ -192,7 +204,8 @@ class Trainer:
         """Have rollouts written by the head of this step's help, and train on them from here."""
         assert self.fresh is not None, "nothing is due without an interval"
         # What is killed while it writes goes on from here, not from the last interval's state.
-        save_state(self.accelerator, self.directory, position, self.settings.keep_states)
+        if position.step not in {int(state.name.removeprefix("state-")) for state in stored_states(self.directory)}:
+            save_state(self.accelerator, self.directory, position, self.settings.keep_states)
         self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
         return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
