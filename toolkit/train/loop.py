@@ -77,8 +77,6 @@ class Trainer:
         )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.accumulation = accumulation_steps(self.settings, world)
-        if world > self.settings.global_batch:
-            log.warning("%d processes share steps of %d sequences: some idle", world, self.settings.global_batch)
         self.accelerator = build_accelerator(
             self.settings.precision,
             self.micro_batch(world),
@@ -154,7 +152,9 @@ class Trainer:
     def _run(self) -> Path:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
         self.metrics.rewind(position.step, position.rollouts_of_step)
-        main = self.accelerator.is_main_process
+        main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
+        if processes > self.settings.global_batch:
+            log.warning("%d processes share steps of %d sequences: some idle", processes, self.settings.global_batch)
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
             len(self.data.train),
