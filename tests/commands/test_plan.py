@@ -25,9 +25,10 @@ def test_plan_of_a_head_with_measured_chains(tiny_draft_directory, tiny_target_d
     assert main([*typed, "--engine", "vllm"]) == 0
     said = capsys.readouterr().out
     assert "1: 1.90, 2: 2.62 (measured.json: a chain of 2, temperature 0.0, 9 verify steps)" in said
-    assert f"toolkit export --draft {head} --to vllm" in said and "6 costs fitted to 6 published figures" in said
+    assert f"toolkit export --draft {head} --to vllm --out OUT" in said
+    assert "6 costs fitted to 6 published figures" in said
     line = next(line for line in said.splitlines() if line.startswith("vllm serve"))
-    assert json.loads(line.split("--speculative-config '")[1].split("'")[0])["model"] == str(head)
+    assert json.loads(line.split("--speculative-config '")[1].split("'")[0])["model"] == "OUT"
     measured = [*typed, "--layout", "tp1", "--step-ms", "1:500,2:500"]
     assert main(measured) == 0
     assert "from your measured steps" in capsys.readouterr().out
@@ -37,6 +38,14 @@ def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
     assert main(["plan", str(tiny_target_directory), *WORK, "--rate", "2"]) == 0
     said = capsys.readouterr().out
     assert "plain decoding" in said and "speculative" not in said and "--max-running-requests" in said
+
+
+def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys):
+    """There is nothing to export; its place on the line is named."""
+    words = ["--concurrency", "1", "--accept-lengths", "1:1.9", "--gpu-bandwidth", "0.01"]
+    assert main(["plan", str(tiny_target_directory), *WORK, *words]) == 0
+    said = capsys.readouterr().out
+    assert "--speculative-draft-model-path HEAD" in said and "exported" not in said
 
 
 @pytest.mark.parametrize(
@@ -50,7 +59,9 @@ def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
         (["--concurrency", "4", "--layout", "tp1", "--step-ms", "1"], "REQUESTS:MS"),
         (["--concurrency", "4", "--head", "eagle3"], "accept lengths are needed"),
         (["--concurrency", "4", "--head", "mtp", "--accept-lengths", "1:1.5"], "no MTP layers of its own"),
-        (["--concurrency", "4", "--layout", "tp3"], "does not fit"),
+        (["--concurrency", "4", "--layout", "tp3"], "as tp3"),
+        (["--concurrency", "4", "--weight-bits", "0"], "a number above 0"),
+        (["--concurrency", "4", "--published"], "TARGET, --input, --output, --concurrency, --gpus came together"),
     ],
 )
 def test_wrong_words(tiny_target_directory, capsys, words, says):

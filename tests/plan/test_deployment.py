@@ -67,6 +67,11 @@ def test_memory_bounds_the_batch():
     most = planner(concurrency=1).most_requests(Layout(1))
     assert most == int((0.88 * 80e9 - 16e9 - 0.25e9 * 2 - 0.1e9 * 2) / (1500 * (128 * 1024 + 4096)))
     assert planner(concurrency=1, input=10**6).most_requests(Layout(1)) == 0
+    shared = replace(DRAFT, size=replace(HEAD, shared_head=True))
+    borrowed = planner(draft=shared, concurrency=1).most_requests(Layout(1))
+    assert borrowed == int((0.88 * 80e9 - 16e9 - 0.25e9 * 2) / (1500 * (128 * 1024 + 4096))) > most
+    one = {"gpu": GPU, "layout": Layout(1), "costs": Costs(), "requests": 1, "tokens": 1, "context": 9}
+    assert forward_s(shared.size, **one) == forward_s(HEAD, **one)  # read in every pass all the same
     # One latent vector serves all heads: every GPU of a tensor-parallel group keeps all of it.
     assert planner(SPARSE, None, concurrency=1).most_requests(Layout(4)) < 1024
     with pytest.raises(PlanError, match=r"does not fit 2 H100: 172\.0 GB of weights"):
@@ -112,6 +117,21 @@ def test_prompts_are_read_elsewhere_where_that_pays():
         planner(concurrency=8, max_tpot_s=1e-4).best(8)
 
 
+def test_what_stands_in_the_way_is_named():
+    """The layout asked for, the limit on TPOT, or the rate under it: each has another remedy."""
+    with pytest.raises(PlanError, match=r"cannot run on 8 H100 as tp3: .*--layout \(tp1, tp2, tp4, tp8\)"):
+        replace(planner(concurrency=1), only=(3, False)).best(8)
+    # Only two GPUs together are quick enough, of three: the third one reads, and cannot read so many prompts.
+    free = planner(draft=None, input=8000, output=2, concurrency=1)
+    one, two = (free.batch(Layout(gpus), 1).round_s for gpus in (1, 2))
+    limits = {"draft": None, "input": 8000, "output": 2, "max_tpot_s": (one + two) / 2}
+    assert planner(**limits, rate=1.0).best(3)[0].prefill is not None
+    with pytest.raises(PlanError, match="cannot serve 1000 requests a second within .* ms a token; lower rates they"):
+        planner(**limits, rate=1000.0).best(3)
+    with pytest.raises(PlanError, match="no layout of 3 H100 keeps 0.1 ms a token"):
+        planner(**{**limits, "max_tpot_s": 1e-4}, rate=1.0).best(3)
+
+
 def test_waiting_grows_with_the_load():
     """M/D/1: at a load of 1/2 a request waits half a reading for its turn."""
     mine = planner(draft=None, rate=1.0)
@@ -119,6 +139,25 @@ def test_waiting_grows_with_the_load():
     half = replace(mine, work=replace(mine.work, output=1, rate=0.5 / reads), only=(1, False))
     together = [one for one in half._together(_engines(1)) if one.batch.requests == 1]
     assert together[0].ttft_s == pytest.approx(reads + together[0].batch.round_s / 2 + reads / 2)
+
+
+def test_only_the_prompts_of_others_are_pauses():
+    """b requests a rank: the prompts of b - 1 others fall into a request's writing. One alone is never stopped."""
+    mine = planner(draft=None, concurrency=4)
+    reads = prefill_s(DENSE, GPU, Layout(1), Costs(), 1000)
+    found = {one.batch.requests: one for one in mine._together(_engines(1))}
+    assert found[1].tpot_s == pytest.approx(found[1].batch.round_s)
+    assert found[4].tpot_s == pytest.approx(found[4].batch.round_s + 3 * reads / 500)
+
+
+def test_a_prompt_in_sliding_layers():
+    """Query t sees min(t, w) keys: a triangle of w and then w a token; half a square where the window is longer."""
+    heads = {"layer_s": 0.0, "prefill_share": 1.0}
+    size = replace(DENSE, body=0.0, head=0.0, cache=Cache(0.0, 8, 0.0, 0.0, 100, 1.0, 6.0))
+    for tokens in (40, 100, 1000):
+        pairs = sum(min(t, 100) - 0.5 for t in range(1, tokens + 1))
+        seconds = prefill_s(size, GPU, Layout(1), replace(Costs(), **heads), tokens)
+        assert seconds * GPU.flops / 6 == pytest.approx(pairs, rel=0.01), tokens
 
 
 def _engines(gpus: int):
@@ -135,6 +174,12 @@ def test_measured_steps_replace_the_fixed_time():
     assert again == pytest.approx(0.012) and costs.layer_s > Costs().layer_s
     with pytest.raises(PlanError, match="shorter than what it must read"):
         calibrated(mine, Layout(1), {1: 0.001})
+    waits = replace(mine, overlap=False)
+    waits = replace(waits, costs=calibrated(waits, Layout(1), {1: 0.018, 4: 0.020}))
+    said = [waits.batch(Layout(1), requests).plain_s for requests in (1, 4)]
+    assert sum(said) == pytest.approx(0.038)
+    with pytest.raises(PlanError, match="6.1 ms the host's without overlap"):
+        calibrated(waits, Layout(1), {1: 0.008})
 
 
 def test_two_batches_hide_the_exchange_of_large_ones_alone():

@@ -102,6 +102,10 @@ def test_target_by_directory_and_config(tmp_path):
     assert target_size(str(tmp_path), 16)[0].bits == 16
     mtp = native_mtp(size)
     assert mtp.layers == mtp.moe_layers == 1 and mtp.experts == size.experts / 2 and mtp.head == size.head
+    assert mtp.shared_head and not size.shared_head
+    for bits in (0, -4):
+        with pytest.raises(PlanError, match=f"--weight-bits {bits}: a number above 0"):
+            target_size(str(tmp_path), bits)
     with pytest.raises(PlanError, match=r"config\.json, its directory or its hub id"):
         target_size(str(tmp_path / "other.json"))
     with pytest.raises(TargetError, match="does not exist"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,6 +18,8 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.launcher.runner import fetch_hostfile
+
+from toolkit.recipe import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "recipes" / "accelerate"
@@ -32,12 +36,42 @@ def test_accelerate_reads_the_recipe(name):
     assert config.num_machines == (2 if name in ("nodes", "hostfile") else 1)
 
 
+def lines_typed(path: Path, command: str) -> list[list[str]]:
+    """The lines of a file, commented out or not, that type this command: the words behind it."""
+    whole = path.read_text().replace("\\\n#", " ").replace("\\\n", " ")
+    lines = [line.removeprefix("#").strip() for line in whole.splitlines()]
+    return [shlex.split(line.removeprefix(command), comments=True) for line in lines if line.startswith(f"{command} ")]
+
+
 def typed(name: str) -> list[str]:
-    """The launch line in the recipe's header, as its words behind `accelerate launch`."""
-    header = (RECIPES / f"{name}.yaml").read_text().splitlines()
-    (first,) = (index for index, line in enumerate(header) if line.startswith("#   accelerate launch"))
-    line = header[first].removesuffix("\\") + header[first + 1].removeprefix("#")
-    return line.removeprefix("#   accelerate launch").replace(" K ", " 1 ").split()
+    """The launch line in the recipe's header, of the second node where it is one of each node."""
+    (words,) = lines_typed(RECIPES / f"{name}.yaml", "accelerate launch")
+    return ["1" if word == "K" else word for word in words]
+
+
+def check_batch(words: list[str], processes: int) -> None:
+    """As training does first of all."""
+    recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "recipes/smollm2-135m.yaml"
+    settings = [word for word in words if word.startswith("train.")]
+    load_recipe(REPOSITORY / recipe, settings).train.check_processes(processes)
+
+
+def test_the_processes_of_every_line_share_its_batch():
+    """The demo recipe's batch of 1 is for one process; a line for several has to state another."""
+    lines = [typed(name) for name in ("zero2", "zero3", "nodes", "hostfile")]
+    by_hand = lines_typed(REPOSITORY / "README.md", "accelerate launch")
+    assert len(by_hand) >= 2
+    for words in (*lines, *by_hand):
+        check_batch(words, int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1)
+    script = REPOSITORY / "recipes" / "slurm" / "train.sbatch"
+    asked = dict(re.findall(r"^#SBATCH --(nodes|gpus-per-node)=(\d+)", script.read_text(), re.MULTILINE))
+    jobs = [words for path in (script, REPOSITORY / "README.md") for words in lines_typed(path, "sbatch")]
+    whole = [words for words in jobs if "..." not in words]
+    assert len(whole) == 2
+    for words in whole:
+        check_batch(words, int(asked["nodes"]) * int(asked["gpus-per-node"]))
+    (others,) = (words for words in jobs if "--nodes" in words)
+    assert f"ALL,GPUS={others[others.index('--gpus-per-node') + 1]}" in others
 
 
 def started(words: list[str], monkeypatch):
@@ -56,7 +90,7 @@ def test_the_line_over_ssh(monkeypatch):
     words = " ".join(command)
     assert words.startswith("deepspeed --hostfile recipes/accelerate/hostfile --no_local_rank --launcher pdsh")
     assert "--num_gpus 8 --master_addr NODE0 --master_port 29500" in words
-    assert words.endswith(f"{SCRIPT} --recipe recipes/smollm2-135m.yaml")
+    assert words.endswith(f"{SCRIPT} --recipe recipes/smollm2-135m.yaml train.global_batch=16")
     assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert dict(fetch_hostfile("recipes/accelerate/hostfile")) == {"node0": 8, "node1": 8}
     assert ".deepspeed_env" in (REPOSITORY / ".gitignore").read_text().splitlines()
@@ -73,8 +107,8 @@ def test_the_line_of_each_node(monkeypatch):
 # Slurm, as far as the script needs it: two nodes, both on this machine.
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" & done
-status=0; for job in $(jobs -p); do wait "$job" || status=$?; done; exit $status
+jobs=(); for node in 0 1; do SLURM_NODEID=$node "$@" & jobs+=($!); done
+status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit $status
 """
 SCONTROL = "#!/bin/bash\n[[ $* == 'show hostnames two-nodes' ]] && printf '127.0.0.1\\n127.0.0.2\\n'\n"
 
@@ -92,6 +126,21 @@ def slurm(tmp_path) -> dict[str, str]:
     ours = {"SLURM_JOB_NODELIST": "two-nodes", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "GPUS": "1", "PORT": str(port)}
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
     return {**os.environ, **ours, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+
+
+@pytest.mark.parametrize(("head", "script"), [(None, SCRIPT), ("mtp", "toolkit/train/mtp.py"), ("loss", None)])
+def test_the_job_trains_the_head_it_is_told(slurm, tmp_path, head, script):
+    """Every node starts that head's script; a head that is none is refused before any node starts."""
+    (tmp_path / "accelerate").write_text('#!/bin/bash\necho "$@"\n')
+    environment = {**slurm, **({} if head is None else {"HEAD": head})}
+    command = ["bash", "recipes/slurm/train.sbatch", "a=b"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    if script is None:
+        assert done.returncode == 2 and "eagle3, eagle2 or mtp is needed" in done.stderr and not done.stdout
+    else:
+        started = done.stdout.splitlines()
+        assert done.returncode == 0 and len(started) == 2 and (REPOSITORY / script).is_file()
+        assert all(line.endswith(f" {script} a=b") for line in started)
 
 
 def test_two_nodes_give_the_curve_of_one_process(tiny_run, slurm, tmp_path):

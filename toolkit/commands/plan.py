@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError
@@ -21,6 +22,7 @@ FIGURES = {
     "link": "GB/s to a GPU of the same node, one way",
     "network": "GB/s to other nodes, a GPU",
 }
+EXPORTED = "OUT"  # where the printed export line puts the head, and launch lines look for it
 GPU_FIELDS = {"tflops": "flops", "fp8-tflops": "flops_8"}
 
 
@@ -68,16 +70,29 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.plan.plan_text import draft_table, plan_text, published_text
 
     if args.published:
+        _check_alone(args)
         print(published_text())
         return 0
     planner, model = _planner(args)
     best, other = planner.best(args.gpus)
     table = draft_table(planner, best)
     print(plan_text(planner, best, other, table))
-    if planner.draft is not None and planner.draft.path is not None and best.batch.drafts:
-        print(f"\nheads of ours are exported first: toolkit export --draft {args.draft} --to {args.engine} --out OUT")
+    if args.draft is not None and best.batch.drafts:
+        line = shlex.join(["toolkit", "export", "--draft", args.draft, "--to", args.engine, "--out", EXPORTED])
+        print(f"\nthe head is exported first: {line}")
     print("\n" + "\n".join(launch_lines(args.engine, model, best, planner.draft, table)))
     return 0
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    """--published lists the same figures whatever else is typed."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args(["--published"]))
+    typed = [name for name, default in defaults.items() if getattr(args, name) != default]
+    if typed:
+        names = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in typed)
+        raise ArgumentsError(f"--published and {names} came together; --published stands alone")
 
 
 def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
@@ -134,7 +149,7 @@ def _draft(args: argparse.Namespace, size: ModelSize, config: Any) -> Draft | No
                 "belongs to another target"
             )
         stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
-        return Draft(found.kind, head_size(found.head, size), *stated, path=str(args.draft))
+        return Draft(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
     if lengths is None:
         if args.head is not None:
             raise ArgumentsError(f"--head {args.head}: its accept lengths are needed too, --accept-lengths 1:A,2:B")

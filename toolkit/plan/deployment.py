@@ -5,6 +5,7 @@ T(b) seconds that commit a tokens:
 
     together    requests a second = 1 / (P + output * T / (a * b))        a prompt being read stops the rank's rounds
     split       requests a second = min(prefill ranks / P, decode ranks * a * b / (output * T))
+    TPOT        together T / a + (b - 1) * P / output: the others' prompts are pauses, its own is not; split T / a
 
 Requests that come at a rate wait for a prompt reader as in an M/D/1 queue: P * load / (2 * (1 - load)).
 """
@@ -19,11 +20,12 @@ from toolkit.plan.draft_cost import Draft
 from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import Gpu
 from toolkit.plan.model_size import ModelSize
-from toolkit.plan.step_time import Costs, Layout, cache_bytes, forward_s, prefill_s, round_s, weight_bytes
+from toolkit.plan.step_time import Costs, Layout, cache_bytes, prefill_s, round_s, weight_bytes
 
 MEMORY_SHARE = 0.88  # of a GPU for weights and cache; the rest is for activations and graphs
 SPLIT_MARGIN = 1.05  # two kinds of engines are more to run: they have to be worth it
 BIGGEST_BATCH = 1024
+IDLE_RATE = 1e-9  # requests a second that keep nobody waiting
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,7 @@ class Planner:
 
         Raises `PlanError` when the model does not fit, or the limits cannot be kept.
         """
-        together = [
-            one for layout in self.layouts(gpus) for one in self._together(Engines(layout, gpus // layout.gpus))
-        ]
-        split = [one for one in self._splits(gpus)]
+        together, split = self._found(gpus)
         if not together and not split:
             raise PlanError(self._why_not(gpus))
         one = max(together, key=self._worth, default=None)
@@ -179,6 +178,13 @@ class Planner:
             best, other = one, two
         self._check_rate(best)
         return best, other
+
+    def _found(self, gpus: int) -> tuple[list[Deployment], list[Deployment]]:
+        """Those that keep the limits: together, and split."""
+        together = (
+            one for layout in self.layouts(gpus) for one in self._together(Engines(layout, gpus // layout.gpus))
+        )
+        return list(together), list(self._splits(gpus))
 
     def _worth(self, deployment: Deployment) -> tuple[float, float]:
         """Most requests; among those that serve the whole rate, the quickest."""
@@ -199,7 +205,7 @@ class Planner:
             rate = engines.ranks / (reads + writes)
             if work.concurrency is not None:
                 rate = min(rate, work.concurrency / (batch.requests * (reads + writes)))
-            tpot = batch.round_s / batch.committed * (reads + writes) / writes
+            tpot = (batch.requests * (reads + writes) - reads) / work.output  # its own prompt is no pause
             yield from self._judged(engines, None, batch, rate, tpot, reads, reads + batch.round_s / 2)
 
     def _splits(self, gpus: int) -> Iterator[Deployment]:
@@ -253,37 +259,64 @@ class Planner:
         yield Deployment(decode, prefill, batch, self.most_requests(decode.layout), rate, tpot, ttft)
 
     def _why_not(self, gpus: int) -> str:
-        weights = self.size.body_bytes + self.size.expert_bytes + 2 * (self.size.head + self.size.embedding)
-        if not any(True for _ in self.layouts(gpus)):
-            cache = self.size.cache.bytes(self.work.input + self.work.output)
+        """The limit that cannot be kept, else the layout that was asked for, else memory."""
+        work, there = self.work, f"{gpus} {self.gpu.name}"
+        limit = "" if work.max_tpot_s is None else f"{1000 * work.max_tpot_s:g} ms a token"
+        idle = work if work.rate is None else replace(work, rate=IDLE_RATE)
+        if any(replace(self, work=idle)._found(gpus)):
             return (
-                f"{self.size.name} does not fit {gpus} {self.gpu.name}: {weights / 1e9:.1f} GB of weights and "
-                f"{cache / 1e9:.2f} GB of cache a request of {self.work.input + self.work.output:,} tokens; "
-                f"{gpus * self.gpu.memory * MEMORY_SHARE / 1e9:.0f} GB are there, and layouts divide {self.size.heads} "
-                f"heads{' or spread experts' if self.size.n_experts else ''}. More GPUs, larger ones or fewer bits a "
-                "weight are needed"
+                f"{there} cannot serve {work.rate:g} requests a second{limit and f' within {limit}'}; lower rates they "
+                f"can: lower the rate, {limit and 'allow more time a token, '}or add GPUs"
             )
-        limit = f"{1000 * self.work.max_tpot_s:g} ms a token" if self.work.max_tpot_s else "the rate"
+        if any(replace(self, work=replace(idle, max_tpot_s=None))._found(gpus)):
+            return f"no layout of {there} keeps {limit}, even with one request a rank; allow more, or add GPUs"
+        others = dict.fromkeys(layout.name for layout in replace(self, only=None).layouts(gpus))
+        if self.only is not None and others:
+            return (
+                f"{self.size.name} cannot run on {there} as {Layout(*self.only).name}: a layout divides the GPUs, a "
+                f"node and the {self.size.heads} heads (or spreads experts), and holds the weights and one request. "
+                f"Name another --layout ({', '.join(others)}), or none"
+            )
+        weights = self.size.body_bytes + self.size.expert_bytes + 2 * (self.size.head + self.size.embedding)
+        context, room = work.input + work.output, gpus * self.gpu.memory * MEMORY_SHARE
         return (
-            f"no layout of {gpus} {self.gpu.name} keeps {limit}, even with one request a rank; allow more, or add GPUs"
+            f"{self.size.name} does not fit {there}: {weights / 1e9:.1f} GB of weights and "
+            f"{self.size.cache.bytes(context) / 1e9:.2f} GB of cache a request of {context:,} tokens; {room / 1e9:.0f} "
+            f"GB are there, and layouts divide {self.size.heads} heads"
+            f"{' or spread experts' if self.size.n_experts else ''}. More GPUs, larger ones or fewer bits a weight are "
+            "needed"
         )
 
 
 def calibrated(planner: Planner, layout: Layout, step_s: dict[int, float]) -> Costs:
     """Costs whose fixed time a layer makes plain steps of `layout` as long as measured, by requests a rank.
 
+    With several measurements: on average. Without overlap a measured step has the host's time in it, which stays
+    `costs.host_s`.
+
     Raises `PlanError` when a measured step is shorter than what it has to read and compute.
     """
     bare = replace(planner.costs, layer_s=0.0)
     context = planner.work.input + planner.work.output / 2
+    host = "" if planner.overlap else f", of which {1000 * bare.host_s:.3g} ms the host's without overlap"
     rest = []
     for requests, seconds in step_s.items():
-        floor = forward_s(planner.size, planner.gpu, layout, bare, requests=requests, tokens=1, context=context)
+        floor = round_s(
+            planner.size,
+            None,
+            planner.gpu,
+            layout,
+            bare,
+            requests=requests,
+            drafts=0,
+            context=context,
+            overlap=planner.overlap,
+        )
         if seconds < floor:
             raise PlanError(
                 f"a step of {1000 * seconds:.3g} ms with {requests} request(s) a rank is shorter than what it must "
-                f"read and compute on {planner.gpu.name} ({1000 * floor:.3g} ms, {context:.0f} tokens of context): is "
-                "it of this model, GPU and layout?"
+                f"read and compute on {planner.gpu.name} ({1000 * floor:.3g} ms{host}, {context:.0f} tokens of "
+                "context): is it of this model, GPU and layout?"
             )
         rest.append(seconds - floor)
     per_layer = sum(rest) / len(rest) / planner.size.layers / (2 if layout.two_batches else 1)

@@ -15,7 +15,7 @@ USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 @dataclass(frozen=True)
 class Draft:
     """kind: eagle3, eagle2 or mtp. size: the head as a model of one layer. accept_length: by tokens drafted in a chain.
-    source: where those are from. path: its directory or hub id; None: the target's own layers, or a head yet to come.
+    source: where those are from. path: what a launch line calls its directory; None: the target's own layers.
     """
 
     kind: str
@@ -82,6 +82,7 @@ def native_mtp(size: ModelSize) -> ModelSize:
         moe_layers=1 if experts else 0,
         embedding=0.0,
         cache=_one_layer(size.cache, layers),
+        shared_head=True,
     )
 
 
@@ -100,7 +101,6 @@ def head_size(head: Any, size: ModelSize) -> ModelSize:
     own = sum(parameter.numel() for parameter in head.parameters())
     matrix = getattr(config, "draft_vocab_size", 0) * config.hidden_size
     a_layer = config.num_key_value_heads * config.head_dim
-    layers = getattr(config, "num_mtp_layers", 1)
     cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     assert a_layer, "a head has keys and values"
     return ModelSize(
@@ -108,11 +108,11 @@ def head_size(head: Any, size: ModelSize) -> ModelSize:
         hidden_size=config.hidden_size,
         heads=config.num_attention_heads,
         layers=1,
-        # Of several MTP layers a pass reads one.
-        body=(own - matrix) / layers,
+        body=own - matrix,
         head=matrix or size.head,
         embedding=0.0,
         cache=cache,
+        shared_head=not matrix,
     )
 
 

@@ -29,7 +29,8 @@ class Gpu:
         return self.flops_8 if weight_bits == 8 and self.flops_8 is not None else self.flops
 
 
-# NVIDIA's data sheets of the SXM (HGX) parts; L40S: PCIe 4.0 x16. Memory as sold: 1 GB = 1e9 bytes.
+# NVIDIA's data sheets of the SXM (HGX) parts; L40S: PCIe 4.0 x16, and 200 Gbit/s InfiniBand a GPU. Memory as sold, with
+# 1 GB taken as 1e9 bytes: the parts have more, so it is a safe understatement.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -38,7 +39,7 @@ GPUS = {
         Gpu("H100", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 450 * GB),
         Gpu("H200", 141 * GB, 4.8 * TB, 989 * TFLOPS, 1979 * TFLOPS, 450 * GB),
         Gpu("B200", 180 * GB, 7.7 * TB, 2250 * TFLOPS, 4500 * TFLOPS, 900 * GB),
-        Gpu("L40S", 48 * GB, 0.864 * TB, 362 * TFLOPS, 733 * TFLOPS, 32 * GB),
+        Gpu("L40S", 48 * GB, 0.864 * TB, 362 * TFLOPS, 733 * TFLOPS, 32 * GB, 25 * GB),
     )
 }
 # What a user may state, in the units of data sheets: field -> factor.

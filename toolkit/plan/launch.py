@@ -1,6 +1,7 @@
 """The lines that start a planned deployment with SGLang or vLLM: one a node, for the first engine of each kind.
 
-Names in capitals are to be filled in: NODE0 is the first node of an engine, K a further node's number from 1.
+Names in capitals are to be filled in: NODE0 is the first node of an engine, K a further node's number from 1,
+OUT the folder a head was exported to, HEAD one that is yet to be trained.
 """
 
 from __future__ import annotations

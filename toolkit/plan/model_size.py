@@ -53,7 +53,8 @@ class Cache:
 class ModelSize:
     """body: parameters of the layers without routed experts. experts: all routed experts' parameters, of which a token
     is sent to `chosen` of `n_experts` in each of `moe_layers`. head: the output matrix; embedding: 0 where it is tied.
-    bits: of the weights of body and experts; head and embedding have 16.
+    bits: of the weights of body and experts; head and embedding have 16. shared_head: the output matrix is the
+    target's, read in every pass and not stored again.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelSize:
     moe_layers: int = 0
     experts_bits: float | None = None
     native_mtp: int = 0
+    shared_head: bool = False
 
     @property
     def parameters(self) -> float:
@@ -98,8 +100,11 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
     """Size, text configuration, source and revision of a target by its hub id (org/name@revision) or directory.
 
     A path of its config.json does too. weight_bits: of its layers' weights, in place of what the configuration says.
-    Raises `PlanError` for attention or a quantisation that is not modelled, `TargetError` for what is no causal LM.
+    Raises `PlanError` for attention or a quantisation that is not modelled and for bits that cannot be, `TargetError`
+    for what is no causal LM.
     """
+    if weight_bits is not None and not 0 < weight_bits <= 32:
+        raise PlanError(f"--weight-bits {weight_bits:g}: a number above 0, up to 32, is needed, such as 4, 8 or 16")
     path = Path(name).expanduser()
     if path.suffix == ".json":
         if path.name != "config.json":
@@ -109,7 +114,7 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
     whole, source, resolved = load_config(name, revision or None)
     config: Any = whole.get_text_config(decoder=True)
     quantization = getattr(whole, "quantization_config", None) or getattr(config, "quantization_config", None)
-    bits = (weight_bits, None) if weight_bits else weight_bits_of(quantization, name)
+    bits = (weight_bits, None) if weight_bits is not None else weight_bits_of(quantization, name)
     return size_of_config(config, name, *bits), config, source, None if Path(source).is_dir() else resolved
 
 

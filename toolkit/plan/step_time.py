@@ -29,7 +29,7 @@ class Costs:
 
     bandwidth_share, product_share: what large kernels reach of the data sheet. attention_share: FlashMLA's published
     660 of 989 TFLOPS. network_share: DeepEP's published 40 of 50 GB/s; link_share: its 110 of 450 GB/s within a node.
-    sum_s: one small all-reduce within a node.
+    sum_s: one small all-reduce within a node; ring_share: what the ring of a large one reaches of a node's links.
     layer_s: fixed time of a layer. exchange_s: of dispatch and combine in one layer with experts. host_s: the host's
     work between two steps. pass_s: of one pass of a head, beside its layer; round_s: of a round that drafts, beside its
     passes. prefill_share: of the data sheet's rate.
@@ -46,6 +46,7 @@ class Costs:
     attention_share: float = 0.67
     network_share: float = 0.8
     link_share: float = 0.25
+    ring_share: float = 0.8
     sum_s: float = 10e-6
 
 
@@ -63,6 +64,11 @@ class Layout:
     two_batches: bool = False
 
     @property
+    def name(self) -> str:
+        """As `--layout` has it."""
+        return f"{'dp' if self.data_parallel else 'tp'}{self.gpus}"
+
+    @property
     def ranks(self) -> int:
         return self.gpus if self.data_parallel else 1
 
@@ -73,9 +79,9 @@ class Layout:
 
 
 def weight_bytes(size: ModelSize, layout: Layout) -> float:
-    """Weights on one GPU."""
+    """Weights on one GPU; a shared output matrix is counted where it belongs."""
     copies = 1 + (layout.redundant / size.n_experts if size.n_experts and layout.data_parallel else 0)
-    whole = size.body_bytes + 2 * (size.head + size.embedding)
+    whole = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
     return whole / layout.split + size.expert_bytes * copies / layout.gpus
 
 
@@ -118,7 +124,7 @@ def _exchange_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: f
         if n <= layout.node:
             return fixed + away / (gpu.link * costs.link_share)
         return fixed + away * (1 - layout.node / n) / (gpu.network * costs.network_share)
-    speed = gpu.link * 0.8 if n <= layout.node else gpu.network * costs.network_share
+    speed = gpu.link * costs.ring_share if n <= layout.node else gpu.network * costs.network_share
     return size.layers * 2 * (costs.sum_s + 2 * (n - 1) / n * rows * width * 2 / speed)
 
 
@@ -145,12 +151,14 @@ def round_s(
 
 
 def prefill_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, tokens: float) -> float:
-    """Seconds in which one rank reads a prompt, all ranks reading at the same time (half a causal square).
+    """Seconds in which one rank reads a prompt, all ranks reading at the same time: half a causal square, in
+    sliding layers (window w) half a square of w and w keys for each further token.
 
     Experts' exchange is part of prefill_share, whose figure has it; tensor parallel sums come on top.
     """
     linear = 2 * (size.active - size.head) * tokens / gpu.rate(size.bits)
     window = min(tokens, size.cache.window)
-    pairs = size.cache.prefill_flops * tokens * tokens / 2 + size.cache.window_flops * tokens * window
+    sliding = tokens * window - window * window / 2
+    pairs = size.cache.prefill_flops * tokens * tokens / 2 + size.cache.window_flops * sliding
     sums = 0.0 if layout.data_parallel else _exchange_s(size, gpu, layout, costs, tokens)
     return (linear + pairs / gpu.flops) / layout.split / costs.prefill_share + sums
