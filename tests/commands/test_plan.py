@@ -42,7 +42,7 @@ def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
 
 def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys):
     """There is nothing to export; its place on the line is named."""
-    words = ["--concurrency", "1", "--accept-lengths", "1:1.9", "--gpu-bandwidth", "0.01"]
+    words = ["--concurrency", "256", "--accept-lengths", "1:1.9", "--gpu-bandwidth", "0.01"]
     assert main(["plan", str(tiny_target_directory), *WORK, *words]) == 0
     said = capsys.readouterr().out
     assert "--speculative-draft-model-path HEAD" in said and "exported" not in said
