@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.plan.deployment import Planner, Workload, calibrated
+from toolkit.plan.calibrate import calibrated
+from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import Draft
 from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import GPUS

@@ -97,7 +97,8 @@ def _check_alone(args: argparse.Namespace) -> None:
 
 def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
     """Everything that is planned with, and the target's words on a launch line."""
-    from toolkit.plan.deployment import Planner, Workload, calibrated
+    from toolkit.plan.calibrate import calibrated
+    from toolkit.plan.deployment import Planner, Workload
     from toolkit.plan.gpus import gpu_named
     from toolkit.plan.model_size import target_size
     from toolkit.plan.step_time import Costs, Layout
