@@ -153,7 +153,7 @@ class Trainer:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
         self.metrics.rewind(position.step, position.rollouts_of_step)
         main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
-        if processes > self.settings.global_batch:
+        if main and processes > self.settings.global_batch:
             log.warning("%d processes share steps of %d sequences: some idle", processes, self.settings.global_batch)
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
