@@ -102,6 +102,8 @@ Project = Callable[[torch.Tensor, torch.Tensor], Any]
 class OutputMatrix(nn.Linear):
     """A linear layer whose product is handed in: a trainer that shards weights has them whole in a forward alone."""
 
+    takes_product = True
+
     def forward(self, input: torch.Tensor, project: Project = F.linear) -> Any:
         return project(input, self.weight)
 

@@ -57,8 +57,8 @@ def pack_linears(model: nn.Module, tied: torch.Tensor | None = None) -> int:
         return 0
     count = 0
     for path, module in list(model.named_modules()):
-        # Subclasses may do more than multiply; a head's output matrix is known to take its product from outside.
-        plain = type(module) is nn.Linear or type(module).__name__ == "OutputMatrix"
+        # Subclasses may do more than multiply; a head's output matrix says that it takes its product from outside.
+        plain = type(module) is nn.Linear or getattr(module, "takes_product", False)
         if not plain or not isinstance(module, nn.Linear) or not _packs(module.weight):
             continue
         packed = PackedLinear(module, keep_dense=tied is not None and module.weight.data_ptr() == tied.data_ptr())
