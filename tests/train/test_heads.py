@@ -33,7 +33,7 @@ for head, arguments in json.loads(sys.argv[1]):
     assert status == 0, (head, status)
     AcceleratorState._reset_state(reset_partial_state=True)
 """
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TOOLKIT_LOG": "info"}
 
 
 def _train(jobs: list[tuple[str, list[str]]]) -> str:

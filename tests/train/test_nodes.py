@@ -125,7 +125,7 @@ def slurm(tmp_path) -> dict[str, str]:
         port = probe.getsockname()[1]
     ours = {"SLURM_JOB_NODELIST": "two-nodes", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "GPUS": "1", "PORT": str(port)}
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    return {**os.environ, **ours, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    return {**os.environ, **ours, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TOOLKIT_LOG": "info"}
 
 
 @pytest.mark.parametrize(("head", "script"), [(None, SCRIPT), ("mtp", "toolkit/train/mtp.py"), ("loss", None)])
