@@ -25,11 +25,15 @@ BATCHES_PER_BUCKET = 32
 
 @dataclass(frozen=True)
 class Example:
-    """One rollout: its ids and, per id, whether the target wrote it as (part of) an answer."""
+    """One rollout: its ids and, per id, whether the target wrote it as (part of) an answer.
+
+    greedy: at temperature 0, so that each of these ids is the target's own argmax.
+    """
 
     id: str
     input_ids: list[int]
     response: list[bool]
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,21 @@ class Batch:
     """Right-padded rows: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64.
 
     starts [B, L] int64, where rows hold several sequences one after the other: the position at which each position's
-    own sequence begins (of padding: its own position); None where each row is one sequence.
+    own sequence begins (of padding: its own position); None where each row is one sequence. greedy: every response id
+    is the target's argmax.
     """
 
     input_ids: Tensor
     response: Tensor
     lengths: Tensor
     starts: Tensor | None = None
+    greedy: bool = False
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         starts = None if self.starts is None else self.starts.to(device)
-        return Batch(self.input_ids.to(device), self.response.to(device), self.lengths.to(device), starts)
+        input_ids, response, lengths = (x.to(device) for x in (self.input_ids, self.response, self.lengths))
+        return Batch(input_ids, response, lengths, starts, self.greedy)
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Row, first position and end of every sequence."""
@@ -81,7 +88,7 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
         lost += sum(example.response[end:])
         ids, response = example.input_ids[:end], example.response[:end]
         if any(a and b for a, b in zip(response, response[1:], strict=False)):
-            examples.append(Example(example.id, ids, response))
+            examples.append(Example(example.id, ids, response, example.greedy))
         else:
             empty += 1
     if cut:
@@ -117,7 +124,7 @@ def _example(row: dict[str, Any], where: str) -> Example:
         if not 0 <= start < end <= len(ids):
             raise DataError(f"{where}: response span [{start}, {end}) is empty or outside the {len(ids)} input_ids")
         response[start:end] = [True] * (end - start)
-    return Example(str(row["id"]), ids, response)
+    return Example(str(row["id"]), ids, response, row.get("provenance", {}).get("temperature") == 0)
 
 
 class BatchPlan:
@@ -188,7 +195,8 @@ def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> 
             starts[row, begin:end] = begin
             begin = end
         lengths.append(begin)
-    return Batch(input_ids, response, torch.tensor(lengths), starts if len(rows) < len(examples) else None)
+    packed, greedy = len(rows) < len(examples), all(example.greedy for example in examples)
+    return Batch(input_ids, response, torch.tensor(lengths), starts if packed else None, greedy)
 
 
 def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:

@@ -25,12 +25,16 @@ from toolkit.train.teacher import Teacher
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads."""
+    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads.
+
+    written [M]: the ids that follow the teacher's positions.
+    """
 
     aux: torch.Tensor
     embeds: torch.Tensor
     supervision: Supervision
     teacher_hidden: torch.Tensor
+    written: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class TargetSide:
             embeds=embeds.to(self.head_dtype),
             supervision=supervision,
             teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
+            written=batch.input_ids.flatten()[supervision.teacher_positions + 1],
         )
 
 
@@ -120,7 +125,8 @@ def micro_step(
         inputs = side.inputs(batch, steps, shift)
         if anchors is not None:
             inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
-        rows = side.teacher(inputs.teacher_hidden)
+        # A greedy answer says what the target's argmax was: no product with its whole output matrix is needed.
+        rows = side.teacher(inputs.teacher_hidden, inputs.written if batch.greedy and shift == 0 else None)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
         loss, by_step, hits = model(
@@ -151,8 +157,7 @@ def replayed_steps(
     replays: list[list[int]] = []
     for batch in batches:
         inputs = side.inputs(batch, steps)
-        written = batch.input_ids.flatten()[inputs.supervision.teacher_positions.cpu() + 1]
-        draft_choice = side.token_map.to_draft(written.to(inputs.aux.device))
+        draft_choice = side.token_map.to_draft(inputs.written)
         _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
         depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).clamp(max=levels or steps)
         depth = depth.view(batch.response.shape)

@@ -73,7 +73,7 @@ class Teacher:
         scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
         return scores.float().softmax(-1)
 
-    def __call__(self, hidden: torch.Tensor) -> TeacherRows:
-        """Rows of final-normed states [M, H]."""
-        choice = self.choice(hidden)
+    def __call__(self, hidden: torch.Tensor, choice: torch.Tensor | None = None) -> TeacherRows:
+        """Rows of final-normed states [M, H]; choice [M]: the target's argmax where it is known already."""
+        choice = self.choice(hidden) if choice is None else choice
         return TeacherRows(hidden, choice, self.in_draft[choice], self.distribution)
