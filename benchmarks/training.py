@@ -40,9 +40,9 @@ from toolkit.threads import users_threads
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFINITIONS = {
     "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
-    "seconds_per_step": "wall time; of `step` rows the median, of `accept_length` rows the mean over the training",
-    "processor_seconds_per_step": "as seconds_per_step, in processor time of the process",
-    "tokens_per_s": "tokens / wall seconds",
+    "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their median",
+    "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
+    "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
     "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU, tensors on a GPU",
     "held_before_bytes": "held before the first step: programs, target and head",
     "loss": "of the last step, each variant's own: not to be compared",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.mask_shift=2", "0 (exact) or 1"),
         ("train.real_temperatures=[]", "a list of temperatures"),
         ("train.real_shapes=['3,1']", "steps,top_k,nodes"),
+        ("train.rollout_prompts=8", "train.rollout_every, the steps between fresh rollouts (null: never), or"),
+        ("train.rollout_temperatures=[1]", "train.rollout_every"),
         ("train.max_length=2", "at least 3 ids"),
         ("bench.shapes=['4,1,5','4,1,5']", "each draft shape once"),
         ("token_map.coverage=0.9", "exactly one of the two"),
@@ -151,3 +154,17 @@ def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) 
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
     assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")
+
+
+def test_settings_of_a_measurement_that_is_off_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would look as if they had been tried; they may stand in a recipe whose measurements are off for once."""
+    path = write(tmp_path, MINIMAL + "train: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}\n")
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    load_recipe(path)
+    load_recipe(path, ["train.rollout_every=9", "train.real_prompts=8", "train.real_every=null"])
+    assert not caplog.messages, "fresh rollouts are drafted with the first shape"
+    load_recipe(path, ["train.real_every=null"])
+    assert "since train.real_every is null: train.real_prompts, train.real_shapes" in caplog.text
+    assert "max_tokens" not in caplog.text, "as by default"

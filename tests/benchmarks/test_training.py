@@ -41,7 +41,8 @@ def run_folder(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
         "name": "tiny",
         "target": {"model": str(tiny_target_directory), "dtype": "float32"},
         "run_dir": str(folder),
-        "train": {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "optimizer": "adamw"},
+        "rollouts": {"keep_features": True},
+        "train": {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "features": "offline"},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder

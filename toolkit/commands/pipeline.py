@@ -20,6 +20,7 @@ from toolkit.weights import read_json
 
 if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
+    from toolkit.data.conversations import Conversation
     from toolkit.infer.engine import Engine
     from toolkit.target.load import Target
 
@@ -179,10 +180,12 @@ class Run:
             )
         return told
 
-    def _capture(self) -> Callable[[Engine, int], AbstractContextManager[OnEnd]]:
+    def _capture(self) -> Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]:
         from toolkit.commands.feature_capture import captured_features
 
-        return partial(captured_features, settings=self.recipe.train, folder=self.folder / FEATURES)
+        longest_answer = self.recipe.rollouts.max_tokens
+        folder = self.folder / FEATURES
+        return partial(captured_features, settings=self.recipe.train, max_tokens=longest_answer, folder=folder)
 
     def _build_token_map(self) -> str:
         from toolkit.commands.build_token_map import map_rollouts
