@@ -191,12 +191,14 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40."""
+    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40.
+    Of several prompt files each is a task."""
 
-    prompts: str | None = None
+    prompts: tuple[str, ...] | None = None
     limit: int | None = None
     max_tokens: int = 96
     temperature: float = 0.0
+    further_temperatures: tuple[float, ...] = ()  # measured too, each into a record of its own: acceptance-T1.json
     shapes: tuple[str, ...] = ("4,1,5", "4,4,16")
     warmup: int = 2  # prompts decoded before the clock starts
 
@@ -204,6 +206,10 @@ class BenchSettings:
         check_positive(self, "bench", "limit", "max_tokens")
         need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
         need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
+        others = self.further_temperatures
+        once = len({self.temperature, *others}) == 1 + len(others) and min(others, default=0.0) >= 0
+        need(once, "bench.further_temperatures", others, "temperatures from 0, each once and none bench.temperature,")
+        need(self.prompts is None or len(self.prompts) > 0, "bench.prompts", self.prompts, "a file or more, or null,")
         check_shapes(self.shapes, "bench.shapes")
 
 

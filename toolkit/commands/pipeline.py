@@ -133,9 +133,9 @@ class Run:
             Stage(
                 name="measure",
                 folder="bench",
-                outputs=(ACCEPTANCE,),
+                outputs=(ACCEPTANCE, *(of_temperature(ACCEPTANCE, heat) for heat in recipe.bench.further_temperatures)),
                 settings={**target, "bench": result_settings(recipe.bench)},
-                inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=(recipe.bench.prompts,)),
+                inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
                 work=self._measure,
             ),
             Stage(
@@ -210,6 +210,12 @@ class Run:
         from toolkit.commands.report import report_run
 
         return report_run(self.folder)
+
+
+def of_temperature(name: str, temperature: float) -> str:
+    """The file of a further temperature, beside that of the first: bench/acceptance-T1.json."""
+    path = Path(name)
+    return str(path.with_name(f"{path.stem}-T{temperature:g}{path.suffix}"))
 
 
 def check_head_fits(target: Target, settings: TrainSettings) -> None:
