@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.commands.pipeline import Run
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.recipe import (
     Recipe,
     RecipeError,
@@ -19,6 +21,7 @@ from toolkit.recipe import (
     result_settings,
     to_dict,
 )
+from toolkit.target.features import default_aux_layer_ids
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
 
@@ -40,6 +43,33 @@ def test_demo_recipe_loads() -> None:
     recipe = load_recipe(default_recipe_path())
     assert recipe.run_dir == "runs/smollm2-135m"
     assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
+
+
+# Layers of the targets whose recipes nobody can try here, as their configurations have them.
+LAYERS = {"llama-3.1-8b": 32, "qwen3-8b": 36, "qwen3-30b-a3b": 48}
+FIELDS = ("date:", "hardware:", "commit:")
+
+
+@pytest.mark.parametrize("path", sorted(default_recipe_path().parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
+    """A key the code does not know, a shape or batch that a later stage refuses, layers of another model, a launch line
+    that names another file, or a measured figure without the machine it was measured on."""
+    recipe, text = load_recipe(path), path.read_text(encoding="utf-8")
+    assert recipe.name == path.stem and f"toolkit run recipes/{path.name}" in text
+    assert len(Run(recipe, path).stages()) == 6
+    for shape in (*recipe.bench.shapes, *(recipe.train.real_shapes or ())):
+        assert DraftShape.parse(shape).as_text() == shape
+    header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    words = " ".join(header).replace("\\", "").split()
+    if "launch" in words:
+        line = words[words.index("launch") :]
+        assert line[line.index("--recipe") + 1] == f"recipes/{path.name}" and line[2] == "recipes/accelerate/zero2.yaml"
+        assert (default_recipe_path().parents[1] / line[2]).is_file()
+        recipe.train.check_processes(int(line[line.index("--num_processes") + 1]))
+    if recipe.name in LAYERS:
+        assert recipe.train.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
+    told = {name: next(line for line in header if line.startswith(name)) != name for name in FIELDS}
+    assert len(set(told.values())) == 1, f"measured on a machine, at a commit, or not at all: {told}"
 
 
 def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
