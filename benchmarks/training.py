@@ -12,7 +12,7 @@ accept_length  a training on --tokens supervised tokens; then the forecast on th
                own accept_length on their prompts, greedy, with a chain of 4
 
 Ratios hold within one run: what else the machine does changes both. Processor seconds, with one thread, hardly show it.
-Writes benchmarks/results/training-recipes-<hardware>.json.
+Writes benchmarks/results/training-recipes-<hardware>.json; with --only its name too.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed, behind one that is not")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that the engine answers, at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of the engine's answers")
+    parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.threads = int(users_threads() or 1)
@@ -135,15 +136,18 @@ def main() -> int:
     for job in planned(args, recipe):
         rows.append(in_own_process(job))
         print(f"{rows[-1]}", file=sys.stderr, flush=True)
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "run", "recipe")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "run", "recipe", "note")}
     settings |= {"recipe": recipe.name, "target": recipe.target.model}
     settings["train"] = {
         "published": result_settings(published_settings(recipe.train)),
         "ours": result_settings(recipe.train),
     }
-    record = make_record("training", f"python {command_line()}", settings, rows, definitions=DEFINITIONS)
+    record = make_record(
+        "training", f"python {command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
+    )
     show(rows)
-    name = f"training-recipes-{machine_name(record['hardware'])}.json"
+    kind = f"-{args.only.replace('_', '-')}" if args.only else ""
+    name = f"training-recipes{kind}-{machine_name(record['hardware'])}.json"
     out = args.out or REPOSITORY / "benchmarks" / "results" / name
     write_record(out, record)
     print(f"written: {out}")
