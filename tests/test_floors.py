@@ -33,7 +33,7 @@ FLOORS = {
     "__main__": 9,
 }
 # Modules of one floor that may import each other: floor 0 has no packages that could drift apart.
-SIDEWAYS = {("recipe", "recipe_yaml"), ("recipe", "recipe_checks"), ("recipe_checks", "recipe_yaml")}
+SIDEWAYS = {("recipe", "recipe_yaml"), ("recipe", "recipe_checks"), ("recipe", "log"), ("recipe_checks", "recipe_yaml")}
 JUNK = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "core", "base"}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
 
+from toolkit.commands.pipeline import Run
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.recipe import (
     Recipe,
     RecipeError,
@@ -18,6 +21,7 @@ from toolkit.recipe import (
     result_settings,
     to_dict,
 )
+from toolkit.target.features import default_aux_layer_ids
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
 
@@ -39,6 +43,33 @@ def test_demo_recipe_loads() -> None:
     recipe = load_recipe(default_recipe_path())
     assert recipe.run_dir == "runs/smollm2-135m"
     assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
+
+
+# Layers of the targets whose recipes nobody can try here, as their configurations have them.
+LAYERS = {"llama-3.1-8b": 32, "qwen3-8b": 36, "qwen3-30b-a3b": 48}
+FIELDS = ("date:", "hardware:", "commit:")
+
+
+@pytest.mark.parametrize("path", sorted(default_recipe_path().parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
+    """A key the code does not know, a shape or batch that a later stage refuses, layers of another model, a launch line
+    that names another file, or a measured figure without the machine it was measured on."""
+    recipe, text = load_recipe(path), path.read_text(encoding="utf-8")
+    assert recipe.name == path.stem and f"toolkit run recipes/{path.name}" in text
+    assert len(Run(recipe, path).stages()) == 6
+    for shape in (*recipe.bench.shapes, *(recipe.train.real_shapes or ())):
+        assert DraftShape.parse(shape).as_text() == shape
+    header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    words = " ".join(header).replace("\\", "").split()
+    if "launch" in words:
+        line = words[words.index("launch") :]
+        assert line[line.index("--recipe") + 1] == f"recipes/{path.name}" and line[2] == "recipes/accelerate/zero2.yaml"
+        assert (default_recipe_path().parents[1] / line[2]).is_file()
+        recipe.train.check_processes(int(line[line.index("--num_processes") + 1]))
+    if recipe.name in LAYERS:
+        assert recipe.train.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
+    told = {name: next(line for line in header if line.startswith(name)) != name for name in FIELDS}
+    assert len(set(told.values())) == 1, f"measured on a machine, at a commit, or not at all: {told}"
 
 
 def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +114,8 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.mask_shift=2", "0 (exact) or 1"),
         ("train.real_temperatures=[]", "a list of temperatures"),
         ("train.real_shapes=['3,1']", "steps,top_k,nodes"),
+        ("train.rollout_prompts=8", "train.rollout_every, the steps between fresh rollouts (null: never), or"),
+        ("train.rollout_temperatures=[1]", "train.rollout_every"),
         ("train.max_length=2", "at least 3 ids"),
         ("bench.shapes=['4,1,5','4,1,5']", "each draft shape once"),
         ("token_map.coverage=0.9", "exactly one of the two"),
@@ -151,3 +184,17 @@ def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) 
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
     assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")
+
+
+def test_settings_of_a_measurement_that_is_off_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would look as if they had been tried; they may stand in a recipe whose measurements are off for once."""
+    path = write(tmp_path, MINIMAL + "train: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}\n")
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    load_recipe(path)
+    load_recipe(path, ["train.rollout_every=9", "train.real_prompts=8", "train.real_every=null"])
+    assert not caplog.messages, "fresh rollouts are drafted with the first shape"
+    load_recipe(path, ["train.real_every=null"])
+    assert "since train.real_every is null: train.real_prompts, train.real_shapes" in caplog.text
+    assert "max_tokens" not in caplog.text, "as by default"

@@ -14,11 +14,22 @@ from typing import Any, Literal
 
 import yaml
 
-from toolkit.recipe_checks import check_positive, check_sampling, check_shapes, need, passing
+from toolkit.log import get_logger
+from toolkit.recipe_checks import (
+    check_fresh,
+    check_head,
+    check_positive,
+    check_sampling,
+    check_shapes,
+    idle_measurement_settings,
+    need,
+    passing,
+)
 from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
 
 HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
+log = get_logger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -82,13 +93,6 @@ class TokenMapSettings:
         both = f"size {self.size}, coverage {self.coverage}"
         need(one, "token_map", both, "exactly one of the two (set the other to null)")
         need(self.coverage is None or 0 < self.coverage <= 1, "token_map.coverage", self.coverage, "a share up to 1")
-
-
-# Settings that only one kind of head has.
-HEAD_SETTINGS: dict[HeadName, tuple[str, ...]] = {
-    "eagle3": ("aux_layer_ids", "fc_norm", "norm_output", "lm_head"),
-    "eagle2": ("token_weight", "feature_weight"),
-}
 
 
 @dataclass(frozen=True)
@@ -170,32 +174,8 @@ class TrainSettings:
         need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
         need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
         check_positive(self, "train", "anchors")
-        self._check_head()
-
-    def _check_head(self) -> None:
-        """A setting that another kind of head has no use for must not be taken for one that works."""
-        check_positive(self, "train", "layers")
-        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
-        for head, names in HEAD_SETTINGS.items():
-            for name in names if head != self.head else ():
-                value, default = getattr(self, name), defaults[name]
-                either = f"{default!r} (it belongs to {head} heads) or train.head={head},"
-                need(value == default, f"train.{name}", value, either)
-        window = self.sliding_window is None or self.sliding_window >= self.ttt_steps
-        need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
-        several = self.layers == 1 or self.head != "eagle3"
-        need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
-        for name in ("token_weight", "feature_weight"):
-            need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
-        trained = self.head != "mtp" or self.layers <= self.ttt_steps
-        need(
-            trained, "train.layers", self.layers, f"at most ttt_steps ({self.ttt_steps}), the layers that are trained,"
-        )
-        whole = self.layers if self.head == "mtp" else 1
-        later = self.anchors is None or self.ttt_steps > whole
-        need(later, "train.anchors", self.anchors, f"null, or ttt_steps above {whole}: they thin out later steps,")
-        some = self.token_weight + self.feature_weight > 0
-        need(some, "train.token_weight", self.token_weight, "a weight above 0 for this or train.feature_weight")
+        check_fresh(self)
+        check_head(self)
 
     def check_processes(self, processes: int) -> None:
         """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches.
@@ -211,12 +191,14 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40."""
+    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40.
+    Of several prompt files each is a task."""
 
-    prompts: str | None = None
+    prompts: tuple[str, ...] | None = None
     limit: int | None = None
     max_tokens: int = 96
     temperature: float = 0.0
+    further_temperatures: tuple[float, ...] = ()  # measured too, each into a record of its own: acceptance-T1.json
     shapes: tuple[str, ...] = ("4,1,5", "4,4,16")
     warmup: int = 2  # prompts decoded before the clock starts
 
@@ -224,6 +206,10 @@ class BenchSettings:
         check_positive(self, "bench", "limit", "max_tokens")
         need(self.warmup >= 0, "bench.warmup", self.warmup, "0 or more prompts")
         need(self.temperature >= 0, "bench.temperature", self.temperature, "0 (greedy) or more")
+        others = self.further_temperatures
+        once = len({self.temperature, *others}) == 1 + len(others) and min(others, default=0.0) >= 0
+        need(once, "bench.further_temperatures", others, "temperatures from 0, each once and none bench.temperature,")
+        need(self.prompts is None or len(self.prompts) > 0, "bench.prompts", self.prompts, "a file or more, or null,")
         check_shapes(self.shapes, "bench.shapes")
 
 
@@ -281,9 +267,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
     if isinstance(train, dict):
         train.setdefault("head", head)
     try:
-        return build_strictly(Recipe, tree)
+        recipe = build_strictly(Recipe, tree)
     except RecipeError as error:
         raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
+    idle = idle_measurement_settings(recipe.train)
+    if idle:
+        log.warning("%s: without effect, since train.real_every is null: %s", path, ", ".join(idle))
+    return recipe
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:

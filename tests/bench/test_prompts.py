@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from toolkit.bench.prompts import PromptsError, builtin_prompts, limited, read_prompts
+from toolkit.bench.prompts import PromptsError, builtin_prompts, limited, read_prompt_files, read_prompts
 
 GOOD = {"question_id": 1, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]}
 
@@ -76,3 +76,20 @@ def test_limit_takes_from_every_task_before_it_takes_twice():
     assert len(limited(builtin_prompts(), None)) == 40
     with pytest.raises(PromptsError, match="limit is 0"):
         limited(builtin_prompts(), 0)
+
+
+def test_several_files_are_a_task_each(tmp_path):
+    """MT-bench's own categories, and ids that each file counts from 0, would mix the tasks of a table."""
+    files = [tmp_path / "mt_bench" / "question.jsonl", tmp_path / "gsm8k" / "question.jsonl", tmp_path / "code.jsonl"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"question_id": 0, "category": "writing", "turns": ["one"]}\n')
+    found = read_prompt_files(files)
+    assert [(one.task, one.question_id) for one in found] == [
+        ("mt_bench", "mt_bench/0"),
+        ("gsm8k", "gsm8k/0"),
+        ("code", "code/0"),
+    ]
+    assert read_prompt_files(files[:1])[0].task == "writing", "one file keeps its categories"
+    with pytest.raises(PromptsError, match="would be one task"):
+        read_prompt_files([files[0], files[0]])

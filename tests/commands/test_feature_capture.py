@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,12 @@ def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None
     with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.features: offline"):
         load_recipe(recipe, ["train.features=online"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100_000))
-    with pytest.raises(FeatureStoreError, match=r"at most 0\.753 MB \(1280 bytes a token x 588 tokens\).*0\.100 MB"):
-        write_rollouts(recipe)
+    # Eight conversations of several turns count as 49 positions, four of one turn as their prompt and five tokens.
+    with pytest.raises(FeatureStoreError, match=r"at most 0\.\d+ MB .*0\.100 MB") as told:
+        write_rollouts(recipe, "rollouts.max_tokens=5")
     assert not (recipe.parent / "run" / "rollouts" / "rollouts.jsonl").exists()
+    announced = int(re.search(r"1280 bytes a token x (\d+) tokens", str(told.value))[1])
+    monkeypatch.undo()
+    run = write_rollouts(recipe, "rollouts.max_tokens=5")
+    stored = sum(len(ids) - 1 for ids in texts_of_rollouts(run).values())
+    assert stored <= announced < 12 * 49, "an upper bound, and a closer one than texts of train.max_length"

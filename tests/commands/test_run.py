@@ -31,7 +31,7 @@ rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25}}
 token_map: {{size: 128}}
 train: {{max_steps: 24, epochs: 99, global_batch: 4, micro_batch: 4, max_length: 128, eval_every: 12, save_every: 5,
         precision: fp32, ttt_steps: 2}}
-bench: {{limit: 2, max_tokens: 10, shapes: ["2,1,3", "2,2,4"], warmup: 0}}
+bench: {{limit: 2, max_tokens: 10, shapes: ["2,1,3", "2,2,4"], warmup: 0, further_temperatures: [0.8]}}
 """
 
 
@@ -44,6 +44,11 @@ def home(tiny_target_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     rows = [{"id": f"p{at}", "messages": [{"role": "user", "content": text}]} for at, text in enumerate(texts)]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return home
+
+
+def records(folder: Path) -> list[Path]:
+    """Of the further temperature, and of the first."""
+    return sorted((folder / "bench").glob("acceptance*.json"))
 
 
 def start(home: Path, *arguments: str, command: Sequence[str] = ("run", "tiny.yaml")) -> subprocess.Popen[str]:
@@ -155,6 +160,9 @@ def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Pa
     answers = [json.loads((run / "bench" / "acceptance.json").read_text())["answers"] for run in (folder, finished[0])]
     assert answers[0] == answers[1]
     assert json.loads((folder / "ckpt" / "measured.json").read_text())["rows"]
+    heats = [{row["temperature"] for row in json.loads(path.read_text())["rows"]} for path in records(folder)]
+    assert heats == [{0.8}, {0.0}]
+    assert (folder / "bench" / "rounds-T0.8.jsonl").is_file(), "each goes on from rounds of its own"
     assert "skipped, up to date" in finish(start(home, *line, command=()))
 
 
@@ -169,7 +177,7 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
     """A shape or prompts file that the measurement refuses must not cost a training first."""
     for override, error, told in (
         ("bench.shapes=['4,1,9']", DraftShapeError, "4,1,9"),
-        ("bench.prompts=absent.jsonl", PromptsError, "absent.jsonl"),
+        ("bench.prompts=[absent.jsonl]", PromptsError, "absent.jsonl"),
         ("train.global_batch=5", RecipeError, "a multiple of 2"),
         ("train.micro_batch=1.5", RecipeError, "whole number"),
         ("train.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),

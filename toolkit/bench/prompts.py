@@ -7,6 +7,7 @@ Other keys (`reference`, ...) may be there and are not used.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -50,6 +51,27 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise PromptsError(f"{path} is not UTF-8 text ({error}); a plain .jsonl file is needed") from error
     return _parse(text, str(path), default_task=path.stem)
+
+
+def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
+    """One file as `read_prompts` reads it; of several files each is a task of its own, whatever categories it has.
+
+    A task is named like its file, or like the folder where files of one name lie in several. Raises `PromptsError`.
+    """
+    if len(paths) == 1:
+        return read_prompts(paths[0])
+    files = [Path(path) for path in paths]
+    stems = [file.stem for file in files]
+    names = [
+        stem if stems.count(stem) == 1 else file.resolve().parent.name for file, stem in zip(files, stems, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        raise PromptsError(f"two of the files {', '.join(map(str, files))} would be one task; give them other names")
+    return [
+        Prompt(f"{name}/{prompt.question_id}", name, prompt.turns)
+        for name, file in zip(names, files, strict=True)
+        for prompt in read_prompts(file)
+    ]
 
 
 def limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.launch import set_threads
 from toolkit.commands.model_arguments import add_compile_argument, add_quantization_argument
-from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device
+from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device, of_temperature
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.recipe import BenchSettings
 
@@ -42,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
     group.add_argument(
-        "--prompts", metavar="FILE", help="prompts in MT-bench's field style (default: the 40 built-in ones)"
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="prompts in MT-bench's field style, each of several files a task (default: the 40 built-in ones)",
     )
     group.add_argument("--limit", type=int, metavar="N", help="so many prompts, evenly over the tasks")
     group.add_argument(
@@ -118,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_any(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    if args.shapes:
-        given["shapes"] = tuple(args.shapes)
+    given |= {name: tuple(given[name]) for name in ("shapes", "prompts") if name in given}
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
@@ -165,7 +168,8 @@ def _measure_any(args: argparse.Namespace) -> int:
 
 
 def measure_run(job: Run) -> str:
-    """The measure stage of a run: bench/acceptance.json and ckpt/measured.json. Returns a headline."""
+    """The measure stage of a run: bench/acceptance.json and ckpt/measured.json, and a record of each further
+    temperature. Returns a headline."""
     from toolkit.bench.acceptance import measured_summary
     from toolkit.bench.records import write_record
     from toolkit.bench.rows import best_row
@@ -182,6 +186,12 @@ def measure_run(job: Run) -> str:
     write_json(ckpt / "measured.json", measured_summary(record))
     write_record(job.folder / ACCEPTANCE, record)
     print_acceptance(record)
+    for temperature in job.recipe.bench.further_temperatures:
+        wanted = replace(job.recipe.bench, temperature=temperature, further_temperatures=())
+        rounds, out = (job.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))
+        other = _measure(target, draft, wanted, seed=job.recipe.seed, keep=rounds)
+        write_record(out, other)
+        print_acceptance(other)
     best = best_row(record)
     speed = "" if best["speedup"] is None else f", {best['speedup']:.2f}x plain decoding"
     return (
@@ -201,7 +211,7 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
             draft,
             prompts,
             shapes,
-            prompts_from="built-in" if wanted.prompts is None else Path(wanted.prompts).name,
+            prompts_from="built-in" if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts),
             limit=wanted.limit,
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
@@ -213,11 +223,11 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
 
 def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
     """What a measurement is made on. Raises `PromptsError`, and `DraftShapeError` for a shape that cannot be."""
-    from toolkit.bench.prompts import builtin_prompts, read_prompts
+    from toolkit.bench.prompts import builtin_prompts, read_prompt_files
     from toolkit.infer.draft_tree import DraftShape
 
     shapes = [DraftShape.parse(one) for one in wanted.shapes]
-    return builtin_prompts() if wanted.prompts is None else read_prompts(wanted.prompts), shapes
+    return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes
 
 
 def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, Path]:

@@ -20,6 +20,7 @@ from toolkit.weights import read_json
 
 if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
+    from toolkit.data.conversations import Conversation
     from toolkit.infer.engine import Engine
     from toolkit.target.load import Target
 
@@ -132,9 +133,9 @@ class Run:
             Stage(
                 name="measure",
                 folder="bench",
-                outputs=(ACCEPTANCE,),
+                outputs=(ACCEPTANCE, *(of_temperature(ACCEPTANCE, heat) for heat in recipe.bench.further_temperatures)),
                 settings={**target, "bench": result_settings(recipe.bench)},
-                inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=(recipe.bench.prompts,)),
+                inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
                 work=self._measure,
             ),
             Stage(
@@ -179,10 +180,12 @@ class Run:
             )
         return told
 
-    def _capture(self) -> Callable[[Engine, int], AbstractContextManager[OnEnd]]:
+    def _capture(self) -> Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]:
         from toolkit.commands.feature_capture import captured_features
 
-        return partial(captured_features, settings=self.recipe.train, folder=self.folder / FEATURES)
+        longest_answer = self.recipe.rollouts.max_tokens
+        folder = self.folder / FEATURES
+        return partial(captured_features, settings=self.recipe.train, max_tokens=longest_answer, folder=folder)
 
     def _build_token_map(self) -> str:
         from toolkit.commands.build_token_map import map_rollouts
@@ -207,6 +210,12 @@ class Run:
         from toolkit.commands.report import report_run
 
         return report_run(self.folder)
+
+
+def of_temperature(name: str, temperature: float) -> str:
+    """The file of a further temperature, beside that of the first: bench/acceptance-T1.json."""
+    path = Path(name)
+    return str(path.with_name(f"{path.stem}-T{temperature:g}{path.suffix}"))
 
 
 def check_head_fits(target: Target, settings: TrainSettings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from toolkit.recipe import RolloutSettings
 
 if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
+    from toolkit.data.conversations import Conversation
     from toolkit.infer.engine import Engine
     from toolkit.target.target import Target
 
@@ -56,11 +57,11 @@ def answer_prompts(
     prompts: str | Path,
     out: Path,
     draft_dir: Path | None = None,
-    capture: Callable[[Engine, int], AbstractContextManager[OnEnd]] | None = None,
+    capture: Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]] | None = None,
 ) -> str:
     """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline.
 
-    capture: keeps features, given the engine and the number of conversations (see feature_capture.py).
+    capture: keeps features, given the engine and the conversations (see feature_capture.py).
     """
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
@@ -76,7 +77,7 @@ def answer_prompts(
         draft = fit_draft(open_draft(draft_dir, target.name, target.revision), target)
     # What a prefix cache gives is not read anew, so it has no features.
     engine = Engine(target, draft, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=capture is None))
-    keeping = nullcontext() if capture is None else capture(engine, len(conversations))
+    keeping = nullcontext() if capture is None else capture(engine, conversations)
     try:
         with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
             stats = write_rollouts(

@@ -10,7 +10,6 @@ and goes on as if it had not been. Processes share the prompts, and all train on
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.current_head import as_draft, gathered_weights, in_dtype
 from toolkit.train.engine_generate import engine_generate
+from toolkit.train.passing_engine import with_engine
 from toolkit.train.real_acceptance import shapes_of
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
 
@@ -116,10 +116,8 @@ class FreshRollouts:
         if not mine:
             return
         log.info("step %d: the engine answers %d prompts afresh, drafting with the head so far", step, len(chosen))
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the engine takes what is free
-        engine = Engine(self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
-        try:
+
+        def write(engine: Engine) -> None:
             write_rollouts(
                 mine,
                 engine_generate(engine, f"{self.recipe.name}, step {step}"),
@@ -133,12 +131,8 @@ class FreshRollouts:
                 more_provenance={"step": step},
                 may_be_empty=True,
             )
-        finally:
-            engine.close()
-            del engine
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+
+        with_engine(write, self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
 
     def _gather_shares(self, step: int) -> None:
         """One file of all shares, then the statistics, then the shares go; done again after a kill at any point."""

@@ -211,7 +211,7 @@ class Trainer:
 
     def _advance(self, position: Position, epoch: int, index: int, indices: list[int], bar: Any) -> Position:
         """One optimiser step with its row of metrics, and at their intervals the forecast and the state."""
-        row = self._optimise(position.step, indices)
+        row = self.optimise(position.step, indices)
         done = position.step + 1
         position = replace(
             position,
@@ -239,7 +239,8 @@ class Trainer:
             save_state(self.accelerator, self.directory, position, self.settings.keep_states)
         return position
 
-    def _optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
+    def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
+        """One optimiser step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
         k, shift = settings.ttt_steps, settings.mask_shift

@@ -24,6 +24,7 @@ from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
 from toolkit.train.errors import TrainError
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
+from toolkit.train.passing_engine import with_engine
 
 FORGETFUL = MemorySettings(prefix_cache=False)  # every shape and temperature reads the same prompts
 
@@ -102,7 +103,16 @@ class Measurement:
     def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
         """Every shape at every temperature, all prompts in one batch, without a second copy of the target."""
         asked = [one.prompt for one in self.prompts.prompts]
-        engine = Engine(
+
+        def measure(engine: Engine) -> list[RealAcceptance]:
+            return [
+                self._measure(engine, asked, shape, temperature)
+                for shape in self.shapes
+                for temperature in self.temperatures
+            ]
+
+        return with_engine(
+            measure,
             self.target,
             draft,
             DraftShape.covering(self.shapes),
@@ -110,14 +120,6 @@ class Measurement:
             max_context=max(map(len, asked)) + self.max_tokens,
             memory=FORGETFUL,
         )
-        try:
-            return [
-                self._measure(engine, asked, shape, temperature)
-                for shape in self.shapes
-                for temperature in self.temperatures
-            ]
-        finally:
-            engine.close()
 
     def _measure(self, engine: Engine, asked: list[list[int]], shape: DraftShape, temperature: float) -> RealAcceptance:
         engine.set_shape(shape)

@@ -1,0 +1,209 @@
+"""One line of `training.py`'s record: a few steps timed, or a whole training with what its head is worth."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from draft_loss import peak, restart_peak
+from training_published import PublishedTrainer
+
+from toolkit.data.batches import BatchPlan, Example, load_examples
+from toolkit.recipe import Recipe, TrainSettings
+from toolkit.train.current_head import as_draft, gathered_weights, head_of
+from toolkit.train.draft_head import trained_head
+from toolkit.train.held_out_prompts import read_held_out
+from toolkit.train.loop import Trainer
+from toolkit.train.real_acceptance import Measurement
+from toolkit.train.split_data import Data
+from toolkit.train.step import forecast_accept_length
+
+VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Trainer}
+LAYOUTS = ("rollouts", "one row")
+ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
+CHAIN = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line of the record. layout: of a `step` row, else None; tokens: of a step, or of the training."""
+
+    variant: str
+    recipe: Recipe
+    run: Path
+    tokens: int
+    layout: str | None
+    steps: int
+    prompts: int
+    max_tokens: int
+    threads: int
+
+
+def work(job: Job) -> dict[str, Any]:
+    """The row of a job; meant for a process of its own."""
+    torch.set_num_threads(job.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        rollouts = replace(job.recipe.rollouts, keep_features=False)
+        recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
+        trainer = VARIANTS[job.variant](recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, Path(folder) / "train")
+        return trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)
+
+
+def benched(job: Job) -> TrainSettings:
+    """The recipe's training with the target's forward in each step, one forward a step, and no measurements within."""
+    train = job.recipe.train
+    batch = {None: train.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
+    return replace(
+        train,
+        features="online",
+        global_batch=batch,
+        micro_batch=batch,
+        real_every=None,
+        rollout_every=None,
+        wandb=False,
+        tensorboard=False,
+        real_shapes=(f"{CHAIN},1,{CHAIN + 1}",),
+        real_temperatures=(0.0,),
+        real_max_tokens=job.max_tokens,
+    )
+
+
+def rollouts_a_step(job: Job) -> int:
+    """So many that a step holds about the job's tokens."""
+    examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.max_length)
+    return max(1, round(job.tokens * len(examples) / sum(len(example.input_ids) for example in examples)))
+
+
+def measured_steps(job: Job, trainer: Trainer) -> dict[str, Any]:
+    """Seconds and memory of `job.steps` steps behind one that is not timed."""
+    if job.layout == "one row":
+        trainer.data = joined(trainer.data, job.tokens, job.steps + 1, trainer.target.max_context)
+    data, device = trainer.data, trainer.target.device
+    trainer.steps = job.steps + 1
+    wall, processor, ids, loss = [], [], [], float("nan")
+    held = restart_peak(device)
+    for step, (_, _, indices) in enumerate(islice(data.plan.from_position(), trainer.steps)):
+        began, before = time.perf_counter(), time.process_time()
+        loss = trainer.optimise(step, indices)["loss"]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if step > 0:
+            wall.append(time.perf_counter() - began)
+            processor.append(time.process_time() - before)
+            ids.append(sum(len(data.train[index].input_ids) for index in indices))
+    return {
+        **of_both(job, trainer),
+        "layout": job.layout,
+        "tokens": statistics.mean(ids),
+        "steps": job.steps,
+        "seconds_per_step": min(wall),
+        "processor_seconds_per_step": min(processor),
+        "tokens_per_s": statistics.mean(ids) / min(wall),
+        "peak_memory_bytes": peak(device),
+        "held_before_bytes": held,
+        "accept_length": None,
+        "loss": loss,
+    }
+
+
+def joined(data: Data, tokens: int, count: int, longest: int) -> Data:
+    """Rollouts one behind the other in texts of `tokens` ids, one a step. Raises `ValueError` for a target that is not
+    made for so many."""
+    if tokens > longest:
+        raise ValueError(f"a row of {tokens} ids came, but the target reads at most {longest}; lower --step-tokens")
+    order = (index for _, _, batch in data.plan.from_position() for index in batch)
+    texts = []
+    while len(texts) < count:
+        ids: list[int] = []
+        response: list[bool] = []
+        while len(ids) < tokens:
+            example = data.train[next(order)]
+            ids += example.input_ids
+            response += example.response
+        texts.append(Example(f"joined {len(texts)}", ids[:tokens], response[:tokens]))
+    return replace(data, train=texts, plan=BatchPlan([tokens] * count, 1, data.plan.seed))
+
+
+def trained_row(job: Job, trainer: Trainer) -> dict[str, Any]:
+    """A training on the job's supervised tokens, and what its head is worth."""
+    seen = [supervised(trainer.data.train[index]) for index in range(len(trainer.data.train))]
+    batches, tokens = [], 0
+    for _, _, indices in trainer.data.plan.from_position():
+        batches.append(indices)
+        tokens += sum(seen[index] for index in indices)
+        if tokens >= job.tokens:
+            break
+    trainer.steps = len(batches)
+    held = restart_peak(trainer.target.device)
+    seconds, before, loss = [], time.process_time(), float("nan")
+    for step, indices in enumerate(batches):
+        began = time.perf_counter()
+        loss = trainer.optimise(step, indices)["loss"]
+        seconds.append(time.perf_counter() - began)
+        if step % 50 == 0:
+            print(f"{job.variant}: step {step} of {len(batches)}, loss {loss:.3f}", file=sys.stderr, flush=True)
+    processor, usual = time.process_time() - before, statistics.median(seconds)
+    return {
+        **of_both(job, trainer),
+        "layout": None,
+        "tokens": tokens,
+        "steps": len(batches),
+        "seconds_per_step": usual,
+        "processor_seconds_per_step": processor / len(batches),
+        "tokens_per_s": tokens / len(batches) / usual,
+        "peak_memory_bytes": peak(trainer.target.device),
+        "held_before_bytes": held,
+        "loss": loss,
+        **judged(job, trainer),
+    }
+
+
+def supervised(example: Example) -> int:
+    """Tokens of a rollout that are supervised at the first step: response ids behind a response id."""
+    return sum(a and b for a, b in zip(example.response, example.response[1:], strict=False))
+
+
+def judged(job: Job, trainer: Trainer) -> dict[str, Any]:
+    """Forecast and real accept_length of the head as it is at the end of the training, measured alike for both."""
+    weights = gathered_weights(trainer.accelerator, trainer.model)
+    target, side, plan = trainer.target, trainer.side, trainer.plan
+    settings = replace(trainer.settings, ttt_steps=CHAIN)
+    head = head_of(weights, plan.config, target.device, side.head_dtype)
+    forecast = forecast_accept_length(
+        trained_head(plan, settings, head, side.teacher).eval(), side, trainer.data.held_out, CHAIN
+    )
+    prompts = read_held_out(job.run / ROLLOUTS, job.prompts, target.max_context - job.max_tokens)
+    measurement = Measurement(target, prompts, settings, job.recipe.seed)
+    (real,) = measurement.by_engine(as_draft(weights, plan.config, plan.token_map, target))
+    return {
+        "forecast": forecast.accept_length,
+        "forecast_interval": forecast.interval,
+        "forecast_verify_steps": forecast.verify_steps,
+        "accept_length": real.accept_length,
+        "interval": real.interval,
+        "accept_rate": [None if math.isnan(rate) else rate for rate in real.stats.accept_rate],
+        "shape": "chain",
+        "num_steps": CHAIN,
+        "top_k": 1,
+        "num_draft_tokens": CHAIN + 1,
+        "temperature": 0.0,
+        "prompts": len(prompts.prompts),
+        "verify_steps": real.stats.verify_steps,
+    }
+
+
+def of_both(job: Job, trainer: Trainer) -> dict[str, Any]:
+    return {
+        "variant": job.variant,
+        "seed": job.recipe.seed,
+        "precision": trainer.settings.precision,
+        "target_dtype": str(trainer.target.dtype),
+    }
