@@ -178,12 +178,17 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
         ("train.feature_weight=0.5", "(it belongs to eagle2 heads)"),
         ("train.sliding_window=3", "at least ttt_steps (4)"),
         ("train.layers=0", "train.layers = 0"),
+        ("train.ttt_curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
+        ("train.ttt_curriculum=[0.5,0.5]", "sum to less than 1"),
+        ("train.ttt_curriculum=[0.0,0.5]", "above 0"),
     ],
 )
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
     assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")
+    mtp = ("train.head=mtp", "train.layers=2", "train.ttt_curriculum=[0.5]")
+    assert "leave some untrained" in refused(default_recipe_path(), *mtp)
 
 
 def test_settings_of_a_measurement_that_is_off_are_named(

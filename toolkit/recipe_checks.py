@@ -64,6 +64,19 @@ def check_head(train: Any) -> None:
     whole = train.layers if train.head == "mtp" else 1
     later = train.anchors is None or train.ttt_steps > whole
     need(later, "train.anchors", train.anchors, f"null, or ttt_steps above {whole}: they thin out later steps,")
+    shares = train.ttt_curriculum
+    fits = len(shares) < train.ttt_steps and all(share > 0 for share in shares) and sum(shares) < 1
+    fewer = (
+        f"up to {train.ttt_steps - 1} shares above 0 (one for each number of steps below ttt_steps) that sum to less"
+    )
+    need(fits, "train.ttt_curriculum", shares, f"{fewer} than 1")
+    staged = not shares or whole == 1
+    need(
+        staged,
+        "train.ttt_curriculum",
+        shares,
+        "none: a step has its own MTP layer here, and fewer leave some untrained,",
+    )
     some = train.token_weight + train.feature_weight > 0
     need(some, "train.token_weight", train.token_weight, "a weight above 0 for this or train.feature_weight")
 

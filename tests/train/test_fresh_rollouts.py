@@ -50,7 +50,7 @@ def processes(tiny_chat_run, tiny_target, tiny_draft, tmp_path):
 
 @pytest.fixture
 def model(tiny_draft) -> TrainedHead:
-    return TrainedHead(tiny_draft.head, 3, 0.8)
+    return TrainedHead(tiny_draft.head, 0.8)
 
 
 def _rows(path: Path) -> list[dict]:

@@ -36,7 +36,7 @@ def _step(target, draft, batch, shift=0):
     computed: list[torch.Tensor] = []
     choice = side.teacher.choice
     side.teacher.choice = lambda hidden: computed.append(hidden) or choice(hidden)
-    model = TrainedHead(draft.head, STEPS, 0.8)
+    model = TrainedHead(draft.head, 0.8)
     micro = micro_step(model, side, batch, supervised_counts(batch, STEPS, shift), STEPS, shift)
     side.capture.remove()
     return micro, bool(computed)

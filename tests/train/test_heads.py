@@ -22,7 +22,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
     "eagle2": ("eagle2", ("train.layers=2", "train.pack=true")),
     "mtp": ("mtp", ("train.layers=2", "train.checkpointing=true")),
-    "eagle3-1": ("eagle3", ("train.fc_norm=true", "train.norm_output=true", "train.lm_head=frozen", "train.anchors=9")),
+    "eagle3-1": (
+        "eagle3",
+        (
+            "train.fc_norm=true",
+            "train.norm_output=true",
+            "train.lm_head=frozen",
+            "train.anchors=9",
+            "train.ttt_curriculum=[0.2,0.2]",
+        ),
+    ),
 }
 # All trainings in one process: importing the trainer takes longer than each of them.
 DRIVER = """
@@ -93,6 +102,8 @@ def test_trained_resumed_and_served(runs, tiny_target, name):
     if head == "eagle3":
         rows_of_target = tiny_target.lm_head.weight[draft.token_map.ids]
         assert torch.equal(draft.head.lm_head.weight, rows_of_target), "frozen"
+        depths = [len(losses) for losses in _losses(runs / name)]
+        assert depths == [1] * 8 + [2] * 8 + [max(depths)] * 24 and max(depths) > 2, "the curriculum"
     initialise_random(draft.head, seed=0)
     assert trained > 0.05 + 3 * _accepted(tiny_target, draft, prompts)
 

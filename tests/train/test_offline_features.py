@@ -57,7 +57,7 @@ def train(side: TargetSide, data: Data, shift: int) -> tuple[list[list[float]], 
     )
     head = Eagle3Head(config)
     initialise_random(head, seed=0)
-    model = TrainedHead(head, K, 0.8)
+    model = TrainedHead(head, 0.8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for _, _, indices in (next(batches) for batches in [data.plan.from_position()] for _ in range(30)):

@@ -55,7 +55,7 @@ def training(tiny_target, tiny_draft):
     batch = collate([replace(text, response=text.response[: len(text.input_ids)]) for text in texts], pad_id=0)
     token_map = TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     config = Eagle3Config.from_dict({**tiny_draft.head.config.to_dict(), "draft_vocab_size": token_map.size})
-    model = TrainedHead(Eagle3Head(config), STEPS, 0.8)
+    model = TrainedHead(Eagle3Head(config), 0.8)
     initialise_from_target(model.head, tiny_target, token_map, [batch], seed=0)
     side = TargetSide(tiny_target, token_map, config.aux_layer_ids, "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -73,7 +73,7 @@ def _evaluation(training, directory, rows: list) -> Evaluation:
     model, side, prompts, batch = training
     accelerator = SimpleNamespace(is_main_process=True, get_state_dict=lambda module: module.state_dict())
     data, metrics = SimpleNamespace(held_out=[batch], pad_id=0), SimpleNamespace(write=rows.append)
-    trained = lambda head: TrainedHead(head, STEPS, 0.8)  # noqa: E731
+    trained = lambda head: TrainedHead(head, 0.8)  # noqa: E731
     one = Evaluation(accelerator, side, data, model.head.config, trained, SETTINGS, directory, metrics)
     one.measurement = Measurement(side.target, prompts, SETTINGS, seed=0)
     return one

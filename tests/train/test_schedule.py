@@ -1,4 +1,4 @@
-"""The learning rate is a pure function of the step."""
+"""Learning rate and depth are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.recipe import TrainSettings
 from toolkit.train.loop import accumulation_steps
-from toolkit.train.schedule import rate_factor, total_steps
+from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
 
 
 @pytest.mark.parametrize(("schedule", "end"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
@@ -22,6 +22,12 @@ def test_warms_up_then_decays_to_a_tenth(schedule, end):
 def test_total_steps():
     assert total_steps(TrainSettings(epochs=2.5), 10) == 25
     assert total_steps(TrainSettings(epochs=2.5, max_steps=7), 10) == 7
+
+
+def test_the_curriculum_ends_at_the_whole_depth():
+    depths = [unroll_steps(step, 20, TrainSettings(ttt_steps=4, ttt_curriculum=(0.5, 0.3))) for step in range(20)]
+    assert depths == [1] * 10 + [2] * 6 + [4] * 4
+    assert {unroll_steps(step, 20, TrainSettings(ttt_steps=4)) for step in range(20)} == {4}
 
 
 def test_global_batch_is_shared_out_or_refused():

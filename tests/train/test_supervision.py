@@ -65,9 +65,7 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
     probs = torch.randn(3, head.config.draft_vocab_size).softmax(-1)
     rows = _rows(probs, torch.tensor([True, True, False]))
     draft_choice = probs.argmax(-1)
-    loss, by_step, hits = TrainedHead(head, steps, 0.8)(
-        aux, embeds, supervision, rows, draft_choice, supervision.counts
-    )
+    loss, by_step, hits = TrainedHead(head, 0.8)(aux, embeds, supervision, rows, draft_choice, supervision.counts)
     expected = 0.0
     for step, hidden in enumerate(unroll(unrolled_head(head), aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept
@@ -105,7 +103,7 @@ def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
 
 def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
     """A process with no rows of a short last batch must still take part in the backward pass, with zeros."""
-    head = TrainedHead(tiny_draft.head, 2, 0.8).requires_grad_(True)
+    head = TrainedHead(tiny_draft.head, 0.8).requires_grad_(True)
     try:
         supervision = plan_supervision(torch.zeros(1, 9, dtype=torch.bool), torch.tensor([9]), steps=2)
         size = tiny_draft.head.config.draft_vocab_size

@@ -33,7 +33,7 @@ def _train(target, draft) -> dict[str, list]:
     head = Eagle3Head(Eagle3Config.from_dict(draft.head.config.to_dict()))
     initialise_random(head, seed=0)
     side = TargetSide(target, draft.token_map, head.config.aux_layer_ids, "fp32")
-    model = TrainedHead(head, K, 0.8)
+    model = TrainedHead(head, 0.8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     rows: dict[str, list] = {"loss_by_step": [], "right_by_step": []}
     batches = _batches(target.vocab_size)

@@ -58,10 +58,14 @@ def _training(
     figure.set_layout_engine("constrained", h_pad=0.12)
     if training:
         axis = axes.pop(0)
-        steps, losses = [row["step"] for row in training], [row["loss"] for row in training]
+        # The first step's: the sum over steps jumps where a curriculum adds one.
+        steps, losses = (
+            [row["step"] for row in training],
+            [row.get("loss_by_step", [row["loss"]])[0] for row in training],
+        )
         axis.plot(steps, losses, color=COLOURS[0], alpha=0.3, linewidth=1)
         axis.plot(steps, smoothed(losses), color=COLOURS[0], linewidth=2)
-        _style(axis, ylabel="loss")
+        _style(axis, ylabel="loss,\nfirst step")
     if forecasts:
         axis = axes.pop(0)
         steps = [row["step"] for row in forecasts]

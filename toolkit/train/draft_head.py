@@ -109,7 +109,6 @@ def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teach
         weights = {"token_weight": settings.token_weight, "feature_weight": settings.feature_weight}
     return TrainedHead(
         head,
-        settings.ttt_steps,
         settings.step_decay,
         settings.loss,
         output=None if plan.own_vocabulary else teacher.shared_matrix(),

@@ -32,7 +32,7 @@ from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
 from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
-from toolkit.train.schedule import rate_factor, total_steps
+from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
 from toolkit.train.split_data import read_data, with_fresh
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
@@ -243,7 +243,7 @@ class Trainer:
         """One optimiser step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
-        k, shift = settings.ttt_steps, settings.mask_shift
+        k, shift = unroll_steps(step, self.steps, settings), settings.mask_shift
         whole = self._collate(indices)
         counts = supervised_counts(whole, k, shift)
         factor = rate_factor(step, self.steps, settings)

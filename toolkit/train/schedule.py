@@ -1,8 +1,9 @@
-"""The learning rate as a pure function of the step: the same on one process and on eight, before and after a resume."""
+"""Learning rate and depth as pure functions of the step: the same on one process and on eight, and after a resume."""
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 from toolkit.recipe import TrainSettings
 
@@ -24,3 +25,10 @@ def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
     """Optimiser steps of a whole run: `epochs`, cut at `max_steps`."""
     steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
     return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def unroll_steps(step: int, total_steps: int, settings: TrainSettings) -> int:
+    """Steps of the training-time test at 0-based optimiser step `step`: 1, 2, .. for the curriculum's shares of the
+    training, one after the other, then all of ttt_steps."""
+    ends = accumulate(settings.ttt_curriculum)
+    return next((depth for depth, end in enumerate(ends, 1) if step < round(end * total_steps)), settings.ttt_steps)

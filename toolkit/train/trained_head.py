@@ -19,7 +19,8 @@ from toolkit.train.unrolled_head import SharedMatrix, unrolled_head
 
 
 class TrainedHead(nn.Module):
-    """A head with K steps of training-time test, step k weighing step_decay^k, scored by the loss of this name.
+    """A head with the steps of training-time test that are supervised, step k weighing step_decay^k, scored by the loss
+    of this name.
 
     output: what scores a head that has no output matrix of its own. A row's loss is token_weight times the named one,
     and feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
@@ -29,7 +30,6 @@ class TrainedHead(nn.Module):
     def __init__(
         self,
         head: DraftHead,
-        steps: int,
         step_decay: float,
         loss: LossName = "soft_cross_entropy",
         *,
@@ -41,7 +41,6 @@ class TrainedHead(nn.Module):
         super().__init__()
         self.head = head
         self.unrolled = unrolled_head(head, output)
-        self.steps = steps
         self.step_decay = step_decay
         self.loss = loss
         self.token_weight, self.feature_weight = token_weight, feature_weight
@@ -64,11 +63,12 @@ class TrainedHead(nn.Module):
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
         """
         assert draft_choice is not None, "hits need the right tokens"
+        count = len(supervision.roots)
         steps = unroll(
             self.unrolled,
             aux,
             embeds,
-            self.steps,
+            count,
             supervision.starts,
             supervision.anchors,
             checkpointing=self.checkpointing,
@@ -79,10 +79,10 @@ class TrainedHead(nn.Module):
         choice = draft_choice[rows]
         if teacher is None:
             best = self.unrolled.score(states, best_tokens)
-            return embeds.new_zeros(()), embeds.new_zeros(self.steps), list((best == choice).split(counts))
+            return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
         assert denominators is not None, "a loss needs its denominators"
         kept = teacher.kept[rows]
-        weights = self.step_decay ** torch.arange(self.steps, device=kept.device) / denominators
+        weights = self.step_decay ** torch.arange(count, device=kept.device) / denominators
         factor = torch.repeat_interleave(weights, torch.tensor(counts, device=kept.device), output_size=len(rows))
         if supervision.shares is not None:
             factor = factor * torch.cat(supervision.shares)

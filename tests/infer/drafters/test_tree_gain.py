@@ -36,7 +36,7 @@ def trained_draft(small_target, small_draft) -> DraftCheckpoint:
     engine = Engine(small_target, max_batch=96)
     answers = [request.output_ids for request in engine.generate(prompts, params)]
     engine.close()
-    model, side = TrainedHead(head, STEPS, 0.8), TargetSide(small_target, token_map, (1, 2, 3), "fp32")
+    model, side = TrainedHead(head, 0.8), TargetSide(small_target, token_map, (1, 2, 3), "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     written = list(zip(prompts, answers, strict=True))
     for step in range(120):
