@@ -3,13 +3,14 @@
     python benchmarks/training.py [--run runs/smollm2-135m] [--tokens 50000 200000] [--seeds 0 1 2] [a.b=c ...]
 
 `published` is `training_published.py`; `ours` is the trainer by the recipe's own settings (`train.x=y` changes them).
-Both run the target in each step (train.features: online), unroll the recipe's train.ttt_steps, take the same batches in
-the same order, and start from the same rollouts. Every line of the record has a process of its own. Two measurements:
+Both unroll the recipe's train.ttt_steps and take the same batches in the same order, from the same rollouts. Every line
+of the record has a process of its own. Two measurements:
 
-step           a few steps of --step-tokens ids in one forward: the rollouts as they are, and joined into one row as
-               long as that, as long conversations would lie there: seconds, and the most memory held
-accept_length  a training on --tokens supervised tokens; then the forecast on the held-out rollouts, and the engine's
-               own accept_length on their prompts, greedy, with a chain of 4
+step           a few steps of --step-tokens ids in one forward, the target's included: the rollouts as they are, and
+               joined into one row as long as that, as long conversations would lie there: seconds, most memory held
+accept_length  a training on --tokens supervised tokens, of stored features where the recipe has them; then the
+               forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
+               chain of 4
 
 Ratios hold within one run: what else the machine does changes both. Processor seconds, with one thread, hardly show it.
 Writes benchmarks/results/training-recipes-<hardware>.json; with --only its name too.
@@ -21,7 +22,7 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ DEFINITIONS = {
     "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
     "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their median",
     "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
+    "start_processor_seconds": "loading the target, and where the head starts from it, fitting it; not in the steps",
     "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
     "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU, tensors on a GPU",
     "held_before_bytes": "held before the first step: programs, target and head",
@@ -102,7 +104,9 @@ def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
 def in_own_process(job: Job) -> dict[str, Any]:
     """A process that has ended gives all its memory back, and its peak is its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(work, job).result()
+        row = process.submit(work, job).result()
+    print(f"{row}", file=sys.stderr, flush=True)
+    return row
 
 
 def arguments() -> argparse.Namespace:
@@ -118,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed, behind one that is not")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts that the engine answers, at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of the engine's answers")
+    parser.add_argument("--at-once", type=int, default=1, help="lines measured at a time, which then share the machine")
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -132,10 +137,8 @@ def main() -> int:
         raise SystemExit(f"train.head is {recipe.train.head}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)
     torch.set_num_threads(args.threads)
-    rows = []
-    for job in planned(args, recipe):
-        rows.append(in_own_process(job))
-        print(f"{rows[-1]}", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(args.at_once) as waiting:
+        rows = list(waiting.map(in_own_process, planned(args, recipe)))
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "run", "recipe", "note")}
     settings |= {"recipe": recipe.name, "target": recipe.target.model}
     settings["train"] = {

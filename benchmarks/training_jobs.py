@@ -50,20 +50,33 @@ class Job:
 def work(job: Job) -> dict[str, Any]:
     """The row of a job; meant for a process of its own."""
     torch.set_num_threads(job.threads)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         rollouts = replace(job.recipe.rollouts, keep_features=False)
         recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
-        trainer = VARIANTS[job.variant](recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, Path(folder) / "train")
-        return trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)
+        borrow_features(job.run / "features", folder / "features")
+        before = time.process_time()
+        trainer = VARIANTS[job.variant](recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
+        start = {"start_processor_seconds": time.process_time() - before}
+        return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
+
+
+def borrow_features(theirs: Path, ours: Path) -> None:
+    """The run's stored features as links: what a training adds or removes is not in the run's folder."""
+    ours.mkdir()
+    for file in theirs.glob("*"):
+        (ours / file.name).symlink_to(file.resolve())
 
 
 def benched(job: Job) -> TrainSettings:
-    """The recipe's training with the target's forward in each step, one forward a step, and no measurements within."""
+    """The recipe's training, one forward a step, and no measurements within. Single steps run the target, and start
+    from random weights, which change neither their seconds nor their memory."""
     train = job.recipe.train
     batch = {None: train.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
     return replace(
         train,
-        features="online",
+        features=train.features if job.layout is None else "online",
+        init=train.init if job.layout is None else "random",
         global_batch=batch,
         micro_batch=batch,
         real_every=None,
