@@ -150,4 +150,3 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
-    assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")

@@ -97,7 +97,7 @@ class TrainSettings:
     the schedule counts steps."""
 
     head: HeadName = "eagle3"
-    layers: int = 1  # mtp: its layers, one a step, the last one fed back; eagle2: decoder layers
+    layers: int = 1  # mtp: its layers, one a step, the last one fed back; eagle3, eagle2: decoder layers
     ttt_steps: int = 4  # steps of the training-time test, K
     step_decay: float = 0.8  # step k weighs step_decay^k
     loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
@@ -183,8 +183,6 @@ class TrainSettings:
                 need(value == default, f"train.{name}", value, either)
         window = self.sliding_window is None or self.sliding_window >= self.ttt_steps
         need(window, "train.sliding_window", self.sliding_window, f"at least ttt_steps ({self.ttt_steps}), or null,")
-        several = self.layers == 1 or self.head != "eagle3"
-        need(several, "train.layers", self.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
         for name in ("token_weight", "feature_weight"):
             need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         trained = self.head != "mtp" or self.layers <= self.ttt_steps

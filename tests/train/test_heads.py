@@ -22,7 +22,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
     "eagle2": ("eagle2", ("train.layers=2", "train.pack=true")),
     "mtp": ("mtp", ("train.layers=2", "train.checkpointing=true")),
-    "eagle3-1": ("eagle3", ("train.fc_norm=true", "train.norm_output=true", "train.lm_head=frozen", "train.anchors=9")),
+    "eagle3-1": (
+        "eagle3",
+        ("train.fc_norm=true", "train.norm_output=true", "train.lm_head=frozen", "train.anchors=9", "train.layers=2"),
+    ),
 }
 # All trainings in one process: importing the trainer takes longer than each of them.
 DRIVER = """
