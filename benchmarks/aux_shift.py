@@ -1,4 +1,4 @@
-"""What it costs to read a head's auxiliary layers in the wrong convention: the same head, its ids one off, forced through.
+"""What it costs to read a head's auxiliary layers in the wrong convention: its ids one off, forced through.
 
     python benchmarks/aux_shift.py --draft runs/smollm2-135m/ckpt
 
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mask_shift import paired_gain
+
 from toolkit import LLM, SamplingParams
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
@@ -29,6 +31,7 @@ from toolkit.checkpoint.launch_lines import Shape
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.llm import Completion
+from toolkit.models.eagle3 import Eagle3Config
 from toolkit.target.facts import TargetFacts, target_facts
 from toolkit.weights import read_json, write_json
 
@@ -54,6 +57,7 @@ def answers(target: str, draft: Path | None, shape: DraftShape, chats: list[Any]
 
 
 def row_of(shift: int, ids: Sequence[int], shape: DraftShape, done: list[Completion], plain: list[Completion]) -> dict:
+    """A row of an acceptance record."""
     stats = summarise([event for one in done for event in one.events])
     counts = [(one.acceptance.verify_steps + one.acceptance.accepted, one.acceptance.verify_steps) for one in done]
     interval = ratio_interval(*zip(*counts, strict=True))
@@ -86,18 +90,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     draft, shape = load_draft(args.draft), DraftShape.parse(args.shape)
+    if not isinstance(draft.head.config, Eagle3Config):
+        parser.error(f"{args.draft} holds a head of the kind {draft.kind}; only eagle3 heads read auxiliary layers")
     stated = draft.meta["target"]
     facts = target_facts(stated["name"], stated.get("revision"))
     chats = [[{"role": "user", "content": one.turns[0]}] for one in limited(builtin_prompts(), args.limit)]
     plain = answers(stated["name"], None, shape, chats, args.max_tokens)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    right: list[Completion] = []
     with tempfile.TemporaryDirectory() as folder:
         for shift in SHIFTS:
             directory = shifted(draft, facts, shift, Path(folder))
             done = answers(stated["name"], directory, shape, chats, args.max_tokens)
             ids = [one + shift for one in draft.head.config.aux_layer_ids]
             rows.append(row_of(shift, ids, shape, done, plain))
-            print(f"aux ids {ids}: accept_length {rows[-1]['accept_length']:.3f}, {rows[-1]['verify_steps']} steps")
+            right = right or done
+            # Over prompts, those of both heads resampled together.
+            change, interval = paired_gain(done, right)
+            rows[-1] |= {"change": change, "change_interval": interval}
+            print(f"aux ids {ids}: accept_length {rows[-1]['accept_length']:.3f}, {change:+.1%} {interval}")
     settings = {"prompts": "built-in", "limit": args.limit, "max_tokens": args.max_tokens, "dtype": "float32"}
     record = make_record("acceptance", command_line(), {**settings, "target": stated["name"]}, rows)
     default = REPOSITORY / "benchmarks/results" / f"acceptance-aux-shift-{machine_name(record['hardware'])}.json"
