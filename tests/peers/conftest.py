@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.bench.records import make_record, write_record
 
-COMMAND = "TOOLKIT_VLLM_PYTHON=PYTHON TOOLKIT_PEERS_DRAFT=DIR TOOLKIT_JUDGES_RECORD=FILE pytest -m peers tests/peers"
+COMMAND = "TOOLKIT_VLLM_PYTHON=PYTHON TOOLKIT_PEERS_DRAFT=DIR TOOLKIT_JUDGES_RECORD=FILE pytest -m peers"
 
 
 @pytest.fixture(scope="session")

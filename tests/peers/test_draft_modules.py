@@ -1,7 +1,7 @@
 """Our exports in the hands of their readers: the draft modules of speculators and SpecForge say the same logits.
 
 Opt-in, since neither is a dependency: pip install --no-deps speculators==0.9.0 specforge==0.2.0 loguru
-pydantic-settings python-dotenv hs-connectors==0.9.0, then TORCHDYNAMO_DISABLE=1 pytest -m peers tests/peers.
+pydantic-settings python-dotenv hs-connectors==0.9.0, then pytest -m peers.
 
 Shapes: T tokens, A auxiliary layers, Ht target hidden size.
 """
@@ -26,6 +26,13 @@ pytestmark = pytest.mark.peers
 T, STEPS = 24, 3
 # fp32 sums in another order; logits are of size 5. A norm at another place changes them by more than 0.1.
 CLOSE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Both have parts that they compile, for minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture
