@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.checkpoint.inspect_head import Report
 from toolkit.models.head_config import full_attention_rope
 from toolkit.models.rope import STATIC_ROPE_TYPES
-from toolkit.target.errors import TargetError
+from toolkit.target.errors import TargetError, UnknownFamilyError
 from toolkit.target.facts import (
     TargetFacts,
     bare_facts,
@@ -23,7 +23,7 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     """A report of a target by its name. Raises `TargetError` when it has no configuration of a causal LM."""
     try:
         facts = target_facts(name, revision)
-    except TargetError as error:
+    except UnknownFamilyError as error:
         return _unknown_family(name, revision, error)
     rope = full_attention_rope(facts.config)
     report = Report(f"{name}: target, {facts.architecture}")
@@ -42,12 +42,9 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     return report
 
 
-def _unknown_family(name: str, revision: str | None, error: TargetError) -> Report:
-    """What a config.json says of a model that cannot be a target here. Raises `error` where it says nothing."""
-    try:
-        facts = bare_facts(name, revision)
-    except TargetError:
-        raise error from None
+def _unknown_family(name: str, revision: str | None, error: UnknownFamilyError) -> Report:
+    """What a config.json says of a model that cannot be a target here. Raises `TargetError` where it says nothing."""
+    facts = bare_facts(name, revision)
     report = Report(f"{name}: target, {facts.architecture}", _sizes(facts))
     _mtp(report, facts)
     report.refuse(str(error))

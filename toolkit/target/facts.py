@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.target.features import default_aux_layer_ids
 from toolkit.target.load import TargetError, full_name, load_config
+from toolkit.weights import read_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
@@ -150,7 +151,7 @@ def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:
     path = _file(name, revision, CONFIG)
     if path is None:
         raise TargetError(f"target {name} has no {CONFIG}; a Hugging Face model directory or hub id is needed")
-    stated = json.loads(path.read_text(encoding="utf-8"))
+    stated = read_json(path)
     return {**stated, **(stated.get("text_config") or {})}
 
 
