@@ -39,6 +39,7 @@ class Vllm:
             generation_config="vllm",
             enable_prefix_caching=False,
             disable_log_stats=False,
+            enforce_eager=bool(settings.get("eager")),
         )
         self.version = vllm.__version__
         self.weight_bits = 8 * self._llm.llm_engine.model_config.dtype.itemsize
@@ -52,17 +53,21 @@ class Vllm:
             SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             use_tqdm=False,
         )
-        drafts, accepted = (now - then for now, then in zip(self._counts(), before, strict=True))
+        drafts, accepted, *by_depth = (now - then for now, then in zip(self._counts(), before, strict=True))
         return {
             "output_ids": [list(one.outputs[0].token_ids) for one in done],
             "verify_steps": drafts,
             "accepted": accepted,
+            "accepted_by_depth": by_depth,
         }
 
-    def _counts(self) -> tuple[int, int]:
-        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        found = {metric.name: int(metric.value) for metric in self._llm.get_metrics() if metric.name in names}
-        return found.get(names[0], 0), found.get(names[1], 0)
+    def _counts(self) -> list[int]:
+        """Of all requests so far: drafts, drafted tokens accepted, and those of each depth; zeros without a head."""
+        found = {metric.name: metric for metric in self._llm.get_metrics() if "spec_decode" in metric.name}
+        if not found:
+            return [0, 0]
+        totals = [int(found[f"vllm:spec_decode_num_{what}"].value) for what in ("drafts", "accepted_tokens")]
+        return [*totals, *found["vllm:spec_decode_num_accepted_tokens_per_pos"].values]
 
 
 class EagleOwn:

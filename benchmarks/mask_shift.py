@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,13 @@ from toolkit.data.batches import Example, load_examples
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
+from toolkit.infer.llm import Completion
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.recipe import load_recipe
 from toolkit.target.load import load_target
 
+Answered = Request | Completion  # with the log of its verify steps
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")
 
@@ -58,13 +61,13 @@ def prompt_of(example: Example) -> list[int]:
     return example.input_ids[:start]
 
 
-def counts(request: Request) -> tuple[int, int]:
+def counts(request: Answered) -> tuple[int, int]:
     """Committed tokens and verify steps of one prompt, as accept_length counts them."""
     stats = summarise(request.events)
     return stats.verify_steps + stats.accepted, stats.verify_steps
 
 
-def paired_gain(exact: list[Request], shifted: list[Request]) -> tuple[float | None, list[float | None]]:
+def paired_gain(exact: Sequence[Answered], shifted: Sequence[Answered]) -> tuple[float | None, list[float | None]]:
     """Relative gain in accept_length of the first over the second, and its 95 % interval over prompts.
 
     A ratio of two ratios, so `ratio_interval` does not fit: both heads' counts of a prompt are resampled together.

@@ -186,7 +186,6 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
-    assert "an eagle3 head has one layer" in refused(default_recipe_path(), "train.layers=2")
     mtp = ("train.head=mtp", "train.layers=2", "train.ttt_curriculum=[0.5]")
     assert "leave some untrained" in refused(default_recipe_path(), *mtp)
 

@@ -101,7 +101,7 @@ class TrainSettings:
     the schedule counts steps."""
 
     head: HeadName = "eagle3"
-    layers: int = 1  # mtp: its layers, one a step, the last one fed back; eagle2: decoder layers
+    layers: int = 1  # mtp: its layers, one a step, the last one fed back; eagle3, eagle2: decoder layers
     ttt_steps: int = 4  # steps of the training-time test, K
     ttt_curriculum: tuple[float, ...] = ()  # shares of the training that take 1, 2, .. steps; the rest takes ttt_steps
     step_decay: float = 0.8  # step k weighs step_decay^k

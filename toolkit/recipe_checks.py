@@ -55,8 +55,6 @@ def check_head(train: Any) -> None:
             need(False, f"train.{name}", getattr(train, name), either)
     window = train.sliding_window is None or train.sliding_window >= train.ttt_steps
     need(window, "train.sliding_window", train.sliding_window, f"at least ttt_steps ({train.ttt_steps}), or null,")
-    several = train.layers == 1 or train.head != "eagle3"
-    need(several, "train.layers", train.layers, "1 (an eagle3 head has one layer), or train.head eagle2 or mtp,")
     for name in ("token_weight", "feature_weight"):
         need(getattr(train, name) >= 0, f"train.{name}", getattr(train, name), "0 or more")
     trained = train.head != "mtp" or train.layers <= train.ttt_steps

@@ -51,7 +51,7 @@ def layer_config(config) -> dict:
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_hidden_layers,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoint import files
 from toolkit.checkpoint.draft_dir import save_draft
@@ -97,19 +96,53 @@ def target_copy(tiny_target, tmp_path):
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [
-        ("model.layers.7.eh_proj.weight", "model.layers.7"),  # DeepSeek-V3: behind the last decoder layer
-        ("model.mtp_layers.0.input_proj.weight", "model.mtp_layers"),  # MiMo
-        ("mtp.fc.weight", "mtp"),  # Qwen3-Next
-    ],
-)
-def test_native_mtp_layers(target_copy, name, prefix):
-    """Found by their tensors, wherever a family keeps them; decoder layers must not be taken for them."""
-    tensors = load_file(target_copy / "model.safetensors")
-    save_file({**tensors, name: torch.zeros(2)}, target_copy / "model.safetensors", metadata={"format": "pt"})
-    assert rows(inspect_target(str(target_copy)))["native MTP layers"] == f"1: {prefix}"
+MTP = {  # family: what its config says besides, a few names of its MTP tensors, and what is to be found
+    "deepseek_v3": (  # DeepSeek-V3, behind the last decoder layer
+        {"num_hidden_layers": 61, "num_nextn_predict_layers": 1},
+        ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight", "model.layers.61.embed_tokens.weight"],
+        "1: model.layers.61",
+    ),
+    "glm4_moe": (  # GLM-4.5-Air
+        {"num_hidden_layers": 46, "num_nextn_predict_layers": 1},
+        ["model.layers.46.eh_proj.weight", "model.layers.46.shared_head.norm.weight"],
+        "1: model.layers.46",
+    ),
+    "qwen3_next": (  # its config says nothing of them
+        {"num_hidden_layers": 48},
+        ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.input_layernorm.weight", "mtp.layers.0.mlp.gate.weight"],
+        "1: mtp.layers.0",
+    ),
+    "mimo": (  # a family that transformers lacks
+        {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "auto_map": {"AutoConfig": "configuration_mimo.C"}},
+        ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.final_layernorm.weight"],
+        "1: model.mtp_layers.0",
+    ),
+    "mimo_v2": (
+        {"num_hidden_layers": 48, "auto_map": {"AutoConfig": "configuration_mimo.C"}},
+        [f"model.mtp.layers.{number}.eh_proj.weight" for number in range(3)],
+        "3: model.mtp.layers.0, model.mtp.layers.1, model.mtp.layers.2",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MTP)
+def test_native_mtp_layers(tmp_path, family):
+    """Found by their tensors, wherever a family keeps them, from its config and its index of weights alone; decoder
+    layers must not be taken for them, and nothing asks on the terminal whether to run a repository's code."""
+    keys, names, found = MTP[family]
+    sizes = {"hidden_size": 64, "vocab_size": 400, "model_type": family, "architectures": ["ForCausalLM"]}
+    write_json(tmp_path / "config.json", {**sizes, **keys})
+    decoder = [f"model.layers.{number}.input_layernorm.weight" for number in range(keys["num_hidden_layers"])]
+    names = ["model.embed_tokens.weight", *decoder, *names]
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model-1.safetensors")})
+    report = inspect_target(str(tmp_path))
+    assert rows(report)["native MTP layers"] == found
+    unknown = [line for line in report.wrong if "the repository's own code, which is not run" in line]
+    assert bool(unknown) == ("auto_map" in keys) and not (unknown and report.usable)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    said = rows(inspect_target(str(tmp_path)))["native MTP layers"]
+    stated = "num_nextn_predict_layers" in keys
+    assert said.startswith("1 by its config's num_nextn" if stated else "what its weights hold is unknown")
 
 
 def test_mtp_layers_that_were_lost(target_copy):

@@ -26,6 +26,8 @@ PUBLISHED = [
     ("speculators", {"norm_before_residual": True, "norm_before_fc": True}),
     ("speculators", EAGLE31),
     ("speculators", {"qk_norm": True}),
+    ("speculators", {"num_hidden_layers": 2, "qk_norm": True}),
+    ("modelopt", {"num_hidden_layers": 3}),
 ]
 
 
@@ -214,7 +216,7 @@ REFUSED = [
     ({"t2d": torch.zeros(17, dtype=torch.bool)}, "t2d is over 17 ids"),
     ({"fc.weight": torch.zeros(64, 128)}, "3 auxiliary layers of 64 are 192"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ({"additional_layers.0.hidden_norm.weight": torch.ones(64)}, "SGLang's own form of further layers"),
     ({"fc_norm": True}, "missing: fc_norm.0.weight"),
     ({"target_hidden_size": 128}, "64 wide and its target 128"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
@@ -236,6 +238,7 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish,
 WARNED = [
     ({"logit_scale": 0.5}, "unknown keys", "logit_scale"),
     ({"fc_norm": False}, "fc_norm", "other engines would leave the tensor out"),
+    ({"num_hidden_layers": 40}, "num_hidden_layers", "the config's 40"),  # SafeAILab's Vicuna head: its target's
 ]
 
 
@@ -245,6 +248,15 @@ def test_what_may_cost_acceptance_is_warned_of(make_eagle3, publish, target, cha
     draft = open_head(publish("specforge", head, broken(**changes)), target=target)
     (line,) = lines(draft, key)
     assert line.warning and says in line.line
+
+
+@pytest.mark.parametrize(("layers", "stated"), [(1, 2), (3, 2), (2, 3)])
+def test_layers_that_are_stated_and_not_there(make_eagle3, publish, target, layers, stated):
+    """A shard that was lost, or a config of another head: drafts through half a head would only be slow."""
+    head = make_eagle3(num_hidden_layers=layers)
+    directory = publish("modelopt", head, broken(num_hidden_layers=stated))
+    with pytest.raises(DraftDirError, match=f"num_hidden_layers is {stated}, the weights have {layers}"):
+        open_head(directory, target=target)
 
 
 SLIDING = {"layer_types": ["sliding_attention"]}

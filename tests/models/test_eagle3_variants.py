@@ -23,7 +23,21 @@ SIZES = {
     "draft_vocab_size": 20,
     "aux_layer_ids": (1, 2, 3),
 }
-VARIANTS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "fc_bias", "attention_bias", "qk_norm")
+FURTHER = "num_hidden_layers"  # of which there are 3
+VARIANTS = (
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "fc_bias",
+    "attention_bias",
+    "qk_norm",
+    FURTHER,
+)
+
+
+def build(on) -> Eagle3Head:
+    return Eagle3Head(Eagle3Config(**SIZES, **{name: 3 if name == FURTHER else True for name in on}))
 
 
 def causal(q, k, v):
@@ -46,6 +60,10 @@ def by_hand(w, on, aux, embeds, steps=2):
     def lin(name, y):
         return F.linear(y, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
+    def mlp(layer, x):
+        y = norm(x, w[f"{layer}.post_attention_layernorm.weight"])
+        return lin(f"{layer}.mlp.down_proj", F.silu(lin(f"{layer}.mlp.gate_proj", y)) * lin(f"{layer}.mlp.up_proj", y))
+
     if "norm_before_fc" in on:
         aux = norm(aux, w["input_norm.weight"])
     if "fc_norm" in on:
@@ -59,8 +77,14 @@ def by_hand(w, on, aux, embeds, steps=2):
             q, k = norm(q, w["midlayer.self_attn.q_norm.weight"]), norm(k, w["midlayer.self_attn.k_norm.weight"])
         x = normed if "norm_before_residual" in on else state
         x = x + lin("midlayer.self_attn.o_proj", causal(turned(q), turned(k), v).flatten(1))
-        y = norm(x, w["midlayer.post_attention_layernorm.weight"])
-        x = x + lin("midlayer.mlp.down_proj", F.silu(lin("midlayer.mlp.gate_proj", y)) * lin("midlayer.mlp.up_proj", y))
+        x = x + mlp("midlayer", x)
+        for layer in ("layers.1", "layers.2") if FURTHER in on else ():
+            read = norm(x, w[f"{layer}.input_layernorm.weight"])
+            q, k, v = (lin(f"{layer}.self_attn.{one}_proj", read).view(T, -1, HD) for one in "qkv")
+            if "qk_norm" in on:
+                q, k = norm(q, w[f"{layer}.self_attn.q_norm.weight"]), norm(k, w[f"{layer}.self_attn.k_norm.weight"])
+            x = x + lin(f"{layer}.self_attn.o_proj", causal(turned(q), turned(k), v).flatten(1))
+            x = x + mlp(layer, x)
         last = norm(x, w["norm.weight"])
         said.append(lin("lm_head", last))
         state = last if "norm_output" in on else x
@@ -70,7 +94,7 @@ def by_hand(w, on, aux, embeds, steps=2):
 @pytest.mark.parametrize("on", [(), *((one,) for one in VARIANTS), ("fc_norm", "norm_output"), VARIANTS[1:]])
 def test_each_variant_equals_its_formula(on):
     """All weights random, norms too: one that is left out, or stands at another place, shows."""
-    head = Eagle3Head(Eagle3Config(**SIZES, **dict.fromkeys(on, True))).requires_grad_(False)
+    head = build(on).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
@@ -87,7 +111,7 @@ def test_variants_differ():
     heads = {}
     for on in ((), *((one,) for one in VARIANTS)):
         torch.manual_seed(0)
-        heads[on] = Eagle3Head(Eagle3Config(**SIZES, **dict.fromkeys(on, True)))
+        heads[on] = build(on)
     plain = heads[()].state_dict()
     for on, head in heads.items():
         same_names = head.state_dict().keys() == plain.keys()

@@ -1,12 +1,14 @@
 """Our exports in the hands of their readers: the draft modules of speculators and SpecForge say the same logits.
 
 Opt-in, since neither is a dependency: pip install --no-deps speculators==0.9.0 specforge==0.2.0 loguru
-pydantic-settings python-dotenv hs-connectors==0.9.0, then TORCHDYNAMO_DISABLE=1 pytest tests/peers.
+pydantic-settings python-dotenv hs-connectors==0.9.0, then pytest -m peers.
 
 Shapes: T tokens, A auxiliary layers, Ht target hidden size.
 """
 
 from __future__ import annotations
+
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -24,6 +26,13 @@ pytestmark = pytest.mark.peers
 T, STEPS = 24, 3
 # fp32 sums in another order; logits are of size 5. A norm at another place changes them by more than 0.1.
 CLOSE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Both have parts that they compile, for minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture
@@ -51,13 +60,27 @@ def written(tiny_draft, tiny_target_directory, tmp_path):
     return write
 
 
-def check(head, tiny_target, inputs, theirs) -> None:
+@pytest.fixture
+def check(tiny_target, inputs, verdicts):
     """Step by step, over the rows whose tokens are all known."""
-    aux, ids = inputs
-    ours = unroll(unrolled_head(head), aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
-    for step, (hidden, said) in enumerate(zip(ours, theirs, strict=True)):
-        difference = (head.logits(hidden[0]) - said)[: T - 1 - STEPS].abs().max().item()
-        assert difference < CLOSE, f"step {step}: {difference}"
+
+    def compare(head, project: str, variants: dict, theirs: list[torch.Tensor]) -> None:
+        aux, ids = inputs
+        ours = unroll(unrolled_head(head), aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
+        pairs = [(head.logits(hidden[0]), said) for hidden, said in zip(ours, theirs, strict=True)]
+        apart = [(mine - said)[: T - 1 - STEPS].abs().max().item() for mine, said in pairs]
+        verdicts.append(
+            {
+                "judge": f"{project} {version(project)}, its draft module",
+                "head": f"random, {variants or 'plain'}",
+                "compared": f"logits of {STEPS} steps at {T - 1 - STEPS} positions, float32",
+                "largest_difference": max(apart),
+                "largest_logit": max(mine.abs().max().item() for mine, _ in pairs),
+            }
+        )
+        assert max(apart) < CLOSE, f"by step: {apart}"
+
+    return compare
 
 
 @pytest.mark.parametrize(
@@ -67,10 +90,11 @@ def check(head, tiny_target, inputs, theirs) -> None:
         {"norm_before_residual": True, "norm_before_fc": True},
         {"fc_norm": True, "norm_output": True},  # EAGLE-3.1
         {"qk_norm": True},
+        {"num_hidden_layers": 3},
     ],
 )
 @torch.no_grad()
-def test_speculators(tiny_target, inputs, written, variants):
+def test_speculators(inputs, written, check, variants):
     speculators = pytest.importorskip("speculators")
     head, directory = written("speculators", **variants)
     config = speculators.Eagle3SpeculatorConfig.from_pretrained(directory)
@@ -80,12 +104,12 @@ def test_speculators(tiny_target, inputs, written, variants):
     module.lm_head.register_forward_hook(lambda _module, _inputs, logits: said.append(logits[0]))
     aux, ids = inputs
     module(aux, ids[None, 1 : T + 1], torch.zeros(1, T, dtype=torch.long), ttt_steps=STEPS)
-    check(head, tiny_target, inputs, said)
+    check(head, "speculators", variants, said)
 
 
 @pytest.mark.parametrize("variants", [{}, {"fc_norm": True}])
 @torch.no_grad()
-def test_specforge(tiny_target, inputs, written, variants):
+def test_specforge(tiny_target, inputs, written, check, variants):
     theirs = pytest.importorskip("specforge.modeling.draft.llama3_eagle")
     head, directory = written("sglang", **variants)
     module = theirs.LlamaForCausalLMEagle3(theirs.LlamaConfig.from_pretrained(directory)).eval()
@@ -98,4 +122,4 @@ def test_specforge(tiny_target, inputs, written, variants):
         embeds = module.embed_input_ids(ids[None, 1 + step : 1 + step + T])
         hidden = module.backbone(embeds, hidden, cache, mask, torch.arange(T)[None])
         said.append(module.compute_logits(hidden)[0])
-    check(head, tiny_target, inputs, said)
+    check(head, "specforge", variants, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from toolkit.models.eagle3 import Eagle3Head
 from toolkit.plan.draft_cost import head_size, measured_accept_lengths, native_mtp, parse_accept_lengths, usual_eagle3
 from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import GPUS, gpu_named
@@ -132,6 +134,9 @@ def test_size_of_a_real_head(tiny_draft):
     usual = usual_eagle3(target, size_of_config(target, "x"))
     norms = sum(value.numel() for name, value in tiny_draft.head.named_parameters() if "norm" in name)
     assert usual.body == head.body - norms and usual.cache == head.cache
+    three = Eagle3Head(dataclasses.replace(config, num_hidden_layers=3))
+    deep = head_size(three, size)
+    assert deep.layers == 3 and deep.cache.token_bytes == 3 * head.cache.token_bytes and deep.body > 2 * head.body
 
 
 def test_accept_lengths():

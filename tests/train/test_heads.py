@@ -30,6 +30,7 @@ HEADS = {
             "train.lm_head=frozen",
             "train.anchors=9",
             "train.ttt_curriculum=[0.2,0.2]",
+            "train.layers=2",
         ),
     ),
 }

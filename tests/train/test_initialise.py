@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.target.features import AuxCapture
-from toolkit.train.initialise import copy_norm, initialise_from_target, initialise_random
+from toolkit.train.copied_layers import copy_norm
+from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
 
 
@@ -36,6 +39,18 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
     assert torch.equal(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert torch.equal(head.lm_head.weight, tiny_target.lm_head.weight[tiny_draft.token_map.ids])
     torch.testing.assert_close(head.norm.weight, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_several_layers_start_as_the_last_ones_in_order(tiny_target, tiny_draft):
+    """The first of three is the target's third last; in another order the head would start from noise."""
+    config = dataclasses.replace(tiny_draft.head.config, num_hidden_layers=3)
+    head = Eagle3Head(config)
+    initialise_from_target(head, tiny_target, tiny_draft.token_map, [], seed=0)
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, tiny_target.layers[-3].mlp.up_proj.weight)
+    for number in (1, 2):
+        copied = dict(tiny_target.layers[-3 + number].named_parameters())
+        for name, value in head.layers[str(number)].named_parameters():
+            torch.testing.assert_close(value, copied[name], atol=1e-5, rtol=1e-5)
 
 
 def _pairs(target, head, batches):

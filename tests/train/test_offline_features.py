@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -41,9 +42,9 @@ def data(tiny_target) -> Data:
 def opened(tiny_target, data, tmp_path):
     """The stored features of `data`, made by the target now."""
 
-    def call():
+    def call(**settings):
         ids = default_aux_layer_ids(tiny_target.n_layers)
-        return offline.offline_features(TrainSettings(), tiny_target, ids, data, tmp_path / "features", ALONE)
+        return offline.offline_features(TrainSettings(**settings), tiny_target, ids, data, tmp_path / "features", ALONE)
 
     return call
 
@@ -93,10 +94,12 @@ def test_the_curve_is_that_of_online_features(tiny_target, tiny_draft, data, ope
     assert stored[1] == pytest.approx(online[1], rel=1e-6)
 
 
-def test_the_warm_start_reads_the_store(tiny_target, tiny_draft, data, opened):
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_warm_start_reads_the_store(tiny_target, tiny_draft, data, opened, layers):
     """fc is the regression it is with the target's forward, which never runs (fp32, 1e-3: a solve amplifies
-    roundings)."""
-    source, heads = opened(), [Eagle3Head(tiny_draft.head.config) for _ in range(2)]
+    roundings). Which layer's input it is fitted to, and so what is stored, depends on the head's layers."""
+    config = dataclasses.replace(tiny_draft.head.config, num_hidden_layers=layers)
+    source, heads = opened(layers=layers), [Eagle3Head(config) for _ in range(2)]
     batches = [collate([example], data.pad_id) for example in data.train]
     r2 = [initialise_from_target(heads[0], tiny_target, tiny_draft.token_map, batches, 0)]
 

@@ -22,6 +22,7 @@ STEPS, TOKENS, PROMPTS = 3, 40, 12
 KINDS = {
     "eagle3": {},
     "eagle3-1": {"fc_norm": True, "norm_output": True, "sliding_window": 9},
+    "eagle3-two-layers": {"layers": 2},
     "eagle2": {"head": "eagle2", "layers": 2},
     "mtp": {"head": "mtp", "sliding_window": 9},
     "mtp-two-layers": {"head": "mtp", "layers": 2},

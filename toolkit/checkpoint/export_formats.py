@@ -7,7 +7,7 @@ parameter that it would leave unset, is refused here, since none of them says so
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "fc_bias": NO_BIAS,
         "attention_bias": NO_BIAS,
         "sliding_window": NO_WINDOW,
+        "num_hidden_layers": "SGLang has one layer, or further ones that leave out the first one's residual",
     },
     "vllm": {
         "qk_norm": "vLLM's LlamaForCausalLMEagle3 has no query and key norms; --to speculators writes its Qwen3 form",
@@ -40,7 +41,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "attention_bias": NO_BIAS,
     },
     "speculators": {"fc_bias": NO_BIAS, "attention_bias": NO_BIAS},
-    "eagle": {"sliding_window": NO_WINDOW}
+    "eagle": {"sliding_window": NO_WINDOW, "num_hidden_layers": "SafeAILab's EAGLE-3 model has one layer"}
     | dict.fromkeys(
         ("norm_before_residual", "qk_norm", "fc_bias", "attention_bias", "fc_norm", "norm_before_fc", "norm_output"),
         "SafeAILab's EAGLE-3 model has no part for it and drops the tensors",
@@ -130,9 +131,12 @@ def _layer_keys(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _refuse_variants(config: Eagle3Config, to: str) -> None:
+    usual = {one.name: one.default for one in fields(config)}
     for key, why in REFUSED[to].items():
-        if getattr(config, key):
-            raise ExportError(f"the head has {key}, which cannot be written for {to}: {why}")
+        value = getattr(config, key)
+        if value != usual[key]:
+            said = key if value is True else f"{key} {value}"
+            raise ExportError(f"the head has {said}, which cannot be written for {to}: {why}")
 
 
 def _eagle3_tensors(draft: DraftCheckpoint, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:

@@ -72,7 +72,7 @@ def _eagle3_keys(config: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_hidden_layers,
         "attention_bias": config.attention_bias,
         "norm_before_residual": config.norm_before_residual,
     }

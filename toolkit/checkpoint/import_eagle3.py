@@ -5,7 +5,7 @@ Shapes: D draft vocabulary, V target vocabulary, H head hidden size, Ht target h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def import_eagle3(
         "draft_vocab_size": token_map.size,
         "aux_layer_ids": _aux_layer_ids(config, tensors, target_hidden, resolver, facts),
         **_variants(config, tensors, speculators, resolver),
+        "num_hidden_layers": _layers(layer, stored, tensors, resolver),
     }
     note_unread(config if not speculators else {**layer, **config}, READ, resolver)
     try:
@@ -88,8 +89,7 @@ def _renamed(stored: Mapping[str, torch.Tensor], resolver: Resolver) -> Tensors:
 
 
 def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Tensors, resolver: Resolver) -> None:
-    """Raises `DraftDirError` for a head of another build than one layer over several of the target's."""
-    refuse_unless(layer, "num_hidden_layers", 1)
+    """Raises `DraftDirError` for a head whose first layer is of another build than EAGLE-3's, or has no output."""
     eagle_config = config.get("eagle_config") or {}
     for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
         if key in eagle_config:
@@ -104,6 +104,29 @@ def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensor
         resolver.note(
             "tie_word_embeddings", True, "not read: the checkpoint's own lm_head scores the tokens", warning=True
         )
+
+
+def _layers(layer: Mapping[str, Any], stored: Iterable[str], tensors: Tensors, resolver: Resolver) -> int:
+    """Decoder layers, by the weights. Raises `DraftDirError` where the config states others and may be right."""
+    if any(name.startswith("additional_layers.") for name in tensors):
+        raise DraftDirError(
+            "it has additional_layers, SGLang's own form of further layers, whose residual leaves out the first "
+            "layer's: our head has those of speculators and vLLM alone (layers.1 and on)"
+        )
+    found = 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    stated = layer.get("num_hidden_layers")
+    if stated in (None, found):
+        return found
+    if found > 1 or not any("midlayer." in name for name in stored):
+        raise DraftDirError(f"config.json: num_hidden_layers is {stated}, the weights have {found}")
+    resolver.note(
+        "num_hidden_layers",
+        found,
+        f"a head with a midlayer and no layers.1 has one layer; the config's {stated} (its target's?) is not read, "
+        "though vLLM would build so many and leave them unset",
+        warning=True,
+    )
+    return found
 
 
 def _token_map(config: Mapping[str, Any], vocab_size: int, tensors: Tensors, resolver: Resolver) -> TokenMap:

@@ -95,13 +95,15 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
     config = draft.head.config
     state = draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
+    layers = getattr(config, "num_mtp_layers", None) or getattr(config, "num_hidden_layers", 1)
     bad = [name for name, value in state.items() if not torch.isfinite(value).all()]
     for name in bad:
         report.refuse(f"{name} holds values that are not finite")
     report.rows += [
         ("parameters", f"{count:,} in {str(dtype_of(state)).removeprefix('torch.')}"),
         ("layer", f"width {config.hidden_size}, {config.num_attention_heads} heads, "
-                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"),
+                  f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"
+                  f"{'' if layers == 1 else f'; {layers} such layers'}"),
         ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
     ]  # fmt: skip
     if isinstance(config, Eagle3Config):

@@ -5,8 +5,15 @@ from __future__ import annotations
 from toolkit.checkpoint.inspect_head import Report
 from toolkit.models.head_config import full_attention_rope
 from toolkit.models.rope import STATIC_ROPE_TYPES
-from toolkit.target.errors import TargetError
-from toolkit.target.facts import TargetFacts, native_mtp_layers, target_facts, tensor_names
+from toolkit.target.errors import TargetError, UnknownFamilyError
+from toolkit.target.facts import (
+    TargetFacts,
+    bare_facts,
+    native_mtp_layers,
+    stated_config,
+    target_facts,
+    tensor_names,
+)
 from toolkit.target.load import load_tokenizer
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -14,16 +21,15 @@ MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 def inspect_target(name: str, revision: str | None = None) -> Report:
     """A report of a target by its name. Raises `TargetError` when it has no configuration of a causal LM."""
-    facts = target_facts(name, revision)
+    try:
+        facts = target_facts(name, revision)
+    except UnknownFamilyError as error:
+        return _unknown_family(name, revision, error)
     rope = full_attention_rope(facts.config)
     report = Report(f"{name}: target, {facts.architecture}")
     defaults = facts.default_aux_layer_ids
     report.rows = [
-        ("layers", str(facts.n_layers)),
-        ("hidden", str(facts.hidden_size)),
-        ("vocabulary", f"{facts.vocab_size:,} rows"),
-        ("context", f"{facts.max_context:,} positions" if facts.max_context else "not stated"),
-        ("dtype", facts.dtype or "not stated"),
+        *_sizes(facts),
         ("rope", ", ".join(f"{key} {value}" for key, value in rope.items())),
         ("aux layers", f"{list(defaults)} by default (id k = input of layer k)" if defaults else "too few for three"),
     ]
@@ -34,6 +40,25 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     _tokenizer(report, name, revision, facts.vocab_size)
     _mtp(report, facts)
     return report
+
+
+def _unknown_family(name: str, revision: str | None, error: UnknownFamilyError) -> Report:
+    """What a config.json says of a model that cannot be a target here. Raises `TargetError` where it says nothing."""
+    facts = bare_facts(name, revision)
+    report = Report(f"{name}: target, {facts.architecture}", _sizes(facts))
+    _mtp(report, facts)
+    report.refuse(str(error))
+    return report
+
+
+def _sizes(facts: TargetFacts) -> list[tuple[str, str]]:
+    return [
+        ("layers", str(facts.n_layers)),
+        ("hidden", str(facts.hidden_size)),
+        ("vocabulary", f"{facts.vocab_size:,} rows"),
+        ("context", f"{facts.max_context:,} positions" if facts.max_context else "not stated"),
+        ("dtype", facts.dtype or "not stated"),
+    ]
 
 
 def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int) -> None:
@@ -55,12 +80,16 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
 
 
 def _mtp(report: Report, facts: TargetFacts) -> None:
-    stated = next((n for key in MTP_KEYS if (n := getattr(facts.config, key, None))), None)
+    """MTP layers by the weights' names; where those are not at hand, by config.json's own word."""
+    # transformers' configuration classes add such a key to models that never had one.
+    own = stated_config(facts.source, facts.revision)
+    stated = next(((key, own[key]) for key in MTP_KEYS if own.get(key)), None)
     try:
         layers = native_mtp_layers(list(tensor_names(facts)), facts.n_layers)
     except TargetError as error:
-        report.rows.append(("native MTP layers", f"unknown ({error})"))
+        said = "" if stated is None else f"{stated[1]} by its config's {stated[0]}; "
+        report.rows.append(("native MTP layers", f"{said}what its weights hold is unknown ({error})"))
         return
     report.rows.append(("native MTP layers", f"{len(layers)}: {', '.join(layers)}" if layers else "none"))
     if stated and not layers:
-        report.wrong.append(f"its config states {stated} MTP layers, its weights hold none (lost when it was saved)")
+        report.wrong.append(f"its config states {stated[1]} MTP layers, its weights hold none (lost when it was saved)")

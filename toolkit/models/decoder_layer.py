@@ -66,12 +66,14 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Llama's decoder layer; without `input_norm` its attention reads the residual stream as it is."""
 
-    def __init__(self, config: HeadConfig, *, attention_bias: bool, input_norm: bool = True) -> None:
+    def __init__(
+        self, config: HeadConfig, *, attention_bias: bool, input_norm: bool = True, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         if input_norm:
             self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_norm = input_norm
-        self.self_attn = Attention(config, config.hidden_size, attention_bias)
+        self.self_attn = Attention(config, config.hidden_size, attention_bias, qk_norm=qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 

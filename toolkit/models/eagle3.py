@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.models.decoder_layer import Attend, Attention, GatedMLP
+from toolkit.models.decoder_layer import Attend, Attention, DecoderLayer, GatedMLP
 from toolkit.models.head_config import HeadConfig, layer_like_target
 from toolkit.models.rope import Rope
 
@@ -36,7 +36,9 @@ class Eagle3Config(HeadConfig):
     fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1). norm_before_fc: one RMSNorm over all features side by side
     (`input_norm`, NVIDIA's gpt-oss heads). norm_before_residual: the layer's residual is the normed hidden state
     (speculators). norm_output: the next step reads the state after the final norm (EAGLE-3.1). qk_norm: RMSNorm over
-    each query's and key's hd (Qwen3's layer). Raises ValueError for fc_norm with norm_before_fc.
+    each query's and key's hd (Qwen3's layer). num_hidden_layers: layers, those after the first plain decoder layers
+    over its output, without the embedding (speculators, vLLM). Raises ValueError for fc_norm with norm_before_fc, and
+    for less than one layer.
     """
 
     target_hidden_size: int
@@ -49,9 +51,12 @@ class Eagle3Config(HeadConfig):
     fc_bias: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+    num_hidden_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"eagle3 config: num_hidden_layers is {self.num_hidden_layers}; at least 1 is needed")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
 
@@ -74,7 +79,7 @@ class Eagle3Config(HeadConfig):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer whose attention reads the token's embedding beside the hidden state (embedding first)."""
+    """The first layer, whose attention reads the token's embedding beside the hidden state (embedding first)."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -109,7 +114,10 @@ class OutputMatrix(nn.Linear):
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's."""
+    """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's.
+
+    Layers after the first are `layers.1.*` and so on, as speculators and vLLM count them.
+    """
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -121,6 +129,12 @@ class Eagle3Head(nn.Module):
             self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(layers))
         self.fc = nn.Linear(layers * width, config.hidden_size, bias=config.fc_bias)
         self.midlayer = DraftLayer(config)
+        self.layers = nn.ModuleDict(
+            {
+                str(number): DecoderLayer(config, attention_bias=config.attention_bias, qk_norm=config.qk_norm)
+                for number in range(1, config.num_hidden_layers)
+            }
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
@@ -141,7 +155,7 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, reach: int
     ) -> torch.Tensor:
-        """One pass of the draft layer.
+        """One pass of the draft layers.
 
         embeds [T, H]: embedding of the token after each position; hidden [T, H]: fused feature, or the head's
         own output of the step before; positions [T] int64, all below `reach`. Returns [T, H], before the final norm
@@ -149,6 +163,8 @@ class Eagle3Head(nn.Module):
         """
         cos, sin = self.rope(positions, embeds, reach)
         hidden = self.midlayer(embeds, hidden, cos, sin, attend)
+        for layer in self.layers.values():
+            hidden = layer(hidden, cos, sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, hidden: torch.Tensor, project: Project = F.linear) -> Any:

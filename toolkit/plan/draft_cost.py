@@ -14,7 +14,7 @@ USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 
 @dataclass(frozen=True)
 class Draft:
-    """kind: eagle3, eagle2 or mtp. size: the head as a model of one layer. accept_length: by tokens drafted in a chain.
+    """kind: eagle3, eagle2 or mtp. size: the head as a model. accept_length: by tokens drafted in a chain.
     source: where those are from. path: what a launch line calls its directory; None: the target's own layers.
     """
 
@@ -96,18 +96,19 @@ def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
 
 
 def head_size(head: Any, size: ModelSize) -> ModelSize:
-    """A loaded head (`DraftCheckpoint.head`) as a model of one layer; its output matrix may be the target's."""
+    """A loaded eagle3 or eagle2 head (`DraftCheckpoint.head`) as a model; its output matrix may be the target's."""
     config = head.config
     own = sum(parameter.numel() for parameter in head.parameters())
     matrix = getattr(config, "draft_vocab_size", 0) * config.hidden_size
     a_layer = config.num_key_value_heads * config.head_dim
-    cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    layers = config.num_hidden_layers
+    cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim, layers)
     assert a_layer, "a head has keys and values"
     return ModelSize(
         name="the head",
         hidden_size=config.hidden_size,
         heads=config.num_attention_heads,
-        layers=1,
+        layers=layers,
         body=own - matrix,
         head=matrix or size.head,
         embedding=0.0,
@@ -133,9 +134,9 @@ def _eagle3(
     )
 
 
-def _plain_cache(heads: int, kv_heads: int, head_dim: int) -> Cache:
-    flops = 4 * heads * head_dim
-    return Cache(2 * kv_heads * head_dim * CACHE_BYTES, kv_heads, flops, flops)
+def _plain_cache(heads: int, kv_heads: int, head_dim: int, layers: int = 1) -> Cache:
+    flops = 4 * layers * heads * head_dim
+    return Cache(2 * layers * kv_heads * head_dim * CACHE_BYTES, kv_heads, flops, flops)
 
 
 def _one_layer(cache: Cache, layers: int) -> Cache:

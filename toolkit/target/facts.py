@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.target.features import default_aux_layer_ids
 from toolkit.target.load import TargetError, full_name, load_config
+from toolkit.weights import read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 # DeepSeek keeps its MTP layers behind the last decoder layer, the others under names of their own.
-NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.")
+NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
@@ -73,17 +74,42 @@ def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
     )
 
 
+def bare_facts(name: str, revision: str | None = None) -> TargetFacts:
+    """Facts by the words of config.json alone, of a directory or hub id whose family transformers does not have;
+    `config` is None. Raises `TargetError`."""
+    stated = stated_config(name, revision)
+    lacking = [
+        key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not isinstance(stated.get(key), int)
+    ]
+    if lacking:
+        raise TargetError(f"target {name}: its config.json does not state {', '.join(lacking)}")
+    dtype = stated.get("dtype") or stated.get("torch_dtype")
+    return TargetFacts(
+        name=full_name(name),
+        source=name,
+        revision=revision,
+        architecture=(stated.get("architectures") or ["unnamed"])[0],
+        model_type=str(stated.get("model_type")),
+        n_layers=stated["num_hidden_layers"],
+        hidden_size=stated["hidden_size"],
+        vocab_size=stated["vocab_size"],
+        max_context=stated.get("max_position_embeddings"),
+        dtype=dtype,
+        config=None,
+    )
+
+
 def is_sharded(facts: TargetFacts) -> bool:
     """Whether its safetensors weights have an index. Raises `TargetError` when that cannot be found out."""
-    return _file(facts, INDEX) is not None
+    return _file(facts.source, facts.revision, INDEX) is not None
 
 
 def tensor_names(facts: TargetFacts) -> dict[str, str]:
     """Name -> file of the target's safetensors weights. Raises `TargetError` when there are none to be had."""
-    index = _file(facts, INDEX)
+    index = _file(facts.source, facts.revision, INDEX)
     if index is not None:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    single = _file(facts, SINGLE)
+    single = _file(facts.source, facts.revision, SINGLE)
     if single is None:
         raise TargetError(f"target {facts.name} has neither {SINGLE} nor {INDEX}; safetensors weights are needed here")
     with _opened(single) as weights:
@@ -99,7 +125,7 @@ def target_embedding(facts: TargetFacts) -> torch.Tensor:
             f"target {facts.name}: {len(found)} tensors look like its token embedding ({', '.join(found) or 'none'}); "
             "one is needed"
         )
-    path = _file(facts, files[found[0]])
+    path = _file(facts.source, facts.revision, files[found[0]])
     if path is None:
         raise TargetError(f"target {facts.name} lacks {files[found[0]]}, which its index names; fetch it again")
     with _opened(path) as weights:
@@ -108,27 +134,38 @@ def target_embedding(facts: TargetFacts) -> torch.Tensor:
 
 def native_mtp_layers(names: list[str], n_layers: int) -> list[str]:
     """Prefixes of the MTP layers a target brings along, from its tensors' names; empty when it has none."""
-    found = set()
+    numbered: set[str] = set()
+    whole: set[str] = set()
     for name in names:
-        layer = LAYER.search(name)
-        if NAMED_MTP.search(name):
-            found.add(name.partition("mtp")[0] + re.split(r"\.", name[name.index("mtp") :])[0])
+        layer, named = LAYER.search(name), NAMED_MTP.search(name)
+        if named is not None:
+            # Beside its layers such a module has parts of its own (Qwen3-Next's mtp.fc), which are no further layer.
+            (whole if named[3] is None else numbered).add(name[: named.end()].rstrip("."))
         elif layer is not None and int(layer[2]) >= n_layers:
-            found.add(name[: layer.end() - 1])
-    return sorted(found)
+            numbered.add(name[: layer.end() - 1])
+    return sorted(numbered or whole)
 
 
-def _file(facts: TargetFacts, name: str) -> Path | None:
-    """The path of one of the target's files, fetched from its hub when it is a hub id; None when it has none."""
-    if Path(facts.source).is_dir():
-        path = Path(facts.source) / name
+def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """What a target's config.json says of its text model, without what transformers would add. Raises `TargetError`."""
+    path = _file(name, revision, CONFIG)
+    if path is None:
+        raise TargetError(f"target {name} has no {CONFIG}; a Hugging Face model directory or hub id is needed")
+    stated = read_json(path)
+    return {**stated, **(stated.get("text_config") or {})}
+
+
+def _file(source: str, revision: str | None, name: str) -> Path | None:
+    """The path of one of a target's files, fetched from its hub when `source` is a hub id; None when it has none."""
+    if Path(source).is_dir():
+        path = Path(source) / name
         return path if path.is_file() else None
     try:
-        return Path(hf_hub_download(facts.source, name, revision=facts.revision))
+        return Path(hf_hub_download(source, name, revision=revision))
     except EntryNotFoundError:  # the hub has none, or the cache has none in offline mode
         return None
     except (HfHubHTTPError, OSError) as error:
-        raise TargetError(f"target {facts.name}: {name} could not be had ({error})") from error
+        raise TargetError(f"target {source}: {name} could not be had ({error})") from error
 
 
 def _opened(path: Path) -> Any:

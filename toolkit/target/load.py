@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from toolkit.log import get_logger
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
 from toolkit.target.demo import DEMO_NAME, demo_directory
-from toolkit.target.errors import TargetError
+from toolkit.target.errors import TargetError, UnknownFamilyError
 from toolkit.target.gguf_file import converted_gguf
 from toolkit.target.quantize import quantize_model
 from toolkit.target.quiet import without_bars
@@ -154,9 +154,17 @@ def full_name(name: str) -> str:
 
 def _load_config(source: str, revision: str | None) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        # Unsaid, transformers asks on the terminal whether to run a repository's own code.
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except OSError as error:
         raise TargetError(_no_config(source, error)) from error
+    except (ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnknownFamilyError(
+                f"target {source!r} is of a family that transformers has only by the repository's own code, which is "
+                "not run here; a family that transformers knows is needed"
+            ) from error
+        raise UnknownFamilyError(_no_config(source, error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
         raise TargetError(
             f"target {source!r} is a {config.model_type} model ({', '.join(config.architectures or ['unnamed'])}); "
@@ -167,7 +175,7 @@ def _load_config(source: str, revision: str | None) -> PretrainedConfig:
 
 def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TargetError(
             f"target {source!r} has no tokenizer that can be loaded: {_first_line(error)} Put tokenizer.json and "

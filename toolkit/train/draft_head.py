@@ -17,13 +17,14 @@ from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.models.head_config import HeadConfig
 from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.recipe import TrainSettings
+from toolkit.target.errors import TargetError
 from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.target.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.copied_layers import copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.initialise import (
     RANDOM_STD,
-    copy_norm,
     initialise_from_target,
     initialise_random,
     regression_batches,
@@ -57,6 +58,8 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
     if settings.head == "eagle3":
         ids = settings.aux_layer_ids or default_aux_layer_ids(target.n_layers)
         check_aux_layer_ids(ids, target.n_layers)
+        if settings.init == "target" and settings.layers > target.n_layers:
+            raise TargetError(f"train.layers = {settings.layers}: {target.name} has {target.n_layers} layers to copy")
         config = Eagle3Config.from_target_config(
             target.config,
             vocab_size=target.vocab_size,
@@ -64,6 +67,7 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
             aux_layer_ids=ids,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
+            num_hidden_layers=settings.layers,
             **every,
         )
         return HeadPlan(config, token_map, ids)

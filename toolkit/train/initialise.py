@@ -4,12 +4,11 @@ Shapes: P positions, H hidden size, A auxiliary layers.
 
 The head stands in for the target's last layer one position ahead: it reads position i and must say what that layer says
 at i+1. So its layer starts as the last layer, its `lm_head` and `norm` as the target's, and `fc` as the ridge
-regression from the features at i to the input of the last layer at i+1.
+regression from the features at i to the input of the last layer at i+1. A head of n layers stands in for the last n.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -17,11 +16,12 @@ from torch import nn
 
 from toolkit.data.batches import Batch
 from toolkit.log import get_logger
+from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle3 import Eagle3Head
 from toolkit.target.features import AuxCapture
-from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.copied_layers import copy_decoder_layer, copy_first_layer, copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.regression import Moments, ridge_regression
 
@@ -54,13 +54,13 @@ def initialise_from_target(
     seed: int,
     stored: StoredFeatures | None = None,
 ) -> float | None:
-    """Copy what fits from the target's last layer, norm and output matrix, and solve for `fc` on `batches`.
+    """Copy what fits from the target's last layers, norm and output matrix, and solve for `fc` on `batches`.
 
     stored: the features of `batches`, which spare the target's forward. Parts whose shapes differ (another attention or
     MLP than the head's) stay random and are named in the log. Returns the regression's R2, None when no batches came.
     """
     initialise_random(head, seed)
-    left = _copy_last_layer(head, target)
+    left = _copy_last_layers(head, target)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
         if not copy_norm(head.norm, target.final_norm, target.hidden_size):
@@ -70,60 +70,25 @@ def initialise_from_target(
     return _solve_fc(head, target, batches, stored) if batches else None
 
 
-@torch.no_grad()
-def _copy_last_layer(head: Eagle3Head, target: Target) -> list[str]:
-    layer, last = head.midlayer, target.layers[-1]
-    source: dict[str, torch.Tensor] = dict(last.named_parameters())
-    source |= {f"{path}.weight": part.weight for path, part in last.named_modules() if isinstance(part, Int8Linear)}
-    left = []
-    for name, parameter in layer.named_parameters():
-        value = source.get(name)
-        if name in ("input_layernorm.weight", "hidden_norm.weight"):
-            continue
-        if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-            half = parameter.shape[1] // 2
-            if value is not None and value.shape == (parameter.shape[0], half):
-                # Embedding half first: small and random; the hidden half is the target's own projection.
-                parameter[:, half:].copy_(value)
-                continue
-        elif value is not None and value.shape == parameter.shape:
-            parameter.copy_(value)
-            continue
-        left.append(name)
-    norm = getattr(last, "input_layernorm", None)
-    if norm is None or not copy_norm(layer.hidden_norm, norm, target.hidden_size):
-        left.append("hidden_norm.weight")
+def _copy_last_layers(head: Eagle3Head, target: Target) -> list[str]:
+    first, *others = target.layers[-head.config.num_hidden_layers :]
+    left = copy_first_layer(head.midlayer, first, target.hidden_size)
+    for (number, layer), theirs in zip(head.layers.items(), others, strict=True):
+        assert isinstance(layer, DecoderLayer), "Eagle3Head's further layers are decoder layers"
+        left += [f"layers.{number}.{name}" for name in copy_decoder_layer(layer, theirs, target.hidden_size)]
     return left
 
 
 @torch.no_grad()
-def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
-    """Take the scale that the target's norm really applies (some families store w, others 1 + w).
-
-    The probe of alternating signs has mean 0 and mean square 1, so a LayerNorm leaves it whole; the difference of two
-    opposite ones is free of a bias, which the head's norms have no place for.
-    """
-    like = next(theirs.parameters(), mine.weight)
-    probe = torch.ones(1, width, device=like.device, dtype=like.dtype)
-    probe[:, 1::2] = -1
-    scale = probe.float() * (theirs(probe).float() - theirs(-probe).float()) / 2
-    scale = scale.squeeze(0) * math.sqrt(1.0 + (mine.eps or 0.0))
-    if scale.shape != mine.weight.shape or not torch.isfinite(scale).all() or bool((scale == 0).all()):
-        return False
-    mine.weight.copy_(scale)
-    return True
-
-
-@torch.no_grad()
 def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: StoredFeatures | None) -> float:
-    """Ridge regression of the last layer's input at i+1 on the features at i; returns R2 on positions left out."""
+    """Ridge regression of the first copied layer's input at i+1 on the features at i; returns R2 on other positions."""
     ids = head.config.aux_layer_ids
-    last_input = target.n_layers - 1
+    wanted = target.n_layers - head.config.num_hidden_layers
     fit, check = (Moments.empty(head.fc.in_features, target.hidden_size, target.device) for _ in range(2))
-    for number, (batch, states) in enumerate(_states(target, (*ids, last_input), batches, stored)):
+    for number, (batch, states) in enumerate(_states(target, (*ids, wanted), batches, stored)):
         pairs = answer_pairs(batch, target.device)
         x = head.before_fc(torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float())
-        y = states[last_input][:, 1:][pairs].float()
+        y = states[wanted][:, 1:][pairs].float()
         (check if number % CHECK_EVERY == 1 else fit).add(x, y)
     weight, r2 = ridge_regression(fit, check)
     head.fc.weight.copy_(weight.T)

@@ -25,9 +25,9 @@ from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle2 import Eagle2Head
 from toolkit.models.mtp import MtpHead
 from toolkit.target.features import AuxCapture, target_features
-from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.target import Target
-from toolkit.train.initialise import CHECK_EVERY, answer_pairs, copy_norm, initialise_random
+from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
+from toolkit.train.initialise import CHECK_EVERY, answer_pairs, initialise_random
 from toolkit.train.regression import Moments, ridge_regression
 
 log = get_logger(__name__)
@@ -42,7 +42,7 @@ def start_mtp(head: MtpHead, target: Target, batches: list[Batch], seed: int) ->
     are named in the log. Returns the regression's R2, None when no batches came."""
     initialise_random(head, seed)
     first = head.layer(0)
-    left = _copy_layer(first, target)
+    left = copy_decoder_layer(first, target.layers[-1], target.hidden_size)
     last_norm = first.shared_head["norm"]
     assert isinstance(last_norm, nn.RMSNorm), "shared_head holds the layer's last norm"
     if not copy_norm(last_norm, target.final_norm, target.hidden_size):
@@ -65,7 +65,7 @@ def start_eagle2(head: Eagle2Head, target: Target, batches: list[Batch], seed: i
     initialise_random(head, seed)
     for layer in head.layers:
         assert isinstance(layer, DecoderLayer), "Eagle2Head's layers are decoder layers"
-        _tell(_copy_layer(layer, target))
+        _tell(copy_decoder_layer(layer, target.layers[-1], target.hidden_size))
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     return _solve(head.fc, target, batches, None, lambda *pair: torch.cat(pair, dim=-1)) if batches else None
@@ -74,27 +74,6 @@ def start_eagle2(head: Eagle2Head, target: Target, batches: list[Batch], seed: i
 def _tell(left: list[str]) -> None:
     if left:
         log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
-
-
-def _copy_layer(layer: DecoderLayer, target: Target) -> list[str]:
-    """The target's last layer, as far as its parts fit; names of the parts that do not."""
-    last = target.layers[-1]
-    source: dict[str, Tensor] = dict(last.named_parameters())
-    source |= {f"{path}.weight": part.weight for path, part in last.named_modules() if isinstance(part, Int8Linear)}
-    left = []
-    for name, parameter in layer.named_parameters():
-        if not name.startswith(("self_attn.", "mlp.")):
-            continue
-        value = source.get(name)
-        if value is not None and value.shape == parameter.shape:
-            parameter.copy_(value)
-        else:
-            left.append(name)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        mine, theirs = getattr(layer, name, None), getattr(last, name, None)
-        if mine is not None and (theirs is None or not copy_norm(mine, theirs, target.hidden_size)):
-            left.append(f"{name}.weight")
-    return left
 
 
 def _solve(linear: nn.Linear, target: Target, batches: list[Batch], wanted: int | None, read: Read) -> float:

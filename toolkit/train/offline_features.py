@@ -29,13 +29,12 @@ FORWARD_TOKENS = 4096  # padded, of one forward of the writer
 
 def stored_layer_ids(settings: TrainSettings, n_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are stored for a training of these settings: those an EAGLE-3 head fuses, and where it
-    starts from the target the last one too, whose input `fc` is regressed on. Other heads read the last hidden state,
-    which is always stored; with it lies the last layer's input."""
-    last = {n_layers - 1}
+    starts from the target the first one that it copies, whose input `fc` is regressed on. Other heads read the last
+    hidden state, which is always stored; with it lies the last layer's input."""
     if settings.head != "eagle3":
-        return tuple(last)
+        return (n_layers - 1,)
     ids = set(settings.aux_layer_ids or default_aux_layer_ids(n_layers))
-    return tuple(sorted(ids | last if settings.init == "target" else ids))
+    return tuple(sorted(ids | {n_layers - settings.layers} if settings.init == "target" else ids))
 
 
 def offline_features(

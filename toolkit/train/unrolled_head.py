@@ -67,10 +67,11 @@ class SharedMatrix:
 class Eagle3Unrolled:
     """Features fused by the head; an output matrix of its own."""
 
-    stages = layers = 1
+    stages = 1
 
     def __init__(self, head: Eagle3Head) -> None:
-        self._head, self.window = head, head.config.sliding_window
+        self._head = head
+        self.layers, self.window = head.config.num_hidden_layers, head.config.sliding_window
 
     def first_hidden(self, features: Tensor) -> Tensor:
         return self._head.fuse(features)

@@ -61,10 +61,11 @@ class DraftingHead(Protocol):
 class Eagle3Drafting:
     """Features of several layers, fused by the head; a vocabulary and output matrix of its own."""
 
-    stages = layers = 1
+    stages = 1
 
     def __init__(self, head: Eagle3Head, target: Target) -> None:
         self.config = config = head.config
+        self.layers = config.num_hidden_layers
         self._head = head
         self._capture = AuxCapture(target, config.aux_layer_ids)
         self.width = len(config.aux_layer_ids) * config.target_hidden_size
