@@ -174,7 +174,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
     ("override", "told"),
     [
         ("train.fc_norm=true", "train.fc_norm = True, but False (it belongs to eagle3 heads) or train.head=eagle3"),
-        ("train.lm_head=frozen", "or train.head=eagle3"),
+        ("train.lm_head=random", "or train.head=eagle3"),
         ("train.feature_weight=0.5", "(it belongs to eagle2 heads)"),
         ("train.sliding_window=3", "at least ttt_steps (4)"),
         ("train.layers=0", "train.layers = 0"),
@@ -186,6 +186,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
     assert told in refused(default_recipe_path(), "train.head=mtp", override)
+    frozen = load_recipe(default_recipe_path(), ["train.head=mtp", "train.lm_head=frozen"])
+    assert frozen.train.head == "mtp", "the target's output matrix is all that it has"
     mtp = ("train.head=mtp", "train.layers=2", "train.ttt_curriculum=[0.5]")
     assert "leave some untrained" in refused(default_recipe_path(), *mtp)
 

@@ -144,7 +144,7 @@ class TrainSettings:
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
     sliding_window: int | None = None  # positions that the head's own attention sees (null: all), trained and served
-    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3: where it and its norm start; null: as init
+    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3's: where it and its norm start; null: as init
     token_weight: float = 0.1  # eagle2: of `loss` in a row's loss, as EAGLE publishes
     feature_weight: float = 1.0  # eagle2: of the distance to the target's last hidden state
     mask_shift: int = 0  # shifts the loss mask; anything but 0 is an experiment that shows what the exact mask is worth
