@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from toolkit.infer.draft_tree import DraftTree, root_only
+from toolkit.infer.draft_tree import DraftTree, rerank, root_only
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.verify import moved_entries, walk
 
@@ -112,3 +112,13 @@ def test_ranks_of_accepted_nodes():
     found = walk(tree, choices)
     assert found.accepted == [2, 1]
     assert found.ranks == [[2, 1], [1]] and found.offered == [6, 4] and found.depth_offered == [2, 2]
+
+
+def test_a_walk_through_a_tree_of_fewer_nodes_than_levels():
+    """The path then has a place for every node, not for every level."""
+    roots, levels = torch.tensor([5]), torch.tensor([1, 1, 2, 2, 2, 2])
+    tokens, parents = torch.tensor([[6, 7, 8, 9, 10, 11]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    scores = torch.tensor([[-0.1, -0.2, -0.9, -3.0, -4.0, -5.0]])
+    tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
+    found = walk(tree, torch.tensor([[7, 1, 2]]))
+    assert (found.path_nodes, found.path_tokens, found.ranks) == ([[0, 2]], [[7, 2]], [[1]])

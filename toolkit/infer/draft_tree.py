@@ -71,6 +71,15 @@ class DraftShape:
         """No deeper, wider or larger than `limit`."""
         return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
 
+    def check_asked(self, limit: DraftShape | None) -> None:
+        """Raises DraftShapeError where a request asks for this and the engine drafts `limit`, or nothing (None)."""
+        if limit is None or not self.fits_in(limit):
+            most = "nothing: it has no drafter" if limit is None else f"{limit.name} ({limit.as_text()})"
+            raise DraftShapeError(
+                f"a request came with draft shape {self.as_text()}; the engine drafts {most}: ask for no more levels, "
+                "branches or nodes than that"
+            )
+
     def within(self, limit: DraftShape) -> DraftShape:
         """This shape, made no deeper, wider or larger than `limit`."""
         steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)

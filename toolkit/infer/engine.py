@@ -21,7 +21,9 @@ from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.errors import DraftShapeError, EngineError
+from toolkit.infer.errors import EngineError
+from toolkit.infer.graphs.graph_rounds import GraphRounds, GraphSettings
+from toolkit.infer.kernels.choose import use_device
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.prompt_reader import PromptReader
 from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent, checked_prompt
@@ -47,6 +49,7 @@ class Engine:
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
     always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
+    graphs: rounds run as recorded graphs (GPU); None: eagerly, which defines what they do.
     Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
     """
 
@@ -62,6 +65,7 @@ class Engine:
         adaptive: bool = False,
         memory: MemorySettings = DEFAULT_MEMORY,
         torch_compile: bool = False,
+        graphs: GraphSettings | None = None,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -70,7 +74,7 @@ class Engine:
         if max_batch < 1:
             raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
         self.target = target
-        _on_device(target.device)
+        use_device(target.device)
         with torch.inference_mode():
             self._forward = TargetForward(target, torch_compile=torch_compile)
             limit = self._forward.max_context
@@ -88,6 +92,8 @@ class Engine:
         self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
         self._sampler: Sampler | None = None  # None: the rows changed
+        parts = (self._forward, self._cache, self.drafter, self.verifier, max_batch, self.max_context)
+        self._graphs = None if graphs is None else GraphRounds(graphs, target, *parts)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._names, self._arrivals = itertools.count(), itertools.count()
 
@@ -108,12 +114,8 @@ class Engine:
         SamplingError if a stop id or a biased id is outside.
         """
         prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.max_context)
-        if shape is not None and (self.shape is None or not shape.fits_in(self.shape)):
-            most = "nothing: it has no drafter" if self.shape is None else f"{self.shape.name} ({self.shape.as_text()})"
-            raise DraftShapeError(
-                f"a request came with draft shape {shape.as_text()}; the engine drafts {most}: ask for no more levels, "
-                "branches or nodes than that"
-            )
+        if shape is not None:
+            shape.check_asked(self.shape)
         params.check_ids(self.target.vocab_size)
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
@@ -167,15 +169,19 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round. Returns the requests that got tokens or ended in it."""
-        _on_device(self.target.device)
+        use_device(self.target.device)
         admitted = self._schedule()
         touched = self._running + [request for request in admitted if request.finished]
         if self._running:
             started = time.perf_counter()
-            tree = self._propose()
-            proposed = time.perf_counter()
-            found, choices = self._verify(tree)
-            self._commit(found, choices, started, proposed, time.perf_counter())
+            found = None if self._graphs is None else self._graphs.run(self._running)
+            if found is not None:  # its parts cannot be told apart: the round counts as verification
+                self._commit(found, Choices(found.tokens, None), started, started, time.perf_counter())
+            else:
+                tree = self._propose()
+                proposed = time.perf_counter()
+                found, choices = self._verify(tree)
+                self._commit(found, choices, started, proposed, time.perf_counter())
             self._finish()
         return touched
 
@@ -311,9 +317,3 @@ class Engine:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity()
         assert max(self._lengths(), default=0) < self.max_context, "a request outgrew the context"
-
-
-def _on_device(device: torch.device) -> None:
-    """Triton launches on the thread's current device, whatever the device of its tensors."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

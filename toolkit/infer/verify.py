@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftTree
 from toolkit.infer.kernels.choose import ops_for
+from toolkit.infer.kernels.tree_reference import Followed
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
 
     along: from `path` to whatever else the host will need, int64 [.], which is read with it.
     """
-    longest = tree.deepest + 1
     if tree.nodes == 1:
         zeros = [0] * len(choices)
         path = torch.zeros_like(choices)
@@ -56,16 +56,31 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
         return Walk(
             path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
         )  # fmt: skip
+    followed = follow(tree, choices)
+    rows, also = _read(numbers_of(tree, followed), None if along is None else along(followed.path))
+    return as_walk(followed, rows, also)
+
+
+def follow(tree: DraftTree, choices: Tensor) -> Followed:
+    """The accepted paths, A = tree.deepest + 1 long, on the device."""
     follow_choices = ops_for(choices.device.type).follow_choices
-    path, tokens, ranks, kept = follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, longest)
-    numbers = torch.stack((kept, tree.offered, tree.depth_offered), dim=1)
-    rows, also = _read(torch.cat((numbers, path, tokens, ranks), dim=1), None if along is None else along(path))
-    accepted = [row[0] for row in rows]
+    return follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, tree.deepest + 1)
+
+
+def numbers_of(tree: DraftTree, followed: Followed) -> Tensor:
+    """What the host needs of the walks, side by side: [B, 3 + 3 * A] int64, for `as_walk`."""
+    numbers = torch.stack((followed.accepted, tree.offered, tree.depth_offered), dim=1)
+    return torch.cat((numbers, followed.path, followed.tokens, followed.ranks), dim=1)
+
+
+def as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:
+    """The walks by what the host has read of them: rows as `numbers_of` laid them out."""
+    longest = followed.path.shape[1]
     of_path, of_tokens, of_ranks = (
-        [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
+        [list(row[start : start + 1 + row[0]]) for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
     return Walk(
-        path, tokens, accepted, of_path, of_tokens, [row[1:] for row in of_ranks],
+        followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
         [row[1] for row in rows], [row[2] for row in rows], also,
     )  # fmt: skip
 

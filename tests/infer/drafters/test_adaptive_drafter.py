@@ -122,7 +122,7 @@ def test_pending_positions_stay_bounded(small_target, small_draft):
     engine = Engine(small_target, small_draft, MOST, max_batch=2, adaptive=True)
     engine.drafter.chooser = ScriptedChoice([None])
     engine.generate(ragged_prompts()[:2], SamplingParams(max_tokens=200, ignore_eos=True))
-    pending = engine.drafter.inner._pending
+    pending = engine.drafter.inner.pending
     engine.close()
     assert pending.tokens.shape[1] <= 2 * (autoregressive_drafter.CATCH_UP + 1)
 

@@ -175,7 +175,10 @@ def tree_plan(
     """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreePlan`."""
     kernels = _paged_kernels(cache)
     if kernels is not None:
-        return PagedTreePlan(cache, kernels, lengths, node_mask, depths, first_row)
+        span, device = max(lengths) + node_mask.shape[2], node_mask.device
+        table = cache.pool.table(first_row, len(lengths), cache.pool.pages_of(span), device)
+        begin = torch.tensor(lengths, device=device)
+        return PagedTreePlan(cache, kernels, table, begin, span, node_mask, depths)
     return TreePlan(cache, lengths, node_mask, depths, first_row)
 
 

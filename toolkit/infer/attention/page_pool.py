@@ -175,6 +175,10 @@ class PagePool:
             rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
             return rows * (self.pages_per_row * self.page_size) + positions
         table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
+        return self.places_in(table, positions)
+
+    def places_in(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Where `positions` [B, N] of rows whose pages are table [B, P] lie in a cache, [B, N] int64."""
         return table.gather(1, positions // self.page_size) * self.page_size + positions % self.page_size
 
     def holders(self, page: int) -> int:

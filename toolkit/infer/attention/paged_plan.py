@@ -18,13 +18,11 @@ from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 
 
 class _PagedRows:
-    """Rows first_row .. of a cache, of which row b is written at starts[b] .. starts[b]+new-1 and read up to `span`."""
+    """Rows that are written at entries places [B, N] and read through table [B, P] up to `span`."""
 
-    def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
-        pool, device = cache.pool, cache.shape.device
+    def __init__(self, cache: KVCache, ops: Ops, table: Tensor, places: Tensor, span: int) -> None:
         self._cache, self._write_kv, self._span = cache, ops.write_kv, span
-        self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._places = pool.places(first_row, starts, new, device)
+        self._table, self._places = table, places
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
         """k [B, Hkv, N, D], v [B, Hkv, N, Dv] into the layer's pages, which come back."""
@@ -37,9 +35,11 @@ class PagedPromptPlan:
     """The next `tokens` tokens (padded on the right) of prompts of which starts[b] are in the cache already."""
 
     def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
-        self._rows = _PagedRows(cache, ops, first_row, starts, tokens, max(starts) + tokens)
+        pool, device, span = cache.pool, cache.shape.device, max(starts) + tokens
+        table = pool.table(first_row, len(starts), pool.pages_of(span), device)
+        self._rows = _PagedRows(cache, ops, table, pool.places(first_row, starts, tokens, device), span)
         self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
-        self._starts = torch.tensor(starts, device=cache.shape.device)
+        self._starts = torch.tensor(starts, device=device)
 
     def attend(
         self,
@@ -59,23 +59,28 @@ class PagedPromptPlan:
 
 
 class PagedTreePlan:
-    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `attention_plan.TreePlan`."""
+    """N new nodes per row behind prefixes of lengths [B] tokens; node_mask and depths as of `attention_plan.TreePlan`.
+
+    table [B, P] int64: the rows' pages, up to position `span` at least. The host knows shapes and `span` only, so that
+    a forward can be recorded and run again on other lengths and pages.
+    """
 
     def __init__(
         self,
         cache: KVCache,
         ops: Ops,
-        lengths: Sequence[int],
+        table: Tensor,
+        lengths: Tensor,
+        span: int,
         node_mask: Tensor,
         depths: Tensor | None,
-        first_row: int,
     ) -> None:
         _, new, self._nodes = node_mask.shape
-        starts = [length + self._nodes - new for length in lengths]
-        self._rows = _PagedRows(cache, ops, first_row, starts, new, max(lengths) + self._nodes)
+        at = lengths[:, None] + torch.arange(self._nodes - new, self._nodes, device=lengths.device)
+        self._rows = _PagedRows(cache, ops, table, cache.pool.places_in(table, at), span)
         self._attend_tree, self._bits = ops.attend_tree, pack_bits(node_mask)
         self._depths = None if depths is None else depths.contiguous()
-        self._lengths = torch.tensor(lengths, device=node_mask.device)
+        self._lengths = lengths
 
     def attend(
         self,

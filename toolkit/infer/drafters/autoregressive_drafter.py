@@ -56,19 +56,19 @@ class AutoregressiveDrafter:
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
-        self._to_target = draft.token_map.ids.to(self._device)
+        self.to_target = draft.token_map.ids.to(self._device)
         self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
-        self._pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
         self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
         self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
         self.set_shape(shape)
 
     def set_shape(self, shape: DraftShape) -> None:
-        if shape.top_k > len(self._to_target):
+        if shape.top_k > len(self.to_target):
             raise DraftShapeError(
-                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self._to_target)} tokens; "
+                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self.to_target)} tokens; "
                 "draft with fewer branches"
             )
         self.shape = shape
@@ -82,7 +82,7 @@ class AutoregressiveDrafter:
 
     def reach(self, shape: DraftShape) -> int:
         """Drafted nodes lie behind the longest row of pending positions."""
-        return CATCH_UP + shape.num_steps + 1 + shape.top_k * (shape.num_steps - 1)
+        return CATCH_UP + shape.num_steps + 1 + room_for(shape)
 
     def _drafts(self, request: Request) -> bool:
         """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
@@ -92,7 +92,7 @@ class AutoregressiveDrafter:
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Read what the target has read; of the last position what follows is only known when something was sampled."""
-        pending, rows, stages = self._pending, len(requests), self._head.stages
+        pending, rows, stages = self.pending, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
         whole = requests[0].unread <= tokens
         drafted = any(map(self._drafts, requests))
@@ -132,7 +132,7 @@ class AutoregressiveDrafter:
         """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
         if not any(map(self._drafts, requests)):
             return
-        pending = self._pending
+        pending = self.pending
         if self._next_carry is not None:
             pending.clear(len(requests), self._next_carry)
             self._next_carry = None
@@ -144,56 +144,61 @@ class AutoregressiveDrafter:
         pending.append(features.gather(1, path), found.tokens, [accepted + 1 for accepted in found.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
-        self._pending.move_row(destination, source)
+        self.pending.move_row(destination, source)
         self._read[destination] = self._read[source]
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def propose(self, requests: Sequence[Request]) -> DraftTree:
         roots = root_tokens(requests, self._device)
-        own = [self._shape_of(request) for request in requests]
+        own = [self.shape_of(request) for request in requests]
         drafted = [shape for shape in own if shape is not None]
         if not drafted:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
-        nodes = self._start(requests, room=shape.top_k * (shape.num_steps - 1))
-        if shape.is_chain:
-            picks = self._picks(requests, self._to_target)
-            drafts = self._draft_chain(nodes, shape, picks)
-            counts = [0 if one is None else one.num_steps for one in own]
-            tree = chain_tree(roots, drafts, counts, picks.proposal())
-        else:
-            limits = None if all(one in (None, shape) for one in own) else own
-            found = self._draft_beams(nodes, shape, limits)
-            tree = rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
+        nodes = self._start(requests, room=room_for(shape))
+        tree = self.tree_from(nodes, roots, shape, own, self._picks(requests, self.to_target))
         self._finish(nodes, requests)
         return tree
+
+    def tree_from(
+        self, nodes: Expansion, roots: Tensor, shape: DraftShape, own: Sequence[DraftShape | None], picks: Picks
+    ) -> DraftTree:
+        """Expand the pending positions `nodes` and build trees on roots [B]. own: the part of `shape` that each row
+        keeps, None the root only."""
+        if shape.is_chain:
+            drafts = self._draft_chain(nodes, shape, picks)
+            counts = [0 if one is None else one.num_steps for one in own]
+            return chain_tree(roots, drafts, counts, picks.proposal())
+        limits = None if all(one in (None, shape) for one in own) else own
+        found = self._draft_beams(nodes, shape, limits)
+        return rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         """Roots only. Now and then the head reads what was committed meanwhile."""
         roots = root_tokens(requests, self._device)
         self._next_carry = None
-        self._first_tokens(requests)
-        if any(map(self._drafts, requests)) and max(self._pending.counts[: len(requests)]) >= CATCH_UP:
+        self.first_tokens(requests)
+        if any(map(self._drafts, requests)) and max(self.pending.counts[: len(requests)]) >= CATCH_UP:
             self._finish(self._start(requests, room=0), requests)
         return root_only(roots)
 
-    def _shape_of(self, request: Request) -> DraftShape | None:
+    def shape_of(self, request: Request) -> DraftShape | None:
         """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
         if not self._drafts(request):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def _first_tokens(self, requests: Sequence[Request]) -> None:
+    def first_tokens(self, requests: Sequence[Request]) -> None:
         """What follows a prompt's last position was not known when the prompt was admitted."""
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
-                self._pending.tokens[row, 0] = request.output_ids[0]
+                self.pending.tokens[row, 0] = request.output_ids[0]
 
     def _start(self, requests: Sequence[Request], room: int) -> Expansion:
         """Read the pending positions of every row; `room` nodes more can be added."""
-        rows, pending = len(requests), self._pending
-        self._first_tokens(requests)
+        rows, pending = len(requests), self.pending
+        self.first_tokens(requests)
         counts = pending.counts[:rows]
         before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
         longest = max(counts)
@@ -204,18 +209,27 @@ class AutoregressiveDrafter:
     def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""
         self._next_carry = nodes.finish()
+        self._note_read(requests)
+
+    def _note_read(self, requests: Sequence[Request]) -> None:
         for row, request in enumerate(requests):
             if self._drafts(request):
                 self._read[row] = request.length - self._head.stages
 
+    def note_round(self, requests: Sequence[Request], found: Walk) -> None:
+        """In the place of propose and observe: a recorded round read all that was pending and left its own path there,
+        with the stages' carry."""
+        self._note_read(requests)
+        self.pending.counts[: len(requests)] = [accepted + 1 for accepted in found.accepted]
+
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""
         hidden, last = nodes.at_roots()[:, None], nodes.roots
-        drafts = [self._to_target[picks(nodes.logits(hidden))]]
+        drafts = [self.to_target[picks(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
             hidden = nodes.grow(drafts[-1], last)
             last = torch.full_like(last, nodes.nodes - 1)
-            drafts.append(self._to_target[picks(nodes.logits(hidden))])
+            drafts.append(self.to_target[picks(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
 
     def _draft_beams(
@@ -260,7 +274,12 @@ class AutoregressiveDrafter:
         """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
         # Never nan, and no child exceeds its parent: rerank relies on it.
         scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
-        return scores, self._to_target[ids]
+        return scores, self.to_target[ids]
+
+
+def room_for(shape: DraftShape) -> int:
+    """Nodes that the head reads beyond the pending positions: every level but the last."""
+    return shape.top_k * (shape.num_steps - 1)
 
 
 def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:

@@ -73,8 +73,8 @@ class Expansion:
         tokens: Tensor,
         hidden: Tensor,
         carry: Tensor,
-        before: Sequence[int],
-        counts: Sequence[int],
+        before: Sequence[int] | Tensor,
+        counts: Sequence[int] | Tensor,
         room: int,
     ) -> None:
         """tokens [B, P] and hidden [B, P, H]: the pending positions, counts[b] of row b, which follow before[b]
@@ -85,12 +85,13 @@ class Expansion:
         self.nodes, self.depth, self.stage = pending, 0, 0
         self.tokens = torch.nn.functional.pad(tokens, (0, room))
         at = torch.arange(pending + room, device=device)
-        self.positions = torch.tensor(before, device=device)[:, None] + at
+        self._begin = torch.as_tensor(before, device=device)  # [B]
+        self.positions = self._begin[:, None] + at
         self.parents = (at - 1).repeat(rows, 1)
         # A row with fewer pending positions has padding behind them, which no drafted node descends from.
         self.sees = torch.zeros(rows, pending + room, pending + room, dtype=torch.bool, device=device)
         self.sees[:, :pending, :pending] = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
-        self.roots = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]: the node of each row's last token
+        self.roots = torch.as_tensor(counts, device=device)[:, None] - 1  # [B, 1]: the node of each row's last token
         self._carries: list[Tensor] = []
         self.states = self._read(hidden, pending)
 
@@ -136,14 +137,17 @@ class Expansion:
     def _read(self, hidden: Tensor, new: int) -> Tensor:
         """The newest `new` nodes with hidden [B, new, H], in the current stage."""
         newest = slice(self.nodes - new, self.nodes)
+        depths = self.positions[:, : self.nodes] - self._begin[:, None]
+        plan, reach = self._plan(self.sees[:, newest, : self.nodes], depths)
+        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
+        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, plan, reach)
+
+    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionPlan, int]:
+        """How the newest n of M nodes attend: sees [B, n, M], depths [B, M]; and what no position reaches."""
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
         before = [max(0, held - self.stage) for held in self._before]
-        depths = self.positions[:, : self.nodes] - torch.tensor(self._before, device=hidden.device)[:, None]
-        plan = tree_plan(self._reader.caches[self.stage], before, self.sees[:, newest, : self.nodes], depths)
-        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
         # Pending nodes stand in a line, so no position lies further out than this.
-        reach = max(self._before) + self.nodes
-        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, plan, reach)
+        return tree_plan(self._reader.caches[self.stage], before, sees, depths), max(self._before) + self.nodes
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:

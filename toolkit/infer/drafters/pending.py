@@ -23,6 +23,11 @@ class Pending:
         self.carry = torch.zeros(0, stages - 1, hidden_size, dtype=dtype, device=device)
         self.counts: list[int] = []
 
+    @property
+    def stores(self) -> list[torch.Tensor]:
+        """All that it holds, by row."""
+        return [self.features, self.tokens, self.carry]
+
     def hold(self, rows: int, positions: int) -> None:
         """Make room for `positions` pending positions in `rows` rows."""
         old_rows, old_positions = self.tokens.shape
@@ -57,6 +62,6 @@ class Pending:
         self.carry[:rows] = carry
 
     def move_row(self, destination: int, source: int) -> None:
-        for held in (self.features, self.tokens, self.carry):
+        for held in self.stores:
             held[destination] = held[source]
         self.counts[destination] = self.counts[source]

@@ -79,3 +79,9 @@ def triton_ops() -> Ops:
         rank_candidates=trees.rank_candidates,
         paged_width=attention.MAX_WIDTH,
     )
+
+
+def use_device(device: torch.device) -> None:
+    """Triton launches on the thread's current device, whatever the device of its tensors."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -66,8 +66,10 @@ class RowLaws:
         if not self._cut:
             return torch.softmax(scaled, dim=-1)
         top_k, top_p, min_p = (x.repeat_interleave(nodes) for x in (self._top_k, self._top_p, self._min_p))
-        widths = widths_for(size, self._largest_k, self._open, logits.device)
-        return weights_left(scaled, top_k, top_p, min_p, widths)
+        return weights_left(scaled, top_k, top_p, min_p, self._widths(size, logits.device))
+
+    def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
+        return widths_for(size, self._largest_k, self._open, device)
 
 
 def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device) -> tuple[int, ...]:

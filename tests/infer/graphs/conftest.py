@@ -1,0 +1,68 @@
+"""What a CUDA graph does, on a CPU: the operations of one run, at the addresses they had, done again.
+
+Numbers that the host had then are part of the recording. Whatever a capture refuses is refused here: values that reach
+the host, and tensors made from the host's own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+
+
+class Recording(TorchDispatchMode):
+    """Call it with a function: it runs once, and what comes back runs its operations again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()  # as a capture, after a run that makes tables
+        self._done: list[tuple[Any, tuple, dict, list[Tensor]]] = []
+        with self:
+            run()
+        done = self._done
+        self.recorded += 1
+        return lambda: _again(done)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.name().split(".")[0]
+        by_mask = name.startswith("aten::index") and any(
+            isinstance(one, Tensor) and one.dtype == torch.bool for one in tree_leaves(args[1:2])
+        )
+        from_host = name == "aten::lift_fresh" and args[0].dim() > 0
+        assert name not in REFUSED and not by_mask and not from_host, f"{name} cannot be captured"
+        out = function(*args, **kwargs)
+        given = {_address(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        # Results of their own; views and what was written in place lie at addresses that were given.
+        own = [one if _address(one) not in given else None for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self._done.append((function, args, kwargs, own))
+        return out
+
+
+def _again(done: list[tuple[Any, tuple, dict, list[Tensor]]]) -> None:
+    for function, args, kwargs, own in done:
+        fresh = [one for one in tree_leaves(function(*args, **kwargs)) if isinstance(one, Tensor)]
+        for old, new in zip(own, fresh, strict=True):
+            if old is not None:
+                assert old.shape == new.shape, f"{function.name()}: a shape depended on values"
+                old.copy_(new)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def recording() -> Recording:
+    return Recording()

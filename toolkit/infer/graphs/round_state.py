@@ -1,0 +1,75 @@
+"""Where the rows of a round stand, in tensors whose addresses never change: what a recorded round reads and moves on.
+
+Shapes: R rows at most, B rows of a bucket (the first of R), P pages of a table.
+
+A row that holds no request is padding: one committed position, one pending one, on page 0, which nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from toolkit.infer.attention.page_pool import PagePool
+from toolkit.infer.request import Request
+from toolkit.infer.sampling.sampling_params import SamplingParams
+
+# What the host writes of a row, in this order: the last committed token; positions whose target keys are cached;
+# positions that the drafter has not read yet; 1 for a request, 0 for padding.
+Standing = tuple[int, int, int, int]
+PADDING: Standing = (0, 1, 1, 0)
+COLD = SamplingParams(temperature=1.0, seed=0)  # stands in the laws of rows that do not draw
+
+
+class RoundState:
+    """written by the host between rounds: standing [4, R] and table [R, P] int64, where the host's rows are not those
+    that the last round left; and, when the rows change, the settings: hot [R] bool, temperature, min_p [R] fp32,
+    top_p [R] fp64, top_k, seeds [R] int64. A round itself moves `standing` on by what it commits.
+    """
+
+    def __init__(self, rows: int, pool: PagePool, device: torch.device) -> None:
+        self._pool = pool
+        self.standing = torch.tensor([PADDING] * rows, device=device).T.contiguous()
+        self.table = torch.zeros(rows, pool.pages_per_row, dtype=torch.long, device=device)
+        self.hot = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.long, device=device)
+        self.left = [PADDING] * rows  # what the device holds of every row
+        self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows  # likewise: whose pages, and how many
+        self._drawing: list[Request] = []  # likewise: the requests whose settings
+
+    def place(self, standing: Sequence[Standing], bucket: int) -> None:
+        """The bucket's first rows stand as given, the others are padding."""
+        wanted = [*standing, *[PADDING] * (bucket - len(standing))]
+        if wanted != self.left[:bucket]:
+            self.standing[:, :bucket].copy_(torch.tensor(wanted).T.contiguous(), non_blocking=True)
+            self.left[:bucket] = wanted
+        held: list[tuple[list[int] | None, int]] = [(one, len(one)) for one in self._pool.tables[: len(standing)]]
+        held += [(None, 0)] * (bucket - len(standing))
+        # A table only grows, or another takes its place.
+        if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(held, self._tables, strict=False)):
+            width = max(1, *(count for _, count in held), *(count for _, count in self._tables[:bucket]))
+            filled = torch.tensor([(table or []) + [0] * (width - count) for table, count in held])
+            self.table[:bucket, :width].copy_(filled, non_blocking=True)
+            self._tables[:bucket] = held
+
+    def settle(self, requests: Sequence[Request]) -> None:
+        """The rows draw under the settings of these requests."""
+        if self._drawing == requests:
+            return
+        self._drawing = list(requests)
+        hot = [request.params.temperature > 0 for request in requests]
+        params = [request.params if draws else COLD for request, draws in zip(requests, hot, strict=True)]
+        for store, values in (
+            (self.hot, hot),
+            (self.temperature, [one.temperature for one in params]),
+            (self.min_p, [one.min_p for one in params]),
+            (self.top_p, [one.top_p for one in params]),
+            (self.top_k, [one.top_k for one in params]),
+            (self.seeds, [one.seed for one in params]),
+        ):
+            store[: len(requests)].copy_(torch.tensor(values, dtype=store.dtype), non_blocking=True)
