@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from toolkit.infer import kv_memory
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import EngineError
@@ -199,6 +200,20 @@ def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
     engine.close()
+
+
+def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
+    """A token of this target takes 1,024 bytes of it."""
+    monkeypatch.setattr(kv_memory, "usable_memory", lambda: 8 * 2**20)
+    held = []
+    for fraction in (None, 0.25, 0.5):
+        engine = Engine(small_target, max_batch=64, memory=MemorySettings(fraction=fraction))
+        assert engine._cache.shape.bytes_per_token == 1024
+        held.append(engine._cache.pool.capacity * 16)
+    assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
+    for wrong in ({"fraction": 0.0}, {"fraction": 1.5}, {"fraction": 0.5, "max_total_tokens": 4096}):
+        with pytest.raises(EngineError, match="mem_fraction"):
+            MemorySettings(**wrong)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])

@@ -66,6 +66,8 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "device": "toaster"}, "--device toaster"),
         ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
         ({"target": "x", "max_batch": 0}, "max_batch is 0"),
+        ({"target": "x", "device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
+        ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
         ({"target": "x", "verify": "luck"}, "follow, rejection, block"),

@@ -58,6 +58,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_quantization_argument(group)
     add_compile_argument(group)
+    group.add_argument(
+        "--cuda-graph-max-bs",
+        type=int,
+        metavar="N",
+        help="run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every "
+        "round (default: no graphs)",
+    )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
@@ -99,6 +106,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opene
         dtype=args.dtype,
         quantization=args.quantization or "auto",
         torch_compile=bool(args.torch_compile),
+        cuda_graph_max_bs=args.cuda_graph_max_bs,
         device=args.device,
         max_batch=max_batch,
         **options,

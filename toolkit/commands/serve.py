@@ -24,13 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0: everywhere)"
     )
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000; 0: any free one)")
-    group.add_argument("--max-batch", type=int, default=16, help="requests decoded at once; more wait (default: 16)")
+    group.add_argument(
+        "--max-batch",
+        "--max-running-requests",
+        type=int,
+        default=16,
+        metavar="N",
+        help="requests decoded at once; more wait (default: 16)",
+    )
     group.add_argument(
         "--max-total-tokens",
         type=int,
         metavar="N",
         help="tokens that all requests and kept prefixes hold together; where they do not suffice, the youngest "
         "requests wait (default: an eighth of the machine's memory, 0.8 of what a GPU has free)",
+    )
+    group.add_argument(
+        "--mem-fraction",
+        type=float,
+        metavar="F",
+        help="in place of --max-total-tokens: the cache's share of the machine's memory (default: 0.125), or of what a "
+        "GPU has free once the target is loaded (default: 0.8)",
     )
     group.add_argument(
         "--chunked-prefill-size",
@@ -60,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
     listener = listen(args.host, args.port)  # before the model: a port in use is found at once
     with listener:
-        memory = MemorySettings(args.max_total_tokens, not args.no_prefix_cache, args.chunked_prefill_size)
+        memory = MemorySettings(
+            args.max_total_tokens, not args.no_prefix_cache, args.chunked_prefill_size, fraction=args.mem_fraction
+        )
         opened = open_from(args, args.max_batch, memory=memory)
         defaults = DefaultSampling.of(opened.target)
         served = Served(

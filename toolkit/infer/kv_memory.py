@@ -26,13 +26,21 @@ class MemorySettings:
     of the machine's or the container's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache: what a
     prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of
     running answers.
-    scattered_pages: the layout of page_pool.py; None: on a GPU.
+    scattered_pages: the layout of page_pool.py; None: on a GPU. fraction: another share than those, of the same memory.
+    Raises EngineError for a fraction beside max_total_tokens, or not between 0 and 1.
     """
 
     max_total_tokens: int | None = None
     prefix_cache: bool = True
     chunked_prefill_size: int = 1024
     scattered_pages: bool | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            raise EngineError(f"mem_fraction is {self.fraction:g}; a share between 0 and 1 is needed, such as 0.8")
+        if self.fraction is not None and self.max_total_tokens is not None:
+            raise EngineError("mem_fraction and max_total_tokens came together; both size the cache: leave one out")
 
     def pool(self, shape: KVShape, max_batch: int, max_context: int) -> PagePool:
         """The pages for entries of `shape`."""
@@ -44,9 +52,9 @@ class MemorySettings:
         if self.max_total_tokens is not None:
             return self.max_total_tokens // PAGE_SIZE
         if shape.device.type == "cuda":
-            share = torch.cuda.mem_get_info(shape.device)[0] * GPU_SHARE
+            share = torch.cuda.mem_get_info(shape.device)[0] * (self.fraction or GPU_SHARE)
         else:
-            share = usable_memory() * CPU_SHARE
+            share = usable_memory() * (self.fraction or CPU_SHARE)
         one = max_context + ROOM
         return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
 

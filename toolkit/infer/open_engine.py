@@ -14,6 +14,7 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
 from toolkit.infer.sampling.choose_verifier import choose_verifier
@@ -61,6 +62,7 @@ def open_engine(
     memory: MemorySettings = DEFAULT_MEMORY,
     quantization: str = "auto",
     torch_compile: bool = False,
+    cuda_graph_max_bs: int | None = None,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -72,6 +74,7 @@ def open_engine(
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" for a target of a byte a weight (CPU), "none", or "auto": as the draft directory states
     it, else none. memory: how large the cache is. torch_compile: the target's layers run compiled (CPU).
+    cuda_graph_max_bs: rounds of up to that many requests run as one CUDA graph (GPU), and always draft the same shape.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -87,6 +90,14 @@ def open_engine(
     where = parse_device(device)
     if torch_compile:
         check_device(where)
+    graphs = None if cuda_graph_max_bs is None else GraphSettings(cuda_graph_max_bs)
+    if graphs is not None:
+        if adaptive:
+            raise OpenError(
+                "adaptive drafting and CUDA graphs came together; a graph is of one draft shape: leave --adaptive or "
+                "--cuda-graph-max-bs out"
+            )
+        graphs.check(where)
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
@@ -101,7 +112,7 @@ def open_engine(
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
-    adaptive = head is not None and (wanted is None if adaptive is None else adaptive)
+    adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
     logger.info("loading the target %s", name)
     loaded = load_target(name, dtype=dtype, device=where, revision=revision, quantization=quantized)
     if head is not None:
@@ -110,7 +121,7 @@ def open_engine(
     if not torch_compile:
         pack(loaded, head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
-    engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, **options)
+    engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, graphs=graphs, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
 
 

@@ -290,7 +290,7 @@ def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> T
     return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # kept: a recorded round reads it
 def _levels(steps: int, k: int, device: torch.device) -> Tensor:
     """The level of every candidate, [C] in level order."""
     sizes = [candidates(1, k)] + [k * k] * (steps - 1)

@@ -83,7 +83,7 @@ class DeviceRound:
         # Clones: the round itself writes the next round's.
         nodes = FixedExpansion(
             drafter.reader, pending.tokens[here].clone(), hidden, pending.carry[: self.rows].clone(), begin,
-            self._counts.clone(), room_for(shape), self._head_plan, self._machine.max_context,
+            self._counts.clone(), room_for(shape), self._head_plan, self._span,
         )  # fmt: skip
         own = [shape] * self.rows
         tree = drafter.tree_from(nodes, self._roots.clone(), shape, own, BestPicks((), drafter.to_target))
@@ -138,11 +138,10 @@ class DeviceRound:
     def _advance(self, followed: Followed) -> None:
         """Rows stand where the round has left them; padding stays."""
         committed = followed.accepted + 1
-        real = self._real > 0
         last = followed.tokens.gather(1, followed.accepted[:, None])[:, 0]
-        self._roots.copy_(torch.where(real, last, self._roots))
-        self._lengths.add_(torch.where(real, committed, 0))
-        self._counts.copy_(torch.where(real, committed, 1))
+        self._roots.copy_(last * self._real)
+        self._lengths.add_(committed * self._real)
+        self._counts.copy_(committed * self._real + (1 - self._real))
 
 
 # stage, committed positions it has read [B], sees [B, n, M], depths [B, M] -> how the newest n of M nodes attend
@@ -152,14 +151,15 @@ HeadPlan = Callable[[int, Tensor, Tensor, Tensor], AttentionPlan]
 class FixedExpansion(Expansion):
     """An expansion whose rows begin where a tensor says, and whose plans come from `plan`.
 
-    begin [B]: committed positions that the head has read.
+    begin [B]: committed positions that the head has read. reach: what no position of any forward reaches, so that the
+    head's tables are as large as they will be: one that grew later would leave a recording with freed memory.
     """
 
     def __init__(
         self, reader: HeadReader, tokens: Tensor, hidden: Tensor, carry: Tensor, begin: Tensor, counts: Tensor,
-        room: int, plan: HeadPlan, max_context: int,
+        room: int, plan: HeadPlan, reach: int,
     ) -> None:  # fmt: skip
-        self._plan_of, self._reach = plan, max_context + tokens.shape[1] + room
+        self._plan_of, self._reach = plan, reach
         super().__init__(reader, tokens, hidden, carry, begin, counts, room)
 
     def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionPlan, int]:

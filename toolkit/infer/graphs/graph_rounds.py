@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from toolkit.infer.attention.kv_cache import KVCache
@@ -42,6 +43,16 @@ class GraphSettings:
 
     max_rows: int
     capture: Capture | None = None
+
+    def check(self, device: torch.device) -> None:
+        """Raises EngineError for settings that nothing can be recorded with on this device."""
+        if self.max_rows < 1:
+            raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; a graph has at least 1 row")
+        if self.capture is None and device.type != "cuda":
+            raise EngineError(
+                f"cuda_graph_max_bs came with {device} as device; graphs need a GPU: leave --cuda-graph-max-bs out, or "
+                "use --device cuda"
+            )
 
 
 def buckets_up_to(rows: int) -> list[int]:
@@ -85,13 +96,7 @@ class GraphRounds:
 
     def __post_init__(self) -> None:
         shape = self.cache.shape
-        if self.settings.max_rows < 1:
-            raise EngineError(f"cuda_graph_max_bs is {self.settings.max_rows}; a graph has at least 1 row")
-        if self.settings.capture is None and shape.device.type != "cuda":
-            raise EngineError(
-                f"cuda_graph_max_bs came with a target on {shape.device}; graphs need a GPU: leave --cuda-graph-max-bs "
-                "out, or use --device cuda"
-            )
+        self.settings.check(shape.device)
         if self.cache.pool.homes:
             raise EngineError("cuda graphs came with a cache at homes; they need scattered pages (scattered_pages)")
         rows = min(self.settings.max_rows, self.max_batch)
