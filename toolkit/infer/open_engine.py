@@ -73,8 +73,7 @@ def open_engine(
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" for a target of a byte a weight (CPU), "none", or "auto": as the draft directory states
-    it, else none. memory: how large the cache is. torch_compile: the target's layers run compiled (CPU).
-    cuda_graph_max_bs: rounds of up to that many requests run as one CUDA graph (GPU), and always draft the same shape.
+    it, else none. memory: the cache's size. torch_compile: compiled layers (CPU). cuda_graph_max_bs: GraphSettings.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -90,14 +89,7 @@ def open_engine(
     where = parse_device(device)
     if torch_compile:
         check_device(where)
-    graphs = None if cuda_graph_max_bs is None else GraphSettings(cuda_graph_max_bs)
-    if graphs is not None:
-        if adaptive:
-            raise OpenError(
-                "adaptive drafting and CUDA graphs came together; a graph is of one draft shape: leave --adaptive or "
-                "--cuda-graph-max-bs out"
-            )
-        graphs.check(where)
+    graphs = graphs_for(cuda_graph_max_bs, adaptive, where)
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
@@ -139,6 +131,20 @@ def parse_device(text: str) -> torch.device:
             f"--device {text}: PyTorch sees {found} GPUs here; use --device cpu, or a CUDA build of PyTorch"
         )
     return device
+
+
+def graphs_for(max_rows: int | None, adaptive: bool | None, device: torch.device) -> GraphSettings | None:
+    """Rounds of up to max_rows requests as graphs. Raises OpenError, EngineError where that does not go together."""
+    if max_rows is None:
+        return None
+    if adaptive:
+        raise OpenError(
+            "adaptive drafting and CUDA graphs came together; a graph is of one draft shape: leave --adaptive or "
+            "--cuda-graph-max-bs out"
+        )
+    settings = GraphSettings(max_rows)
+    settings.check(device)
+    return settings
 
 
 def best_shape(draft: Draft) -> DraftShape:
