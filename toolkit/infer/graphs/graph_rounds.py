@@ -103,9 +103,9 @@ class GraphRounds:
         self._buckets = buckets_up_to(rows)
         self._capture = self.settings.capture or CudaCapture()
         ops = ops_for(shape.device.type)
-        self._never = self._why_never(ops.paged_width)
         drafter = self.drafter if isinstance(self.drafter, AutoregressiveDrafter) else None
         self._head = drafter
+        self._never = self._why_never(ops.paged_width)
         state = RoundState(rows, self.cache.pool, shape.device)
         self._machine = Machine(self.target, self.forward, self.cache, ops, drafter, self.max_context, state)
 
@@ -133,11 +133,12 @@ class GraphRounds:
     # -- which rounds --------------------------------------------------------------------------------------------------
 
     def _why_never(self, paged_width: int) -> str | None:
-        shape = self.cache.shape
         if not isinstance(self.drafter, (NoDrafter, AutoregressiveDrafter)):
             return f"{type(self.drafter).__name__} decides on the host what is drafted"
-        if shape.device.type == "cuda" and max(shape.head_dim, shape.value_dim or 0) > paged_width:
-            return f"heads of {shape.head_dim} are wider than the {paged_width} that attention reads from pages"
+        shapes = [one.shape for one in (self.cache, *(self._head.reader.caches if self._head is not None else ()))]
+        widest = max(max(shape.head_dim, shape.value_dim or 0) for shape in shapes)
+        if shapes[0].device.type == "cuda" and widest > paged_width:
+            return f"heads of {widest} are wider than the {paged_width} that attention reads from pages"
         return None
 
     def _why_eager(self, requests: Sequence[Request]) -> str | None:
@@ -185,9 +186,11 @@ class GraphRounds:
         stores = [] if self._head is None else self._head.pending.stores
         before = [store[rows].clone() for store in stores]
         machine.state.place([], kind.bucket)
-        replay = self._capture(one)
-        for store, kept in zip(stores, before, strict=True):
-            store[rows] = kept
+        try:
+            replay = self._capture(one)
+        finally:
+            for store, kept in zip(stores, before, strict=True):
+                store[rows] = kept
         what = "plain decoding" if kind.shape is None else kind.shape.name
         law = {None: "greedy", False: "sampled", True: "sampled from cut laws"}[kind.cut]
         seconds = time.perf_counter() - started
