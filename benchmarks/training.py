@@ -146,7 +146,7 @@ def main() -> int:
         "ours": result_settings(recipe.train),
     }
     record = make_record(
-        "training", f"python {command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
+        "training", f"python benchmarks/{command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
     )
     show(rows)
     kind = f"-{args.only.replace('_', '-')}" if args.only else ""
