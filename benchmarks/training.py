@@ -41,7 +41,7 @@ from toolkit.threads import users_threads
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFINITIONS = {
     "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
-    "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their median",
+    "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their mean",
     "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
     "start_processor_seconds": "loading the target, and where the head starts from it, fitting it; not in the steps",
     "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
@@ -146,7 +146,7 @@ def main() -> int:
         "ours": result_settings(recipe.train),
     }
     record = make_record(
-        "training", f"python {command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
+        "training", f"python benchmarks/{command_line()}", settings, rows, definitions=DEFINITIONS, note=args.note
     )
     show(rows)
     kind = f"-{args.only.replace('_', '-')}" if args.only else ""

@@ -69,14 +69,16 @@ def borrow_features(theirs: Path, ours: Path) -> None:
 
 
 def benched(job: Job) -> TrainSettings:
-    """The recipe's training, one forward a step, and no measurements within. Single steps run the target, and start
-    from random weights, which change neither their seconds nor their memory."""
+    """The recipe's training, one forward a step, and no measurements within. Single steps run the target and unroll all
+    of train.ttt_steps, whatever the curriculum; they start from random weights, which change neither their seconds nor
+    their memory."""
     train = job.recipe.train
     batch = {None: train.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
     return replace(
         train,
         features=train.features if job.layout is None else "online",
         init=train.init if job.layout is None else "random",
+        ttt_curriculum=train.ttt_curriculum if job.layout is None else (),
         global_batch=batch,
         micro_batch=batch,
         real_every=None,
@@ -156,22 +158,20 @@ def trained_row(job: Job, trainer: Trainer) -> dict[str, Any]:
             break
     trainer.steps = len(batches)
     held = restart_peak(trainer.target.device)
-    seconds, before, loss = [], time.process_time(), float("nan")
+    began, before, loss = time.perf_counter(), time.process_time(), float("nan")
     for step, indices in enumerate(batches):
-        began = time.perf_counter()
         loss = trainer.optimise(step, indices)["loss"]
-        seconds.append(time.perf_counter() - began)
         if step % 50 == 0:
             print(f"{job.variant}: step {step} of {len(batches)}, loss {loss:.3f}", file=sys.stderr, flush=True)
-    processor, usual = time.process_time() - before, statistics.median(seconds)
+    wall, processor = time.perf_counter() - began, time.process_time() - before
     return {
         **of_both(job, trainer),
         "layout": None,
         "tokens": tokens,
         "steps": len(batches),
-        "seconds_per_step": usual,
+        "seconds_per_step": wall / len(batches),
         "processor_seconds_per_step": processor / len(batches),
-        "tokens_per_s": tokens / len(batches) / usual,
+        "tokens_per_s": tokens / wall,
         "peak_memory_bytes": peak(trainer.target.device),
         "held_before_bytes": held,
         "loss": loss,

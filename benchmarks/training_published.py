@@ -30,10 +30,12 @@ from toolkit.train.schedule import rate_factor
 
 PUBLISHED: dict[str, Any] = {
     "head": "eagle3",
+    "layers": 1,
     "init": "random",
     "lm_head": None,
     "loss": "soft_cross_entropy",
     "step_decay": 0.8,
+    "ttt_curriculum": (),
     "optimizer": "adamw",
     "learning_rate": 1e-4,
     "betas": (0.9, 0.999),

@@ -37,12 +37,13 @@ def run_folder(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
             handle.write(json.dumps(row) + "\n")
     half = TokenMap.from_ids(range(0, tiny_target.vocab_size, 2), tiny_target.vocab_size)
     save_token_map(folder / "token_map" / "token_map.safetensors", half)
+    train = {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "features": "offline"}
     recipe = {
         "name": "tiny",
         "target": {"model": str(tiny_target_directory), "dtype": "float32"},
         "run_dir": str(folder),
         "rollouts": {"keep_features": True},
-        "train": {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "features": "offline"},
+        "train": {**train, "ttt_curriculum": [0.5], "lm_head": "frozen"},  # as the demo recipe has them
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder
@@ -114,6 +115,7 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys) ->
         assert 1 <= row["forecast"] <= 5 and row["num_steps"] == 4
     settings = record["settings"]["train"]
     assert (settings["published"]["learning_rate"], settings["ours"]["learning_rate"]) == (1e-4, 0.01)
+    assert settings["published"]["ttt_curriculum"] == [] and settings["published"]["lm_head"] is None, "none of ours"
     shown = capsys.readouterr().out
     assert "accept_length" in shown and "one row" in shown
 
