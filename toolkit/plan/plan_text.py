@@ -106,7 +106,9 @@ def _trust(planner: Planner) -> str:
     fitted = sum(1 for case in CASES if case.fitted)
     own = "" if planner.costs == Costs() else " A layer's fixed time is from your measured steps."
     if planner.overlap and planner.draft is not None:
-        own += " Drafts together with overlapped scheduling, as planned here, are in none of them (--no-overlap)."
+        own += (
+            " None of them states drafts together with overlapped scheduling, as planned here (--no-overlap: without)."
+        )
     return (
         f"How far to trust it: a roofline with {fitted} costs fitted to {fitted} published figures; "
         f"{len(CASES) - fitted} further ones it predicts within {100 * PREDICTED_WITHIN:.0f} % "
