@@ -26,7 +26,8 @@ def test_a_foreign_head(make_eagle3, publish, tiny_target_directory):
     assert said["aux_layer_ids"].startswith("[2, 3, 4]") and said["variants"] == "fc_norm"
     assert said["draft vocabulary"].startswith("160 of") and "it names none" in said["needs"]
     assert any("as SGLang, SpecForge and ModelOpt mean it" in line for line in report.read)
-    assert report.wrong == [] and report.usable and "nothing looks wrong" in report.text()
+    assert report.wrong == [] and report.usable and report.text().endswith("nothing looks wrong")
+    assert "but it was not compared with a target" in inspect_head(directory).text()
 
 
 def test_our_own_directory(tiny_draft, tiny_target_directory, tmp_path):

@@ -223,6 +223,11 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
     ({"parallel_drafting": True}, "P-EAGLE"),
     ({"intermediate_size": None}, "config.json lacks intermediate_size"),
+    ({"norm_output": False, "eagle_config": {AUX: [1, 2, 3], "norm_output": True}}, "in eagle_config True"),
+    ({"eagle_config": [1]}, "eagle_config is [1]; a mapping is needed"),
+    ({"num_attention_heads": "4"}, "num_attention_heads is '4'; a whole number from 1 is needed"),
+    ({"eagle_config": {AUX: "1,2,3"}}, f"eagle_config.{AUX} is '1,2,3'; a list of whole numbers is needed"),
+    ({"norm_output": "false"}, "norm_output is 'false'; true or false is needed"),
 ]
 
 
@@ -237,6 +242,9 @@ def test_what_cannot_be_the_head_is_refused_with_the_cause(make_eagle3, publish,
 
 WARNED = [
     ({"logit_scale": 0.5}, "unknown keys", "logit_scale"),
+    ({"eagle_config": {AUX: [1, 2, 3], "next_layer": 1}}, "unknown keys", "eagle_config.next_layer"),
+    ({"eagle_config": {AUX: [1, 2, 3], "norm_output": True}}, "norm_output", "norm_output = True"),
+    ({"eagle_config": {AUX: [1, 2, 3], "norm_before_residual": True}}, "norm_before_residual", "= True: as stated; it"),
     ({"fc_norm": False}, "fc_norm", "other engines would leave the tensor out"),
     ({"num_hidden_layers": 40}, "num_hidden_layers", "the config's 40"),  # SafeAILab's Vicuna head: its target's
 ]

@@ -54,7 +54,7 @@ def test_pushed_and_fetched_by_revision(hub, tiny_draft, tiny_draft_directory, t
     (first,) = repository.commits
     assert f"on the hub: org/head@{first}" in said and repository.private
     assert repository.commits[first] == files_of(tmp_path / "one")
-    assert "toolkit serve --draft org/head\n" in repository.commits[first]["README.md"].decode()
+    assert "toolkit serve --draft org/head --target MODEL\n" in repository.commits[first]["README.md"].decode()
     changed = load_draft(tiny_draft_directory).head.state_dict()["fc.weight"] + 1
     second = repository.commit(_with_fc(repository.commits[first], changed, tmp_path))
     assert torch.equal(open_head(f"org/head@{first}").head.fc.weight, tiny_draft.head.fc.weight)
@@ -88,6 +88,16 @@ def test_the_card_has_the_hubs_name_and_pushing_again_is_one_more_commit(hub, ti
     assert len(repository.commits) == 2 and not repository.private
     card = repository.commits[repository.oid("main")]["README.md"].decode()
     assert '"model": "org/public"' in card and str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "toolkit"])
+def test_no_folder_of_this_machine_is_published(hub, tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
+    """The target's is in the launch line, speculators' verifier and our own config; elsewhere it is nobody's."""
+    assert export(tiny_draft_directory, tmp_path / "o", "--push-to-hub", "org/head", to=to) == 0
+    assert "MODEL names it in the model card and config.json" in capsys.readouterr().out
+    repository = hub.repositories["org/head"]
+    sent = b"".join(repository.commits[repository.oid("main")].values())
+    assert str(tiny_target_directory).encode() not in sent and b"MODEL" in sent
 
 
 def test_what_is_not_sent(hub, tiny_draft_directory, tmp_path, capsys, monkeypatch):
@@ -125,6 +135,29 @@ def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
     assert old.config.rms_norm_eps == tiny_target.config.rms_norm_eps and new.config.rms_norm_eps == 0.5
     with pytest.raises(TargetError, match="no model configuration"):
         load_target("org/target", revision="v9")
+    named = target_facts(f"org/target@{first}")
+    assert (named.name, named.source, named.revision) == ("org/target", "org/target", first)
+    with pytest.raises(TargetError, match="one of the two is needed"):
+        target_facts(f"org/target@{first}", second)
     facts = target_facts("org/target")
     repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.25}).encode()})
     assert facts.revision == second and load_target("org/target", revision=facts.revision).revision == second
+
+
+def test_an_import_from_a_hub_says_which_commits(hub, tiny_draft_directory, tiny_target_directory, tmp_path):
+    """Both repositories move on; the head that was read, and the target it was read with, are one commit each."""
+    assert export(tiny_draft_directory, tmp_path / "o", to="vllm") == 0
+    target, head = (local_hub.Repository() for _ in range(2))
+    hub.repositories.update({"org/target": target, "org/head": head})
+    old = target.commit(files_of(Path(tiny_target_directory)))
+    new = target.commit({"notes.txt": b"moved on"})
+    head.commit({"notes.txt": b"empty"})
+    of_head = head.commit({**files_of(tmp_path / "o"), "README.md": b"---\nbase_model: org/target\n---\n"})
+    meta = open_head("org/head").meta
+    assert meta["source"] == {"name": "org/head", "revision": of_head}
+    assert meta["target"] == {"name": "org/target", "revision": new}
+    assert main(["inspect", "org/head", "--target", f"org/target@{old}"]) == 0
+    typed = ["export", "--draft", "org/head", "--to", "toolkit", "--out", str(tmp_path / "own")]
+    assert main([*typed, "--target", f"org/target@{old}"]) == 0
+    stored = json.loads((tmp_path / "own" / "config.json").read_text())["toolkit"]
+    assert stored["source"]["revision"] == of_head and stored["target"] == {"name": "org/target", "revision": old}

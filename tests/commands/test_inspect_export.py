@@ -66,6 +66,8 @@ def test_inspect_of_a_target(tiny_target_directory, capsys):
     assert main(["inspect", str(tiny_target_directory)]) == 0
     said = capsys.readouterr().out
     assert "target, LlamaForCausalLM" in said and "[2, 3, 4] by default" in said
+    assert main(["inspect", str(tiny_target_directory), "--target", "org/other"]) == 2
+    assert "is a target itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,35 @@ def test_plan_of_a_head_with_measured_chains(tiny_draft_directory, tiny_target_d
     assert main([*typed, "--engine", "vllm"]) == 0
     said = capsys.readouterr().out
     assert "1: 1.90, 2: 2.62 (measured.json: a chain of 2, temperature 0.0, 9 verify steps)" in said
-    assert f"toolkit export --draft {head} --to vllm --out OUT" in said
+    assert f"toolkit export --draft {head} --to vllm --out OUT --target {tiny_target_directory}" in said
     assert "6 costs fitted to 6 published figures" in said
     line = next(line for line in said.splitlines() if line.startswith("vllm serve"))
     assert json.loads(line.split("--speculative-config '")[1].split("'")[0])["model"] == "OUT"
     measured = [*typed, "--layout", "tp1", "--step-ms", "1:500,2:500"]
     assert main(measured) == 0
     assert "from your measured steps" in capsys.readouterr().out
+
+
+def test_plan_of_a_head_that_states_no_layers(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
+    """SafeAILab's heads leave their auxiliary layers to the target, which the plan knows."""
+    out = tmp_path / "out"
+    assert main(["export", "--draft", str(tiny_draft_directory), "--to", "eagle", "--out", str(out)]) == 0
+    typed = ["plan", str(tiny_target_directory), *WORK, "--concurrency", "4", "--draft", str(out)]
+    assert main([*typed, "--accept-lengths", "1:1.5"]) == 0
+    assert "eagle3 head" in capsys.readouterr().out
+
+
+def test_plan_of_more_than_there_is_room_for(tiny_target_directory, capsys):
+    """The tiny target has 512 positions, and a rank at most 1,024 places."""
+    typed = ["plan", str(tiny_target_directory), "--input", "500", "--output", "50", "--gpus", "1"]
+    assert main([*typed, "--concurrency", "5000"]) == 0
+    said = capsys.readouterr().out
+    assert "550 tokens a request are more than the target's max_position_embeddings of 512" in said
+    places = int(said.split("request(s) a rank")[0].split()[-1])
+    assert f"of 5000 requests in flight {places} are served at a time; the other {5000 - places} wait first" in said
+    assert main(["plan", str(tiny_target_directory), *WORK, "--concurrency", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "max_position_embeddings" not in said and "wait first" not in said
 
 
 def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
@@ -69,8 +91,9 @@ def test_wrong_words(tiny_target_directory, capsys, words, says):
     assert says in capsys.readouterr().err
 
 
-def test_a_head_of_another_target(tiny_draft_directory, tiny_target_directory, tmp_path, capsys):
-    config = json.loads((tiny_target_directory / "config.json").read_text()) | {"hidden_size": 128, "head_dim": 32}
+@pytest.mark.parametrize("other", [{"hidden_size": 128, "head_dim": 32}, {"vocab_size": 400}])
+def test_a_head_of_another_target(tiny_draft_directory, tiny_target_directory, tmp_path, capsys, other):
+    config = json.loads((tiny_target_directory / "config.json").read_text()) | other
     (tmp_path / "config.json").write_text(json.dumps(config))
     typed = ["plan", str(tmp_path), *WORK, "--concurrency", "1", "--draft", str(tiny_draft_directory)]
     assert main([*typed, "--accept-lengths", "1:1.5"]) == 2

@@ -104,8 +104,10 @@ def test_the_line_of_each_node(monkeypatch):
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "NODE0:29500")
 
 
-# Slurm, as far as the script needs it: two nodes, both on this machine.
+# Slurm, as far as the script needs it: two nodes, both on this machine. Like its own since 22.05, this srun does not
+# know the job's --cpus-per-task by itself.
 SRUN = """#!/bin/bash
+[[ "${SRUN_CPUS_PER_TASK:-}" == "$SLURM_CPUS_PER_TASK" ]] || { echo "srun: one CPU a task" >&2; exit 1; }
 while [[ "$1" == --* ]]; do shift; done
 jobs=(); for node in 0 1; do SLURM_NODEID=$node "$@" & jobs+=($!); done
 status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit $status
@@ -124,6 +126,7 @@ def slurm(tmp_path) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ours = {"SLURM_JOB_NODELIST": "two-nodes", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "GPUS": "1", "PORT": str(port)}
+    ours["SLURM_CPUS_PER_TASK"] = "3"
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
     return {**os.environ, **ours, **paths, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "TOOLKIT_LOG": "info"}
 

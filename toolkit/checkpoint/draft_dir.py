@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of, window_keys
 from toolkit.checkpoint.resolution import Resolution
@@ -149,6 +150,7 @@ def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
             "`toolkit export --draft DIR --to toolkit --out NEW` makes a draft directory of what it knows to read"
         )
+    check_types(stored, directory)
     block = stored["toolkit"]
     kind = KINDS.get(block.get("head"))
     if block.get("format") != FORMAT or kind is None:
@@ -211,7 +213,7 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
     if trained_for.get("fingerprint") not in (None, target.fingerprint):
         log.warning(
             "the head was trained for %s, not %s: output stays exact, but accept_length may fall",
-            trained_for.get("name"),
+            trained_for.get("name") or "another target",
             target.name,
         )
     if trained_for.get("template_sha256") not in (None, target.template_sha256):

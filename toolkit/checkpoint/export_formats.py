@@ -82,15 +82,6 @@ def exported(draft: DraftCheckpoint, to: str, facts: TargetFacts, draft_tokens: 
     return result
 
 
-def check_target(config: HeadConfig, facts: TargetFacts) -> None:
-    """Raise `ExportError` unless the head's sizes are the target's."""
-    if (config.vocab_size, config.hidden_size) != (facts.vocab_size, facts.hidden_size):
-        raise ExportError(
-            f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
-            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}"
-        )
-
-
 def _with_reach(config: HeadConfig, facts: TargetFacts) -> tuple[HeadConfig, list[str]]:
     """max_position_embeddings at least the target's: vLLM ends the head's rotation there, or stops."""
     own, wanted = config.max_position_embeddings, facts.max_context or 0

@@ -12,14 +12,18 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, rope_difference, save_draft
 from toolkit.checkpoint.errors import ExportError
-from toolkit.checkpoint.export_formats import Exported, check_target, exported
+from toolkit.checkpoint.export_checks import PLACEHOLDER, checked, local_paths, without_paths
+from toolkit.checkpoint.export_formats import Exported, exported
 from toolkit.checkpoint.files import PICKLE, read_checkpoint
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
 from toolkit.checkpoint.open_head import import_head
+from toolkit.log import get_logger
 from toolkit.models.head_config import HeadConfig
 from toolkit.target.facts import TargetFacts
 from toolkit.weights import atomic_write, save_tensors, write_json
+
+log = get_logger(__name__)
 
 
 def export_head(
@@ -27,33 +31,45 @@ def export_head(
 ) -> tuple[str, list[str]]:
     """Writes `draft` for `to` into the new folder `out`. Returns the launch line and what is to be known.
 
-    name: what the model card's launch line calls the head (default: the folder's name), such as its hub id.
-    Raises `ExportError` when the head cannot be written so, when `out` exists, or when what was written does not read
-    back as the same head; then nothing is left behind.
+    name: the head's hub id, when it is to be sent there: the model card's launch line has it (default: the folder's
+    name), and no file names a folder of this machine.
+    Raises `ExportError` when the head cannot be written so or does not fit the target, when `out` exists, or when what
+    was written does not read back as the same head; then nothing is left behind.
     """
     out = Path(out)
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not, or move that one away")
-    check_target(draft.head.config, facts)
+    warnings = checked(draft, facts)
+    for warning in warnings:
+        log.warning("%s", warning)
+    paths = local_paths(facts)
+    hidden = paths if name is not None else []
     here, there = str(out.resolve()), name or out.name
     launch, in_card = (launch_line(to, draft.kind, facts, where, shape) for where in (here, there))
+    if to == "toolkit" and facts.name in hidden:
+        in_card += f" --target {PLACEHOLDER}"
     wanted: HeadConfig
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
     try:
         if to == "toolkit":
             notes = [one.line for one in draft.resolutions]
-            _write_own(draft, temporary, facts)
+            _write_own(draft, temporary, facts, hidden)
             back, wanted, added = load_draft(temporary), draft.head.config, {}
         else:
             result = exported(draft, to, facts, shape.chain)
-            notes = result.notes
+            notes = result.notes + [one.line for one in draft.resolutions if one.warning]
+            result.config = without_paths(result.config, hidden)
             _write(result, temporary)
             back = import_head(read_checkpoint(temporary), facts=facts)
             wanted, added = result.config_of_head, result.added
         _check_same(draft, back, wanted, {**draft.head.state_dict(), **added})
+        notes += warnings
+        if paths:
+            where = "the model card and config.json" if hidden else "the model card"
+            notes.append(f"the target's files are a folder of the writer's machine; {PLACEHOLDER} names it in {where}")
         with atomic_write(temporary / "README.md") as card:
-            card.write_text(model_card(draft, to, facts, in_card, notes), encoding="utf-8")
+            card.write_text(without_paths(model_card(draft, to, facts, in_card, notes), paths), encoding="utf-8")
         temporary.chmod(0o755)  # mkdtemp makes private folders
         os.replace(temporary, out)
     finally:
@@ -70,13 +86,20 @@ def _write(result: Exported, directory: Path) -> None:
     write_json(directory / "config.json", result.config)
 
 
-def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts) -> None:
-    """A draft directory of ours, which states what a foreign checkpoint left to rules."""
+def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidden: list[str]) -> None:
+    """A draft directory of ours, which states what a foreign checkpoint left to rules; without the paths `hidden`."""
     meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
-    if (meta.get("target") or {}).get("name") != facts.name:
-        meta["target"] = {"name": facts.name, "revision": facts.revision}
+    known = meta.get("target") or {}
+    if known.get("name") != facts.name:
+        # What is known of another target does not hold for this one; a nameless one's name was left out at a push.
+        known = {} if known.get("name") else known
+        meta["target"] = {**known, "name": facts.name, "revision": facts.revision}
     if draft.resolutions:
         meta["imported"] = [one.line for one in draft.resolutions]
+    if meta["target"]["name"] in hidden:
+        # Elsewhere nobody has it; a directory that names none asks for --target.
+        meta["target"] = {key: value for key, value in meta["target"].items() if key != "name"}
+    meta = without_paths(meta, hidden)
     token_map = draft.token_map if draft.kind == "eagle3" else None
     save_draft(directory, draft.head.state_dict(), draft.head.config, token_map, meta)
     if "measured" in draft.meta:

@@ -17,6 +17,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.target.demo import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json
@@ -88,7 +89,8 @@ def looks_like_target(config: Any) -> bool:
     if not isinstance(config, dict) or DRAFT_KEYS & config.keys():
         return False
     text = config.get("text_config") or config
-    return (text.get("num_hidden_layers") or text.get("n_layer") or 0) > 2
+    layers = (text.get("num_hidden_layers") or text.get("n_layer")) if isinstance(text, dict) else None
+    return isinstance(layers, int) and layers > 2
 
 
 def target_named(name: str) -> HubId | None:
@@ -135,6 +137,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_checkpoint(directory: Path) -> CheckpointFiles:
     """Config and every tensor. Raises `DraftDirError`, or `WeightsError` when weights are absent or damaged."""
     config = read_config(directory)
+    check_types(config, directory)
     tensors: dict[str, torch.Tensor] = {}
     names = weight_files(directory)
     for name in names:

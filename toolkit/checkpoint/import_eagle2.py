@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.layer_settings import layer_settings, note_unread, q_rows, refuse_unless
+from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, note_unread, q_rows, refuse_unless
 from toolkit.checkpoint.recognise import plain_name
 from toolkit.checkpoint.resolution import Resolver
 from toolkit.models.eagle2 import Eagle2Config
@@ -26,6 +26,7 @@ def import_eagle2(
     """Config, the head's tensors, and the embedding it brought along. Raises `DraftDirError`, `WeightsError`."""
     tensors = {plain_name(name): value for name, value in stored.items()}
     embedding = tensors.pop(EMBEDDING, None)
+    note_embedding(embedding, resolver)
     for name in sorted(tensors):
         if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
             tensors.pop(name)

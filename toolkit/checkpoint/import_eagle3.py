@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.layer_settings import layer_settings, note_unread, q_rows, refuse_unless
+from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, note_unread, q_rows, refuse_unless
 from toolkit.checkpoint.recognise import eagle3_name
 from toolkit.checkpoint.resolution import Resolver
 from toolkit.models.eagle3 import Eagle3Config
@@ -35,6 +35,10 @@ READ = frozenset(
     | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"}
     | {"embed_requires_grad", "head_type"}
 )  # fmt: skip
+READ_NESTED = frozenset(
+    {AUX_KEY, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"}
+    | {"fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output", "bias", "attention_bias"}
+)  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,6 +54,7 @@ def import_eagle3(
     layer = {**config["transformer_layer_config"]} if speculators else dict(config)
     tensors = _renamed(stored, resolver)
     embedding = tensors.pop(EMBEDDING, None)
+    note_embedding(embedding, resolver)
     _check_structure(config, layer, tensors, resolver)
     shapes = layer_settings(layer, q_rows(tensors, "midlayer."), resolver)
     target_hidden = config.get("target_hidden_size") or shapes["hidden_size"]
@@ -67,7 +72,7 @@ def import_eagle3(
         **_variants(config, tensors, speculators, resolver),
         "num_hidden_layers": _layers(layer, stored, tensors, resolver),
     }
-    note_unread(config if not speculators else {**layer, **config}, READ, resolver)
+    note_unread(config if not speculators else {**layer, **config}, READ, resolver, READ_NESTED)
     try:
         return Eagle3Config(**settings), tensors, token_map, embedding
     except ValueError as error:
@@ -231,7 +236,7 @@ def _variants(config: Mapping[str, Any], tensors: Tensors, speculators: bool, re
             raise WeightsError(f"missing: {tensor}. The config sets {key}")
         elif stated and not speculators:
             resolver.note(key, False, f"the config sets {key}, but there is no {tensor}", warning=True)
-    before = config.get("norm_before_residual")
+    before, where = _stated(config, "norm_before_residual")
     if before is None:
         rule = (
             "not stated in a speculators checkpoint: true, as vLLM reads it (speculators' own default is false); if "
@@ -241,16 +246,29 @@ def _variants(config: Mapping[str, Any], tensors: Tensors, speculators: bool, re
         )
         before = resolver.settle("norm_before_residual", speculators, rule, warning=speculators)
     else:
-        before = resolver.settle("norm_before_residual", bool(before), "as stated")
-    after = config.get("norm_output")
+        before = resolver.settle("norm_before_residual", bool(before), f"as stated{where}", warning=bool(where))
+    after, where = _stated(config, "norm_output")
     rule = "not stated: false, the next step reads the state before the final norm"
     if after is not None:
-        rule = "as SGLang, vLLM and speculators mean it: whether the next step reads the state after the final norm"
+        rule = (
+            "as SGLang, vLLM and speculators mean it: whether the next step reads the state after the final norm"
+            f"{where}"
+        )
     doubtful = bool(after) and not speculators
     if doubtful:
         rule += (
             ". SpecForge's trainer means by true that the final norm stands before lm_head, and feeds back the state "
             "before it: for its heads say --set norm_output=false"
         )
-    after = resolver.settle("norm_output", bool(after), rule, warning=doubtful)
+    after = resolver.settle("norm_output", bool(after), rule, warning=doubtful or bool(where))
     return {**found, "norm_before_residual": bool(before), "norm_output": bool(after)}
+
+
+def _stated(config: Mapping[str, Any], key: str) -> tuple[Any, str]:
+    """A setting at the top, else in eagle_config, and what is said of the place. Raises `DraftDirError` for two."""
+    own, nested = config.get(key), (config.get("eagle_config") or {}).get(key)
+    if nested is None or own == nested:
+        return own, ""
+    if own is not None:
+        raise DraftDirError(f"config.json: {key} is {own}, and in eagle_config {nested}; leave the wrong one out")
+    return nested, f"; it stands in eagle_config.{key}, where other engines may not look for it"

@@ -31,7 +31,7 @@ from toolkit.weights import WeightsError
 class Report:
     """Rows of (what, value); `read`: how ambiguous settings were read; `wrong`: what looks wrong, with its cause.
 
-    usable: it can be served or loaded at all.
+    usable: it can be served or loaded at all. compared: with a target, where it is a head.
     """
 
     title: str
@@ -39,6 +39,7 @@ class Report:
     read: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     usable: bool = True
+    compared: bool = True
 
     def refuse(self, cause: str) -> None:
         """Notes what keeps it from being used."""
@@ -53,7 +54,8 @@ class Report:
             if entries:
                 lines += ["", f"{head}:", *(f"  {entry}" for entry in entries)]
         if not self.wrong:
-            lines += ["", "nothing looks wrong"]
+            alone = "" if self.compared else ", but it was not compared with a target (--target MODEL)"
+            lines += ["", f"nothing looks wrong{alone}"]
         return "\n".join(lines)
 
 
@@ -79,6 +81,7 @@ def inspect_head(directory: Path, target: str | None = None, revision: str | Non
     _describe(report, draft, files)
     report.read = [one.line for one in draft.resolutions if not one.warning]
     report.wrong += [one.line for one in draft.resolutions if one.warning]
+    report.compared = facts is not None
     if facts is not None:
         report.rows.append(("compared with", f"{facts.name} ({facts.architecture}, {facts.n_layers} layers)"))
         _compare(report, draft, facts)

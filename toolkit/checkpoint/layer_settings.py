@@ -116,13 +116,22 @@ def _rope(config: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:
     return {"rope_parameters": rope, "max_position_embeddings": longest}
 
 
-def note_unread(config: Mapping[str, Any], read: frozenset[str], resolver: Resolver) -> None:
-    """A warning that names the config keys no rule knows: one of them may change the head's arithmetic."""
+def note_unread(
+    config: Mapping[str, Any], read: frozenset[str], resolver: Resolver, read_nested: frozenset[str] = frozenset()
+) -> None:
+    """A warning that names the config keys no rule knows: one of them may change the head's arithmetic.
+
+    read_nested: the keys that are read in `eagle_config`.
+    """
     known = read | UNREAD | {
         *REQUIRED, "head_dim", "rms_norm_eps", "num_key_value_heads", "hidden_act", "mlp_bias", "quantization_config",
         "partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings",
     }  # fmt: skip
-    unknown = sorted(key for key, value in config.items() if key not in known and value not in (None, False, [], {}))
+    nested = {f"eagle_config.{key}": value for key, value in (config.get("eagle_config") or {}).items()}
+    known |= {f"eagle_config.{key}" for key in read_nested}
+    unknown = sorted(
+        key for key, value in {**config, **nested}.items() if key not in known and value not in (None, False, [], {})
+    )
     if unknown:
         resolver.note(
             "unknown keys",
@@ -138,3 +147,10 @@ def q_rows(tensors: Mapping[str, torch.Tensor], prefix: str) -> int:
     if name not in tensors:
         raise DraftDirError(f"its weights lack {name}; a Llama-like attention with q_proj is needed")
     return tensors[name].shape[0]
+
+
+def note_embedding(embedding: torch.Tensor | None, resolver: Resolver) -> None:
+    """What becomes of an embedding that a checkpoint brought along."""
+    if embedding is not None:
+        rule = "the target's is read in its place; they must be equal, and are compared where the target is at hand"
+        resolver.note("embed_tokens.weight", "left out", rule)

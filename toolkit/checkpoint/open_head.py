@@ -21,6 +21,7 @@ from toolkit.log import get_logger
 from toolkit.models.head_config import HeadConfig
 from toolkit.target.errors import TargetError
 from toolkit.target.facts import TargetFacts, target_facts
+from toolkit.target.load import full_name
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, load_strict
 
@@ -49,6 +50,9 @@ def open_head(
         return load_draft(directory)
     files = read_checkpoint(directory)
     draft = import_head(files, facts=facts_for(files, target, revision), overrides=overrides)
+    if not Path(name).expanduser().is_dir():
+        # Of a hub's files the cache keeps each commit in a folder of its name.
+        draft.meta["source"] = {"name": str(name).partition("@")[0], "revision": directory.name}
     log_resolutions(draft.resolutions)
     return draft
 
@@ -88,7 +92,8 @@ def import_head(
     stated = stated_target(files)
     if stated is not None:
         resolver.note("target", *stated)
-        meta["target"] = {"name": stated[0], "revision": None}
+        same = facts is not None and facts.name == full_name(stated[0])
+        meta["target"] = {"name": stated[0], "revision": facts.revision if same and facts is not None else None}
     return DraftCheckpoint(
         head=head,
         token_map=token_map,

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", required=True, metavar="DIR", help="any head's directory or hub id")
     parser.add_argument("--to", required=True, choices=FORMATS, help="who reads it; toolkit: our own draft directory")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that does not exist yet")
-    parser.add_argument("--target", metavar="MODEL", help="the head's target, where it names none (or another)")
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the head's target (org/name@revision), where it names none or another"
+    )
     parser.add_argument(
         "--shape",
         metavar="S,K,N",
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.checkpoint.open_head import open_head
     from toolkit.checkpoint.push_head import check_push, push_head
     from toolkit.target.facts import target_facts
+    from toolkit.target.load import full_name, split_revision
 
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)
@@ -59,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME, which did not come")
     draft = open_head(args.draft, target=args.target, overrides=parse_settings(args.set))
     stated = draft.meta.get("target") or {}
-    name, revision = (args.target, None) if args.target else (stated.get("name"), stated.get("revision"))
-    if name is None:
+    named = args.target or stated.get("name")
+    if named is None:
         raise ArgumentsError(f"{args.draft} does not name its target; name it with --target")
+    name, revision = split_revision(named)
+    if revision is None and stated.get("name") and full_name(name) == full_name(stated["name"]):
+        revision = stated.get("revision")
     facts = target_facts(name, revision)
     launch, notes = export_head(draft, args.to, args.out, facts, shape_of(args.shape, draft), args.push_to_hub)
     print(f"{args.out}: {draft.kind} head for {args.to}, read back and equal")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError
@@ -78,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     table = draft_table(planner, best)
     print(plan_text(planner, best, other, table))
     if args.draft is not None and best.batch.drafts:
-        line = shlex.join(["toolkit", "export", "--draft", args.draft, "--to", args.engine, "--out", EXPORTED])
+        words = ["toolkit", "export", "--draft", args.draft, "--to", args.engine, "--out", EXPORTED]
+        target = str(Path(args.target).parent) if args.target.endswith(".json") else args.target
+        line = shlex.join([*words, "--target", target])
         print(f"\nthe head is exported first: {line}")
     print("\n" + "\n".join(launch_lines(args.engine, model, best, planner.draft, table)))
     return 0
@@ -117,7 +120,7 @@ def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
     if steps is not None and only is None:
         raise ArgumentsError("--step-ms are of one layout; name it with --layout, such as tp8")
     size, config, source, revision = target_size(args.target, args.weight_bits)
-    draft = _draft(args, size, config)
+    draft = _draft(args, size, config, source, revision)
     planner = Planner(size, draft, gpu, work, Costs(), args.gpus_per_node, not args.no_overlap, only)
     if steps is not None and only is not None:
         costs = calibrated(planner, Layout(*only, node=args.gpus_per_node), steps)
@@ -125,7 +128,8 @@ def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
     return planner, [source, *([] if revision is None else ["--revision", revision])]
 
 
-def _draft(args: argparse.Namespace, size: ModelSize, config: Any) -> Draft | None:
+def _draft(args: argparse.Namespace, size: ModelSize, config: Any, source: str, revision: str | None) -> Draft | None:
+    """The head that is planned with, if any. source, revision: the target's, on which a head's layers may depend."""
     from toolkit.plan.draft_cost import (
         Draft,
         head_size,
@@ -141,14 +145,15 @@ def _draft(args: argparse.Namespace, size: ModelSize, config: Any) -> Draft | No
 
         if args.head is not None:
             raise ArgumentsError("--draft and --head came together; the head in the directory says what it is")
-        found = open_head(args.draft, target=None)
+        found = open_head(args.draft, target=source, revision=revision)
         if found.kind == "mtp":
             raise ArgumentsError("MTP layers apart from their target are served by toolkit alone; see --head mtp")
-        if found.head.config.hidden_size != size.hidden_size:
-            raise ArgumentsError(
-                f"the head in {args.draft} is {found.head.config.hidden_size} wide, {size.name} {size.hidden_size}: it "
-                "belongs to another target"
-            )
+        for what, theirs in (("hidden_size", size.hidden_size), ("vocab_size", config.vocab_size)):
+            own = getattr(found.head.config, what)
+            if own != theirs:
+                raise ArgumentsError(
+                    f"the head in {args.draft} has {what} {own}, {size.name} {theirs}: it belongs to another target"
+                )
         stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
         return Draft(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
     if lengths is None:

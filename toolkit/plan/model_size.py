@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from toolkit.plan.errors import PlanError
-from toolkit.target.load import load_config
+from toolkit.target.load import load_config, split_revision
 
 CACHE_BYTES = 2  # bf16
 MOE = {
@@ -54,7 +54,7 @@ class ModelSize:
     """body: parameters of the layers without routed experts. experts: all routed experts' parameters, of which a token
     is sent to `chosen` of `n_experts` in each of `moe_layers`. head: the output matrix; embedding: 0 where it is tied.
     bits: of the weights of body and experts; head and embedding have 16. shared_head: the output matrix is the
-    target's, read in every pass and not stored again.
+    target's, read in every pass and not stored again. max_context: positions its configuration states.
     """
 
     name: str
@@ -73,6 +73,7 @@ class ModelSize:
     experts_bits: float | None = None
     native_mtp: int = 0
     shared_head: bool = False
+    max_context: int | None = None
 
     @property
     def parameters(self) -> float:
@@ -110,8 +111,8 @@ def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize,
         if path.name != "config.json":
             raise PlanError(f"{name}: a model's config.json, its directory or its hub id is needed")
         name = str(path.parent)
-    name, _, revision = (name, "", "") if path.exists() else name.partition("@")
-    whole, source, resolved = load_config(name, revision or None)
+    name, revision = split_revision(name)
+    whole, source, resolved = load_config(name, revision)
     config: Any = whole.get_text_config(decoder=True)
     quantization = getattr(whole, "quantization_config", None) or getattr(config, "quantization_config", None)
     bits = (weight_bits, None) if weight_bits is not None else weight_bits_of(quantization, name)
@@ -133,6 +134,7 @@ def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float
         bits=bits,
         experts_bits=experts_bits,
         native_mtp=next((n for one in NATIVE_MTP if (n := getattr(config, one, None))), 0),
+        max_context=getattr(config, "max_position_embeddings", None),
         **(counts | (stated if counts["experts"] else {})),
     )
 

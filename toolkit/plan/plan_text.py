@@ -38,6 +38,11 @@ def _what(planner: Planner, best: Deployment) -> str:
         f"request of {context:,} tokens, of {gpu.memory * MEMORY_SHARE / GB:.1f} GB: at most {best.most_requests} "
         "requests a rank",
     ]
+    if size.max_context and context > size.max_context:
+        rows.append(
+            f"{context:,} tokens a request are more than the target's max_position_embeddings of {size.max_context:,}: "
+            "engines refuse such requests, and the target was not trained for them"
+        )
     if planner.draft is None:
         rows.append("no head: plain decoding (--draft, or --accept-lengths)")
     else:
@@ -61,6 +66,14 @@ def _deployment(planner: Planner, best: Deployment, other: Deployment | None) ->
         f"  predicted: {best.requests_per_s:.3g} requests/s, {tokens:,.0f} tokens/s, {tokens / best.gpus:,.1f} a GPU; "
         f"{1000 * best.tpot_s:.1f} ms a token, first token after {best.ttft_s:.2f} s",
     ]
+    places, wanted = best.decode.ranks * batch.requests, planner.work.concurrency or 0
+    if best.prefill is not None:
+        places += best.prefill.ranks
+    if wanted > places:
+        lines.append(
+            f"  of {wanted} requests in flight {places} are served at a time; the other {wanted - places} wait first, "
+            "which the time to the first token leaves out"
+        )
     mine, theirs = ("apart", "together") if best.prefill else ("together", "apart")
     if other is None:
         lines.append(f"  prefill and decode {mine}: {theirs} does not fit or keep the limits")
@@ -92,6 +105,10 @@ def _table(table: Sequence[Batch]) -> str:
 def _trust(planner: Planner) -> str:
     fitted = sum(1 for case in CASES if case.fitted)
     own = "" if planner.costs == Costs() else " A layer's fixed time is from your measured steps."
+    if planner.overlap and planner.draft is not None:
+        own += (
+            " None of them states drafts together with overlapped scheduling, as planned here (--no-overlap: without)."
+        )
     return (
         f"How far to trust it: a roofline with {fitted} costs fitted to {fitted} published figures; "
         f"{len(CASES) - fitted} further ones it predicts within {100 * PREDICTED_WITHIN:.0f} % "

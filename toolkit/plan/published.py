@@ -15,10 +15,12 @@ from toolkit.plan.step_time import Costs, Layout, prefill_s, round_s
 
 SOURCES = {
     "mtp": "SGLang's MTP report, lmsys.org/blog/2025-07-17-mtp. Its accept_length of 1 draft is not published: 1.72 "
-    "follows from 2.18 and 2.44; that the large deployment overlaps two batches is assumed",
+    "follows from 2.18 and 2.44. Of the large deployment's 128 GPUs 96 decode (12 of 16 nodes); that it overlaps two "
+    "batches, and 32 redundant experts in both deployments, is assumed. Its drafts are without overlapped scheduling",
     "ep": "SGLang's large-scale EP report, lmsys.org/blog/2025-05-05-large-scale-ep; one batch: by its gain of 25.5 %",
     "docs": "SGLang's documentation of speculative decoding",
-    "bundle": "SpecBundle's raw results, batch 1, MT-Bench; the GPU is taken to be an H200 by its plain speed",
+    "bundle": "SpecBundle's raw results, batch 1, MT-Bench; the GPU is taken to be an H200 by its plain speed, and "
+    "scheduling, of which nothing is said, to be overlapped",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from toolkit.target.quantize import quantize_model
 from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
-__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer"]
+__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer", "split_revision"]
 
 log = get_logger(__name__)
 
+HUB_NAME = re.compile(r"^(?P<name>([\w.-]+/)?[\w.-]+)@(?P<revision>[\w./-]+)$")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -45,7 +47,7 @@ def load_target(
     quantization: str | None = None,
     batched: bool = False,
 ) -> Target:
-    """Load a target by the demo's name, hub id, directory or .gguf path.
+    """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
 
     `dtype` "auto" is bfloat16 where the config says so, else float32; with `batched` (for rollouts and training, many
     rows at a time) float32 also where this CPU multiplies it faster. `revision` is for hub ids; for the demo and GGUF
@@ -55,7 +57,8 @@ def load_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
-    source, resolved = _locate(str(name), revision)
+    name, revision = split_revision(str(name), revision)
+    source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
     wanted = DTYPES.get(dtype) or _auto_dtype(config, batched and str(device) == "cpu" and quantization is None)
@@ -64,11 +67,11 @@ def load_target(
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
     if quantization is not None:
-        quantize_model(model, quantization, wanted, str(name))
+        quantize_model(model, quantization, wanted, name)
     target = Target(
         model=model,
         tokenizer=tokenizer,
-        name=full_name(str(name)),
+        name=full_name(name),
         revision=resolved,
         dtype=wanted,
         quantization=quantization,
@@ -82,14 +85,27 @@ def load_config(name: str | Path, revision: str | None = None) -> tuple[Pretrain
 
     By the same names as `load_target`. Raises `TargetError`.
     """
-    source, resolved = _locate(str(name), revision)
+    source, resolved = _locate(*split_revision(str(name), revision))
     return _load_config(source, resolved), source, resolved
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a target, by the same names as `load_target`. Raises `TargetError`."""
-    source, resolved = _locate(str(name), revision)
+    source, resolved = _locate(*split_revision(str(name), revision))
     return _load_tokenizer(source, resolved)
+
+
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """org/name@revision -> org/name and its revision; any other name as it came, with `revision`.
+
+    Raises `TargetError` when the name and `revision` say different ones.
+    """
+    found = HUB_NAME.match(name)
+    if found is None or Path(name).suffix == ".gguf" or Path(name).exists():
+        return name, revision
+    if revision not in (None, found["revision"]):
+        raise TargetError(f"target {name}: revision {revision!r} came too; one of the two is needed")
+    return found["name"], found["revision"]
 
 
 def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
@@ -147,7 +163,8 @@ def _no_config(source: str, error: BaseException) -> str:
 
 
 def full_name(name: str) -> str:
-    """A target's name that is the same from any folder."""
+    """A target's name that is the same from any folder, without its revision."""
+    name, _ = split_revision(name)
     path = Path(name).expanduser()
     return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
 

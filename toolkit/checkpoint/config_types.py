@@ -1,0 +1,58 @@
+"""Whether the settings of a head's config.json are of the kinds that its readers take them for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.errors import DraftDirError
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# What is needed, how it is told, and the settings that need it; any of them may be absent or null.
+KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("a mapping", lambda value: isinstance(value, Mapping),
+     "toolkit eagle_config speculators_config verifier transformer_layer_config rope_parameters rope_scaling "
+     "full_attention"),
+    ("a whole number from 1", lambda value: _whole(value, 1),
+     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size target_hidden_size"),
+    ("a whole number", _whole,
+     "num_hidden_layers draft_vocab_size max_position_embeddings sliding_window num_mtp_layers"),
+    ("a number", _number, "rms_norm_eps rope_theta factor"),
+    ("a list of whole numbers", lambda value: isinstance(value, list) and all(type(one) is int for one in value),
+     "eagle_aux_hidden_state_layer_ids aux_layer_ids"),
+    ("a list of words", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+     "architectures layer_types"),
+    ("true or false", lambda value: isinstance(value, bool),
+     "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
+     "tie_word_embeddings use_sliding_window parallel_drafting"),
+)  # fmt: skip
+NEEDED = {key: (what, fits) for what, fits, keys in KINDS for key in keys.split()}
+
+
+def check_types(config: Mapping[str, Any], directory: Path) -> None:
+    """Raises `DraftDirError` that names every setting, nested ones too, which is not what it has to be."""
+    wrong = _wrong(config, "")
+    if wrong:
+        raise DraftDirError(f"{directory}/config.json: {'; '.join(wrong)}. Copy the file again from its source")
+
+
+def _wrong(config: Mapping[str, Any], within: str) -> list[str]:
+    found: list[str] = []
+    for key, value in config.items():
+        if value is None or key not in NEEDED:
+            continue
+        what, fits = NEEDED[key]
+        if not fits(value):
+            found.append(f"{within}{key} is {value!r}; {what} is needed")
+        elif isinstance(value, Mapping):
+            found += _wrong(value, f"{within}{key}.")
+    return found

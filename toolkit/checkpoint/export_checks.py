@@ -1,0 +1,84 @@
+"""What is checked of a head and its target before anything is written, and what a local target is called elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, rope_difference, told_far
+from toolkit.checkpoint.errors import ExportError
+from toolkit.models.head_config import HeadConfig, full_attention_rope
+from toolkit.target.errors import TargetError
+from toolkit.target.facts import TargetFacts, target_embedding
+from toolkit.target.load import full_name
+
+PLACEHOLDER = "MODEL"
+
+
+def checked(draft: DraftCheckpoint, facts: TargetFacts) -> list[str]:
+    """What may cost accept_length with this target, in words. Raises `ExportError` for a head that cannot work."""
+    check_target(draft.head.config, facts)
+    bad = [name for name, value in draft.head.state_dict().items() if not torch.isfinite(value).all()]
+    if bad:
+        raise ExportError(
+            f"{', '.join(bad)} of the head hold values that are not finite: its training went astray or the file is "
+            "damaged, and its drafts would be nonsense everywhere; take an earlier checkpoint"
+        )
+    found = [rope_difference(draft.head.config, full_attention_rope(facts.config)), _other_target(draft, facts)]
+    if draft.own_embedding is not None:
+        found.append(_embedding(draft.own_embedding, facts))
+    return [one for one in found if one is not None]
+
+
+def check_target(config: HeadConfig, facts: TargetFacts) -> None:
+    """Raise `ExportError` unless the head's sizes are the target's."""
+    if (config.vocab_size, config.hidden_size) != (facts.vocab_size, facts.hidden_size):
+        raise ExportError(
+            f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
+            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}"
+        )
+
+
+def _other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
+    """What is said when the head names another target than the one it is written for."""
+    stated = draft.meta.get("target") or {}
+    if not stated.get("name"):
+        return None
+    names, revisions = (full_name(stated["name"]), facts.name), (stated.get("revision"), facts.revision)
+    if names[0] != names[1]:
+        return f"the head names {stated['name']} as its target and is written for {facts.name}: is that the same model?"
+    if None not in revisions and revisions[0] != revisions[1]:
+        return f"the head names {names[0]}@{revisions[0]} as its target and is written for revision {revisions[1]}"
+    return None
+
+
+def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:
+    """Raises `ExportError` when the embedding that the head came with, which is not written, is not the target's."""
+    try:
+        distance = embedding_distance(own, target_embedding(facts))
+    except TargetError as error:
+        return f"the head came with an embedding of its own, which could not be compared with the target's: {error}"
+    if told_far(distance):
+        raise ExportError(
+            f"the head came with an embedding of its own, {100 * distance:.1f} % from that of {facts.name}; every "
+            "engine would read the target's, with which this head was not trained. Name its own target with --target"
+        )
+    return None
+
+
+def local_paths(facts: TargetFacts) -> list[str]:
+    """Where the target lies on this machine, longest first; none for a hub's."""
+    return sorted({one for one in (facts.source, facts.name) if one.startswith("/")}, key=len, reverse=True)
+
+
+def without_paths(value: Any, paths: list[str]) -> Any:
+    """A text, or a config, with `MODEL` where it has one of the paths."""
+    if isinstance(value, dict):
+        return {key: without_paths(one, paths) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_paths(one, paths) for one in value]
+    if isinstance(value, str):
+        for path in paths:
+            value = value.replace(path, PLACEHOLDER)
+    return value
