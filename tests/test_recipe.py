@@ -181,6 +181,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
         ("train.ttt_curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
         ("train.ttt_curriculum=[0.5,0.5]", "sum to less than 1"),
         ("train.ttt_curriculum=[0.0,0.5]", "above 0"),
+        ("train.patience=3", "null under a curriculum"),
     ],
 )
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:

@@ -77,6 +77,10 @@ def check_head(train: Any) -> None:
         shares,
         "none: a step has its own MTP layer here, and fewer leave some untrained,",
     )
+    waits = not shares or train.patience is None
+    need(
+        waits, "train.patience", train.patience, "null under a curriculum: a shallow unroll's measurements fall short,"
+    )
     some = train.token_weight + train.feature_weight > 0
     need(some, "train.token_weight", train.token_weight, "a weight above 0 for this or train.feature_weight")
 

@@ -17,39 +17,60 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_target, tmp_path_factory):
-    """The same rollouts of the tiny target, marked by their provenance: greedy, one of them sampled, and unmarked."""
+def path(tiny_target, tmp_path_factory):
     path = tmp_path_factory.mktemp("greedy") / "rollouts.jsonl"
     write_tiny_rollouts(tiny_target, path, count=8)
+    return path
+
+
+def _batch(target, path, *written):
+    """The rollouts of the tiny target with these provenances, the last one for all that are left."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    found = []
-    for temperatures in ([0.0] * 8, [0.0] * 7 + [1.0], [None] * 8):
-        for row, temperature in zip(rows, temperatures, strict=True):
-            row["provenance"] = {} if temperature is None else {"temperature": temperature}
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found.append(collate(load_examples(path, "train", 64)[0], pad_id=0))
-    return found
+    for index, row in enumerate(rows):
+        row["provenance"] = written[min(index, len(written) - 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return collate(load_examples(path, "train", 64, target.name)[0], pad_id=0)
 
 
 def _step(target, draft, batch, shift=0):
+    """The step, and how many of the target's choices it computed."""
     side = TargetSide(target, draft.token_map, draft.head.config.aux_layer_ids, "fp32")
-    computed: list[torch.Tensor] = []
+    computed: list[int] = []
     choice = side.teacher.choice
-    side.teacher.choice = lambda hidden: computed.append(hidden) or choice(hidden)
+    side.teacher.choice = lambda hidden: computed.append(len(hidden)) or choice(hidden)
     model = TrainedHead(draft.head, 0.8)
     micro = micro_step(model, side, batch, supervised_counts(batch, STEPS, shift), STEPS, shift)
     side.capture.remove()
-    return micro, bool(computed)
+    return micro, sum(computed)
 
 
-def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, batches):
-    """Losses and right predictions are those of the computed argmax, to the last bit; with one sampled answer among
-    them, without provenance, and under a shifted mask, whose next id may be the template's, it is computed."""
-    (known, skipped), (_, mixed), (computed, unmarked) = (_step(tiny_target, tiny_draft, batch) for batch in batches)
-    assert [skipped, mixed, unmarked] == [False, True, True]
-    assert _step(tiny_target, tiny_draft, batches[0], shift=1)[1]
+def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, path):
+    """Losses and right predictions are those of the computed argmax, to the last bit; what was sampled, written by
+    another target, or has no provenance is computed, row by row, and so is what a shifted mask takes in."""
+    own = {"target": tiny_target.name, "temperature": 0.0}
+    known, none_computed = _step(tiny_target, tiny_draft, _batch(tiny_target, path, own))
+    computed, every = _step(tiny_target, tiny_draft, _batch(tiny_target, path, None))
+    assert none_computed == 0 < every
     assert torch.equal(known.by_step, computed.by_step) and torch.equal(known.right, computed.right)
-    wrong = batches[0].input_ids.clone()
-    wrong[batches[0].response] = tiny_draft.token_map.ids[0]
-    told = _step(tiny_target, tiny_draft, replace(batches[0], input_ids=wrong))[0]
+    for other in (own | {"temperature": 1.0}, own | {"target": "another"}, {"temperature": 0.0}):
+        mixed, some = _step(tiny_target, tiny_draft, _batch(tiny_target, path, own, own, own, other))
+        assert 0 < some < every and torch.equal(mixed.right, computed.right)
+    greedy = _batch(tiny_target, path, own)
+    assert _step(tiny_target, tiny_draft, replace(greedy, greedy=None), shift=1)[1] > 0
+    wrong = greedy.input_ids.clone()
+    wrong[greedy.response] = tiny_draft.token_map.ids[0]
+    told = _step(tiny_target, tiny_draft, replace(greedy, input_ids=wrong))[0]
     assert not torch.equal(told.right, known.right), "it is the rollout's ids that are read"
+
+
+def test_earlier_turns_are_not_what_was_written(tiny_target, path):
+    """A template renders them again: their ids may be others."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["provenance"] = {"target": tiny_target.name, "temperature": 0.0}
+        (start, end), middle = row["response_spans"][0], sum(row["response_spans"][0]) // 2
+        row["response_spans"] = [[start, middle - 1], [middle, end]]
+    turns = path.with_name("turns.jsonl")
+    turns.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = collate(load_examples(turns, "train", 64, tiny_target.name)[0], pad_id=0)
+    assert batch.response.any() and not batch.greedy.any()

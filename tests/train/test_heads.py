@@ -29,7 +29,7 @@ HEADS = {
             "train.norm_output=true",
             "train.lm_head=frozen",
             "train.anchors=9",
-            "train.ttt_curriculum=[0.2,0.2]",
+            "train.ttt_curriculum=[0.2,0.6]",
             "train.layers=2",
         ),
     ),
@@ -104,7 +104,9 @@ def test_trained_resumed_and_served(runs, tiny_target, name):
         rows_of_target = tiny_target.lm_head.weight[draft.token_map.ids]
         assert torch.equal(draft.head.lm_head.weight, rows_of_target), "frozen"
         depths = [len(losses) for losses in _losses(runs / name)]
-        assert depths == [1] * 8 + [2] * 8 + [max(depths)] * 24 and max(depths) > 2, "the curriculum"
+        assert depths == [1] * 8 + [2] * 24 + [max(depths)] * 8 and max(depths) > 2, (
+            "the curriculum, and a resume in it"
+        )
     initialise_random(draft.head, seed=0)
     assert trained > 0.05 + 3 * _accepted(tiny_target, draft, prompts)
 

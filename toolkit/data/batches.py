@@ -27,7 +27,7 @@ BATCHES_PER_BUCKET = 32
 class Example:
     """One rollout: its ids and, per id, whether the target wrote it as (part of) an answer.
 
-    greedy: at temperature 0, so that each of these ids is the target's own argmax.
+    greedy: it wrote them at temperature 0, so that each of these ids is its own argmax.
     """
 
     id: str
@@ -41,21 +41,21 @@ class Batch:
     """Right-padded rows: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64.
 
     starts [B, L] int64, where rows hold several sequences one after the other: the position at which each position's
-    own sequence begins (of padding: its own position); None where each row is one sequence. greedy: every response id
-    is the target's argmax.
+    own sequence begins (of padding: its own position); None where each row is one sequence.
+    greedy [B, L] bool: ids that are known to be the target's argmax behind those before them; None: none are.
     """
 
     input_ids: Tensor
     response: Tensor
     lengths: Tensor
     starts: Tensor | None = None
-    greedy: bool = False
+    greedy: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        starts = None if self.starts is None else self.starts.to(device)
         input_ids, response, lengths = (x.to(device) for x in (self.input_ids, self.response, self.lengths))
-        return Batch(input_ids, response, lengths, starts, self.greedy)
+        starts, greedy = (None if x is None else x.to(device) for x in (self.starts, self.greedy))
+        return Batch(input_ids, response, lengths, starts, greedy)
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Row, first position and end of every sequence."""
@@ -64,8 +64,12 @@ class Batch:
             yield from ((row, start, end) for start, end in zip(begins, [*begins[1:], length], strict=True))
 
 
-def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[Example], int]:
+def load_examples(
+    path: str | Path, split: str, max_length: int, target: str | None = None
+) -> tuple[list[Example], int]:
     """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
+
+    target: whose greedy answers are known as such; None: nobody's.
 
     A longer one ends after its last answer that fits whole; where not even the first does, within that. What is lost is
     counted in a warning.
@@ -78,7 +82,7 @@ def load_examples(path: str | Path, split: str, max_length: int) -> tuple[list[E
     examples: list[Example] = []
     cut = empty = other = inside = lost = 0
     for number, row in read_rows(path):
-        example = _example(row, f"{path}:{number}")
+        example = _example(row, f"{path}:{number}", target)
         if row["split"] != split:
             other += 1
             continue
@@ -114,7 +118,7 @@ def _turn_border(response: list[bool], max_length: int) -> int:
     return next(ends, max_length)
 
 
-def _example(row: dict[str, Any], where: str) -> Example:
+def _example(row: dict[str, Any], where: str, target: str | None) -> Example:
     absent = [name for name in ("id", "input_ids", "response_spans", "split") if name not in row]
     if absent:
         raise DataError(f"{where}: a rollout needs {', '.join(absent)}; it has {', '.join(row) or 'nothing'}")
@@ -124,7 +128,10 @@ def _example(row: dict[str, Any], where: str) -> Example:
         if not 0 <= start < end <= len(ids):
             raise DataError(f"{where}: response span [{start}, {end}) is empty or outside the {len(ids)} input_ids")
         response[start:end] = [True] * (end - start)
-    return Example(str(row["id"]), ids, response, row.get("provenance", {}).get("temperature") == 0)
+    written = row.get("provenance") or {}
+    own = target is not None and written.get("target") == target and written.get("temperature") == 0
+    # Earlier turns are the template's rendering of answers, whose ids need not be those that were written.
+    return Example(str(row["id"]), ids, response, own and len(row["response_spans"]) == 1)
 
 
 class BatchPlan:
@@ -184,6 +191,7 @@ def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> 
     rows = _packed(examples, longest) if pack else [[example] for example in examples]
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     response = torch.zeros((len(rows), longest), dtype=torch.bool)
+    greedy = torch.zeros_like(response)
     starts = torch.arange(longest).repeat(len(rows), 1)
     lengths = []
     for row, together in enumerate(rows):
@@ -192,10 +200,11 @@ def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> 
             end = begin + len(example.input_ids)
             input_ids[row, begin:end] = torch.tensor(example.input_ids, dtype=torch.long)
             response[row, begin:end] = torch.tensor(example.response, dtype=torch.bool)
+            greedy[row, begin:end] = response[row, begin:end] & example.greedy
             starts[row, begin:end] = begin
             begin = end
         lengths.append(begin)
-    packed, greedy = len(rows) < len(examples), all(example.greedy for example in examples)
+    packed = len(rows) < len(examples)
     return Batch(input_ids, response, torch.tensor(lengths), starts if packed else None, greedy)
 
 

@@ -40,7 +40,7 @@ def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[s
     source, left = _tensors(theirs), []
     for name, parameter in layer.named_parameters():
         value = source.get(name)
-        if name in ("input_layernorm.weight", "hidden_norm.weight"):
+        if name in ("input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight"):
             continue
         if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
             half = parameter.shape[1] // 2
@@ -52,9 +52,11 @@ def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[s
             parameter.copy_(value)
             continue
         left.append(name)
-    norm = getattr(theirs, "input_layernorm", None)
-    if norm is None or not copy_norm(layer.hidden_norm, norm, width):
-        left.append("hidden_norm.weight")
+    pairs = {"input_layernorm": "hidden_norm", "post_attention_layernorm": "post_attention_layernorm"}
+    for name, own in pairs.items():
+        norm = getattr(theirs, name, None)
+        if norm is None or not copy_norm(getattr(layer, own), norm, width):
+            left.append(f"{own}.weight")
     return left
 
 

@@ -48,7 +48,9 @@ def _plan(settings: TrainSettings, train: list[Example], seed: int) -> BatchPlan
 def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> list[Example]:
     """One split, cut to what is trained on and to what the target was made for."""
     limit = min(settings.max_length, target.max_context)  # positions behind the context were never trained
-    examples, _ = load_examples(rollouts, split, limit)
+    # Rollouts do not say how their target was quantised.
+    known = target.name if target.quantization is None else None
+    examples, _ = load_examples(rollouts, split, limit, known)
     for example in examples:
         if not 0 <= min(example.input_ids) <= max(example.input_ids) < target.vocab_size:
             raise DataError(

@@ -27,7 +27,7 @@ from toolkit.train.teacher import Teacher
 class UnrollInputs:
     """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads.
 
-    written [M]: the ids that follow the teacher's positions.
+    written [M]: the ids that follow the teacher's positions; greedy [M]: those that are the target's argmax.
     """
 
     aux: torch.Tensor
@@ -35,6 +35,7 @@ class UnrollInputs:
     supervision: Supervision
     teacher_hidden: torch.Tensor
     written: torch.Tensor
+    greedy: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class TargetSide:
             supervision=supervision,
             teacher_hidden=features.last.flatten(0, 1)[supervision.teacher_positions],
             written=batch.input_ids.flatten()[supervision.teacher_positions + 1],
+            greedy=None if batch.greedy is None else batch.greedy.flatten()[supervision.teacher_positions + 1],
         )
 
 
@@ -125,8 +127,7 @@ def micro_step(
         inputs = side.inputs(batch, steps, shift)
         if anchors is not None:
             inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
-        # A greedy answer says what the target's argmax was: no product with its whole output matrix is needed.
-        rows = side.teacher(inputs.teacher_hidden, inputs.written if batch.greedy and shift == 0 else None)
+        rows = side.teacher(inputs.teacher_hidden, inputs.written, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
         loss, by_step, hits = model(

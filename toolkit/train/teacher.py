@@ -73,7 +73,14 @@ class Teacher:
         scores = self.target.finish_scores(F.linear(hidden, self.draft_weight, self.draft_bias))
         return scores.float().softmax(-1)
 
-    def __call__(self, hidden: torch.Tensor, choice: torch.Tensor | None = None) -> TeacherRows:
-        """Rows of final-normed states [M, H]; choice [M]: the target's argmax where it is known already."""
-        choice = self.choice(hidden) if choice is None else choice
+    def __call__(
+        self, hidden: torch.Tensor, written: torch.Tensor | None = None, greedy: torch.Tensor | None = None
+    ) -> TeacherRows:
+        """Rows of final-normed states [M, H]. Where greedy [M], written [M] is the target's argmax and is not computed:
+        a product with its whole output matrix is among the largest of a step."""
+        if written is None or greedy is None:
+            choice = self.choice(hidden)
+        else:
+            choice, open_rows = written.clone(), ~greedy
+            choice[open_rows] = self.choice(hidden[open_rows])
         return TeacherRows(hidden, choice, self.in_draft[choice], self.distribution)

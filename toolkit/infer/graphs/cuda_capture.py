@@ -24,19 +24,20 @@ class CudaCapture:
         self._pool: Any = None  # torch names the type differently from version to version
 
     def __call__(self, run: Run) -> Run:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool):
                 run()
-        except RuntimeError as error:
+        except RuntimeError as error:  # what waits for the device, and memory that the cache has left too little of
             raise EngineError(
-                f"a round could not be recorded as a CUDA graph ({error}); leave --cuda-graph-max-bs out"
+                f"a round could not be recorded as a CUDA graph ({error}); leave --cuda-graph-max-bs out, or leave it "
+                "memory with a smaller --mem-fraction"
             ) from error
         self._pool = self._pool or graph.pool()
         return graph.replay

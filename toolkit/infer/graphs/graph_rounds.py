@@ -117,7 +117,12 @@ class GraphRounds:
                 self._said.add(reason)
                 logger.info("cuda graphs: rounds run eagerly where %s", reason)
             return None
-        recorded = self._recording(self._kind(requests))
+        try:
+            recorded = self._recording(self._kind(requests))
+        except EngineError as error:  # for good: the next round would meet the same
+            self._never = "they cannot be recorded"
+            logger.warning("cuda graphs: %s; all rounds run eagerly", error)
+            return None
         state, rows = self._machine.state, len(requests)
         state.settle(requests)
         state.place(self._standing(requests), recorded.round.rows)
