@@ -149,6 +149,23 @@ def test_what_is_not_recorded_is_said_once(small_target, build, recording, caplo
     assert len(said) == 1 and "NgramDrafter" in said[0] and not recording.recorded
 
 
+def test_a_round_that_cannot_be_recorded_runs_eagerly(small_target, build, caplog):
+    """After it has run and overwritten what waits in the rows that it was recorded on, as a device that is out of
+    memory would let it: requests go on as if there were no graphs, and the log says it once."""
+
+    def out_of_memory(run):
+        run()
+        raise EngineError("a round could not be recorded")
+
+    graphed = engine_with(small_target, build("eagle3"), "3,3,8", GraphSettings(ROWS, out_of_memory))
+    eager = engine_with(small_target, build("eagle3"), "3,3,8", None)
+    with caplog.at_level(logging.INFO, logger="toolkit"):
+        assert answers(graphed, "greedy") == answers(eager, "greedy")
+    said = [one.getMessage() for one in caplog.records if "eagerly" in one.getMessage()]
+    assert "all rounds run eagerly" in said[0] and len(said) == 1
+    graphed.close(), eager.close()
+
+
 def test_what_cannot_be_recorded_is_refused(small_target, recording):
     with pytest.raises(EngineError, match="--device cuda"):
         engine_with(small_target, None, "", GraphSettings(4))

@@ -121,6 +121,7 @@ class GraphRounds:
             recorded = self._recording(self._kind(requests))
         except EngineError as error:  # for good: the next round would meet the same
             self._never = "they cannot be recorded"
+            self._said.add(self._never)
             logger.warning("cuda graphs: %s; all rounds run eagerly", error)
             return None
         state, rows = self._machine.state, len(requests)
