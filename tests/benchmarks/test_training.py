@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -85,7 +86,19 @@ def test_lagging_mask_stands_two_before_what_it_supervises(script) -> None:
     assert exact.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
 
 
-def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys) -> None:
+@pytest.fixture
+def alone():
+    """Ends the group of one that a training in this process founds: trainings that later tests start would take over
+    its variables, and with them a port that is in use."""
+    before = dict(os.environ)
+    yield
+    torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
     """A variant that trained on other tokens, a budget that is not kept, or a row without its interval would make a
     false record. One process does it all here: peaks are then not each variant's own, and are not looked at."""
     training, out = script("training"), tmp_path / "record.json"
