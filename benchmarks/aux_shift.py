@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mask_shift import paired_gain
+from results_folder import leave
 
 from toolkit import LLM, SamplingParams
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
-from toolkit.bench.records import command_line, machine_name, make_record, write_record
+from toolkit.bench.records import command_line, make_record
 from toolkit.bench.rows import number
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.export_head import export_head
@@ -35,7 +36,6 @@ from toolkit.models.eagle3 import Eagle3Config
 from toolkit.target.facts import TargetFacts, target_facts
 from toolkit.weights import read_json, write_json
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SHIFTS = (0, -1, 1)
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup")
 
@@ -111,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"aux ids {ids}: accept_length {rows[-1]['accept_length']:.3f}, {change:+.1%} {interval}")
     settings = {"prompts": "built-in", "limit": args.limit, "max_tokens": args.max_tokens, "dtype": "float32"}
     record = make_record("acceptance", command_line(), {**settings, "target": stated["name"]}, rows)
-    default = REPOSITORY / "benchmarks/results" / f"acceptance-aux-shift-{machine_name(record['hardware'])}.json"
-    write_record(args.out or default, record)
+    leave(record, "acceptance-aux-shift", args.out)
     return 0
 
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.records import make_record
 from toolkit.threads import users_threads
 from toolkit.train.loss import DraftLoss
 from toolkit.train.teacher import TeacherRows
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DEFINITIONS = {
     "seconds_per_step": "one forward and backward, the least of the repetitions",
     "processor_seconds": "as seconds_per_step, in processor time: with one thread, other programs hardly show",
@@ -143,10 +143,7 @@ def main() -> int:
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     record = make_record("training", ["python", *sys.argv], settings, rows, definitions=DEFINITIONS)
     show(rows)
-    name = f"training-draft-loss-{machine_name(record['hardware'])}.json"
-    out = args.out or REPOSITORY / "benchmarks" / "results" / name
-    write_record(out, record)
-    print(f"written: {out}")
+    leave(record, "training-draft-loss", args.out)
     return 0
 
 

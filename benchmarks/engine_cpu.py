@@ -30,11 +30,12 @@ import torch
 from engine_plans import REFERENCES, Plan, plans_for
 from engine_process import EngineProcess, EngineProcessError
 from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
+from results_folder import leave
 from rich.console import Console
 
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, compare, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
-from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
@@ -47,7 +48,6 @@ from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP_TOKENS = 16
 SPARE_CONTEXT = 64  # drafts reach behind the last token
 
@@ -240,9 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(width=None if os.isatty(1) else 140).print(engine_table(rows, title))
     for left, why in rivals.left_out.items():
         print(f"no row of {left}: {why}")
-    out = args.out or REPOSITORY / "benchmarks" / "results" / f"engine-{machine_name(record['hardware'])}.json"
-    write_record(out, record)
-    print(f"written: {out}")
+    leave(record, "engine", args.out)
     return 0
 
 

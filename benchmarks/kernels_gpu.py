@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.records import make_record
 from toolkit.infer.kernels.choose import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16
 TOP_K, STEPS = 8, 7  # of the tree whose candidates are ranked
 Timer = Callable[[Callable[[], Any]], float]
@@ -220,9 +220,7 @@ def main() -> int:
     measured = {"bytes_per_s": bandwidth, "operations_per_s": speed}
     record = make_record("kernels", ["python", *sys.argv], settings, rows, card=measured)
     show(rows, bandwidth, speed)
-    out = args.out or REPOSITORY / "benchmarks" / "results" / f"kernels-{machine_name(record['hardware'])}.json"
-    write_record(out, record)
-    print(f"written: {out}")
+    leave(record, "kernels", args.out)
     return 0
 
 

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 
 from toolkit.bench.bootstrap import RESAMPLES, ratio_interval
-from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.records import make_record
 from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import load_draft
@@ -129,9 +130,7 @@ def main() -> int:
         gain_interval=interval,
     )
     show(rows, gain, interval)
-    out = REPOSITORY / "benchmarks" / "results" / f"acceptance-mask-shift-{machine_name(record['hardware'])}.json"
-    write_record(out, record)
-    print(f"written: {out.relative_to(REPOSITORY)}")
+    leave(record, "acceptance-mask-shift")
     return 0
 
 

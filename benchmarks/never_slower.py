@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
-from toolkit.bench.records import machine_name, make_record, write_record
+from toolkit.bench.records import make_record
 from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -44,7 +45,6 @@ from toolkit.target.load import Target, load_target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.token_map import TokenMap
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 RANDOM = "random head"
 TURN = 16  # tokens a row in one engine's turn
 WARMUP_TOKENS = 16
@@ -249,10 +249,7 @@ def main() -> int:
     settings = {key: value for key, value in vars(args).items() if key != "out"} | {"turn": TURN}
     record = make_record("engine", ["python", *sys.argv], settings, rows, definitions=DEFINITIONS)
     show(rows)
-    name = f"engine-never-slower-{machine_name(record['hardware'])}.json"
-    out = args.out or REPOSITORY / "benchmarks" / "results" / name
-    write_record(out, record)
-    print(f"written: {out}")
+    leave(record, "engine-never-slower", args.out)
     return 0
 
 

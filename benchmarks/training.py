@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_folder import leave
 from rich.console import Console
 from rich.table import Table
 from training_jobs import CHAIN, LAYOUTS, VARIANTS, Job, work
 from training_published import published_settings
 
-from toolkit.bench.records import command_line, machine_name, make_record, write_record
+from toolkit.bench.records import command_line, make_record
 from toolkit.bench.table import decimal
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
 from toolkit.threads import users_threads
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DEFINITIONS = {
     "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
     "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their mean",
@@ -150,10 +150,7 @@ def main() -> int:
     )
     show(rows)
     kind = f"-{args.only.replace('_', '-')}" if args.only else ""
-    name = f"training-recipes{kind}-{machine_name(record['hardware'])}.json"
-    out = args.out or REPOSITORY / "benchmarks" / "results" / name
-    write_record(out, record)
-    print(f"written: {out}")
+    leave(record, f"training-recipes{kind}", args.out)
     return 0
 
 
