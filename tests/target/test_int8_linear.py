@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from toolkit.target import int8_linear
-from toolkit.target.int8_linear import PLANES, Int8Linear, SharedInput, integer_product, split_planes
+from toolkit.target.int8_linear import PLANES, Int8Linear, integer_product, planes_of, split_planes
+from toolkit.target.shared_input import SharedInput
 
 # Widths that no vector register divides, and numbers of rows on both sides of the switch of kernels.
 SIZES = [(33, 7), (64, 24), (576, 192)]
@@ -92,7 +93,7 @@ def test_layers_with_one_input_split_it_once(dtype, rows, monkeypatch):
     when only some of the layers read it; a prompt's planes are let go."""
     layers = [build(576, outputs, dtype, bias=False) for outputs in (576, 192, 192)]
     alone = [build(576, outputs, dtype, bias=False) for outputs in (576, 192, 192)]
-    shared = SharedInput(len(layers))
+    shared = SharedInput(len(layers), planes_of)
     for layer in layers:
         layer.shared = shared
     made = []
@@ -101,7 +102,7 @@ def test_layers_with_one_input_split_it_once(dtype, rows, monkeypatch):
     monkeypatch.setattr(int8_linear, "split_planes", lambda *given: made.append(1) or split(*given))
     inputs = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(2)).to(dtype)
     got = [layer(inputs) for layer in layers]
-    assert len(made) == 1 and shared._planes is None
+    assert len(made) == 1 and shared._made is None
     wanted = [integer_product(inputs[0], layer.qweight, layer.scale)[None] for layer in alone]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     layers[0](inputs)

@@ -148,8 +148,7 @@ def _measure_any(args: argparse.Namespace) -> int:
         quantization=quantization_of(draft, args.quantization or "auto"),
     )
     draft = fit_draft(draft, target, args.token_map)
-    if not args.torch_compile:
-        pack(target, draft)
+    pack(target, draft)
     record = _measure(
         target,
         draft,

@@ -76,7 +76,7 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
 
 
 def pack(target: Target, draft: Draft | None) -> None:
-    """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted. Not for layers that are compiled."""
+    """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted."""
     target.pack()
     if isinstance(draft, DraftCheckpoint) and target.quantization is None:
         pack_linears(draft.head)

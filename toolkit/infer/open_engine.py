@@ -110,8 +110,7 @@ def open_engine(
     if head is not None:
         head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    if not torch_compile:
-        pack(loaded, head)
+    pack(loaded, head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
     engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, graphs=graphs, **options)
     return Opened(engine, loaded, head, wanted, adaptive)

@@ -10,10 +10,10 @@ Shapes: M rows, K input features, N output features, P planes.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
+
+from toolkit.target.shared_input import SharedInput
 
 # 8-bit planes of an input: as much precision as its dtype has. bfloat16 keeps more below the row's largest value.
 PLANES = {torch.bfloat16: 2, torch.float32: 3}
@@ -28,35 +28,6 @@ SMALLEST = 1e-30
 TILE_SUMS, LEAST_TILE = 2**19, 256
 # A sum of K products of two int8 numbers must fit 31 bits.
 MOST_INPUTS = 2**31 // 128**2 - 1
-
-
-class SharedInput:
-    """Of layers that read the same input one after the other, as q, k and v do: its planes are made once.
-
-    An input is known by its identity, until every layer has read it, or one of them reads again.
-    """
-
-    def __init__(self, readers: int) -> None:
-        self._readers = readers
-        self._inputs: weakref.ref[Tensor] | None = None
-        self._planes: tuple[Tensor, Tensor] | None = None
-        self._read: set[int] = set()
-
-    def holds(self, inputs: Tensor, reader: nn.Module) -> bool:
-        """Whether another layer has made the planes that this one needs."""
-        return self._inputs is not None and self._inputs() is inputs and id(reader) not in self._read
-
-    def planes(self, inputs: Tensor, reader: nn.Module) -> tuple[Tensor, Tensor]:
-        """`split_planes` of inputs [..., K] as rows."""
-        if not self.holds(inputs, reader):
-            self._inputs, self._read = weakref.ref(inputs), set()
-            self._planes = split_planes(inputs.reshape(-1, inputs.shape[-1]), PLANES[inputs.dtype])
-        planes = self._planes
-        assert planes is not None, "an input is known without its planes"
-        self._read.add(id(reader))
-        if len(self._read) == self._readers:  # of a long prompt they are megabytes
-            self._inputs = self._planes = None
-        return planes
 
 
 class Int8Linear(nn.Module):
@@ -83,7 +54,7 @@ class Int8Linear(nn.Module):
         rounded = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         self.register_buffer("qweight", rounded.to(torch.int8), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        self.shared: SharedInput | None = None  # of layers beside it with the same input
+        self.shared: SharedInput[tuple[Tensor, Tensor]] | None = None  # planes, of layers beside it
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     @property
@@ -101,7 +72,7 @@ class Int8Linear(nn.Module):
         elif takes_direct(rows, self.qweight, self.scale) and not shared.holds(inputs, self):
             out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)
         else:
-            out = integer_product(rows, self.qweight, self.scale, shared.planes(inputs, self))
+            out = integer_product(rows, self.qweight, self.scale, shared.take(inputs, self))
         if self.bias is not None:
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
@@ -149,6 +120,11 @@ def integer_product(rows: Tensor, qweight: Tensor, scale: Tensor, made: tuple[Te
             part.add_(sums[place], alpha=256**place)
         parts.append(part.mul_(step).mul_(scale[start:end]).to(rows.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def planes_of(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """`split_planes` of inputs [..., K] as rows, as many as their dtype needs."""
+    return split_planes(inputs.reshape(-1, inputs.shape[-1]), PLANES[inputs.dtype])
 
 
 def split_planes(rows: Tensor, planes: int) -> tuple[Tensor, Tensor]:

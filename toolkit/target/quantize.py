@@ -11,14 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.target.errors import TargetError
-from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, SharedInput, integer_product
+from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, planes_of
 from toolkit.target.packed_linear import PackedLinear
+from toolkit.target.shared_input import SharedInput, same_input_layers
 
 QUANTIZATIONS = ("int8",)
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
 LEAST_SHARE = 0.5
-# Layers of one module that its forward gives the same tensor, one after the other.
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
@@ -51,15 +50,8 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
         parent, _, own = path.rpartition(".")
         setattr(model.get_submodule(parent), own, Int8Linear(module))
     for parent_module in model.modules():
-        _share_inputs(parent_module)
-
-
-def _share_inputs(parent: nn.Module) -> None:
-    for names in SAME_INPUT:
-        found = [getattr(parent, name, None) for name in names]
-        layers = [layer for layer in found if isinstance(layer, Int8Linear)]
-        if len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
-            shared = SharedInput(len(layers))
+        for layers in same_input_layers(parent_module, Int8Linear):
+            shared = SharedInput(len(layers), planes_of)
             for layer in layers:
                 layer.shared = shared
 
@@ -76,7 +68,7 @@ def weight_bits(model: PreTrainedModel) -> float:
         if isinstance(module, Int8Linear):
             held, weights = held + module.qweight.nbytes + module.scale.nbytes, weights + module.qweight.numel()
         elif isinstance(module, PackedLinear) and module.dense is None:
-            count = module.packed.numel()
+            count = module.in_features * module.out_features  # its packed weight may be that of others too
             held, weights = held + count * module.packed.element_size(), weights + count
     head = model.get_output_embeddings()
     if isinstance(head, Int8Linear) and getattr(model.config, "tie_word_embeddings", False):

@@ -6,6 +6,7 @@ compiles them.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from pathlib import Path
 
@@ -175,6 +176,22 @@ def test_what_is_missing_is_named(small_target, monkeypatch, tmp_path):
         check_device(torch.device("cuda:1"))
 
 
+def test_layers_that_read_the_same_input_are_one_product(small_target, monkeypatch):
+    """q, k, v and gate, up: four products a layer, with packed weights as the program's inputs."""
+    target, graphs = copy.deepcopy(small_target), []
+    target.pack()
+
+    def program(exported, _inputs, _what):
+        graphs.append(exported.graph)
+        raise CompileError("enough")
+
+    monkeypatch.setattr(layer_program, "_program", program)
+    with pytest.raises(CompileError, match="enough"):
+        Engine(target, torch_compile=True)
+    products = [node for node in graphs[0].nodes if node.target is torch.ops.toolkit.packed_product.default]
+    assert len(products) == 4 and not any(node.target is torch.ops.aten.linear.default for node in graphs[0].nodes)
+
+
 @pytest.mark.slow
 def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     tiny_target_directory, tiny_draft, monkeypatch, tmp_path
@@ -183,6 +200,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     target = load_target(tiny_target_directory)
     plain = answers(Engine(target))
+    target.pack()
     assert answers(Engine(target, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3, torch_compile=True)) == plain
     monkeypatch.setenv("CXX", "no-such-compiler")
     opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")

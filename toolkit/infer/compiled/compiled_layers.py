@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.compiled.layer_program import Program, compile_layer, tensors_in, weights_of
+from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.log import get_logger
@@ -251,7 +252,9 @@ def _kind(layer: nn.Module, note: _Noted) -> Any:
         for key, value in sorted(vars(part).items())
         if isinstance(value, plain) and key != "layer_idx"
     ]
-    weights = [(name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in weights_of(layer).items()]
+    weights = [
+        (name, tensor.shape, stand_in(tensor).stride(), tensor.dtype) for name, tensor in weights_of(layer).items()
+    ]
     inputs = [(tensor.shape, tensor.dtype) for tensor in (note.hidden, *tensors_in(note.keywords))]
     others = [(name, value) for name, value in note.keywords.items() if isinstance(value, plain)]
     return repr((settings, note.asked[1:4], note.asked[4] is None, weights, inputs, others))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.infer.compiled.packed_products import merge_products, stand_in, teach_inductor
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
@@ -90,7 +91,7 @@ def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any]) ->
     For one token if T is 1, else for any number from 2 on. Taken from the cache if an earlier start compiled it.
     Raises CompileError, which names the layer and what stands in the way.
     """
-    inputs = [hidden, *tensors_in(keywords), *weights_of(layer).values()]
+    inputs = [hidden, *tensors_in(keywords), *(stand_in(weight) for weight in weights_of(layer).values())]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PyTorch about its own code
         exported = _exported(layer, hidden, keywords, inputs)
@@ -134,6 +135,7 @@ def _exported(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], inputs
         raise _refused(layer, f"cannot be traced for {_tokens(hidden)}", error) from error
     if exported.constants or exported.state_dict:
         raise _refused(layer, f"reads tensors that are not its weights: {', '.join(exported.constants)}", None)
+    merge_products(exported.graph_module)
     return exported
 
 
@@ -143,6 +145,7 @@ def _refused(layer: nn.Module, why: str, error: Exception | None) -> CompileErro
 
 
 def _compile(exported: Any, path: Path, what: str) -> None:
+    teach_inductor()
     try:
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
     except Exception as error:  # the compiler's own words are in the message
