@@ -40,7 +40,7 @@ class TargetSettings:
     model: str
     revision: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["int8"] | None = None  # of the target, in all stages: what it then writes is to be drafted
+    quantization: Literal["int8", "int4"] | None = None  # in all stages: what the target then writes is to be drafted
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from toolkit.infer.engine import Engine
 from toolkit.infer.llm import LLM
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import load_target
 from toolkit.target.packed_linear import PackedLinear
@@ -20,9 +21,9 @@ from toolkit.weights import read_json, write_json
 PARAMS = SamplingParams(max_tokens=32)
 
 
-@pytest.fixture(scope="module")
-def quantized(tiny_target_directory) -> Target:
-    return load_target(tiny_target_directory, quantization="int8")
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def quantized(tiny_target_directory, request) -> Target:
+    return load_target(tiny_target_directory, quantization=request.param)
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -81,9 +82,9 @@ def test_the_draft_directory_says_what_its_target_was(tiny_draft_directory, tmp_
     for path in tiny_draft_directory.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     write_json(folder / "config.json", config)
-    for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear)):
+    for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear), ("int4", Int4Linear)):
         opened = open_engine(draft=folder, quantization=asked)
-        assert type(opened.target.lm_head) is expected
+        assert type(opened.target.layers[0].mlp.up_proj) is expected
         opened.engine.close()
 
 

@@ -72,9 +72,9 @@ def add_quantization_argument(group: argparse._ActionsContainer) -> None:
     """--quantization; `bench` takes it too."""
     group.add_argument(
         "--quantization",
-        choices=("auto", "none", "int8"),
-        help="int8: a byte a weight in the target's linear layers (CPU); the answers are then those of the quantised "
-        "target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+        choices=("auto", "none", "int8", "int4"),
+        help="a byte, or half of one, a weight in the target's linear layers (CPU); the answers are then those of the "
+        "quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
     )
 
 

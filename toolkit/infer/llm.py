@@ -66,9 +66,9 @@ class LLM:
     of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
     max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
-    dtype: auto, bfloat16 or float32. quantization: int8 for a target of a byte a weight (CPU), none, or auto (as the
-    draft directory states it). torch_compile: the target's layers run compiled, which the first start pays with half a
-    minute and a C++ compiler (CPU). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+    dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
+    none, or auto (as the draft directory states it). torch_compile: the target's layers run compiled, which the first
+    start pays with half a minute and a C++ compiler (CPU). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed.

@@ -78,5 +78,5 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
 def pack(target: Target, draft: Draft | None) -> None:
     """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted."""
     target.pack()
-    if isinstance(draft, DraftCheckpoint) and target.quantization is None:
+    if isinstance(draft, DraftCheckpoint) and target.device.type == "cpu":
         pack_linears(draft.head)

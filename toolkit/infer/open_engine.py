@@ -72,8 +72,9 @@ def open_engine(
     matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
-    given. quantization: "int8" for a target of a byte a weight (CPU), "none", or "auto": as the draft directory states
-    it, else none. memory: the cache's size. torch_compile: compiled layers (CPU). cuda_graph_max_bs: GraphSettings.
+    given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
+    the draft directory states it, else none. memory: the cache's size. torch_compile: compiled layers (CPU).
+    cuda_graph_max_bs: GraphSettings.
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """

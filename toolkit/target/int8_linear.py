@@ -65,9 +65,10 @@ class Int8Linear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the inputs' dtype."""
         rows, shared = inputs.reshape(-1, self.in_features), self.shared
-        if torch.compiler.is_exporting():  # one operator: which kernel is used depends on the number of rows
+        if torch.compiler.is_exporting() and not isinstance(rows.shape[0], int):
+            # One operator: which kernel is used depends on the number of rows.
             out = torch.ops.toolkit.int8_product(rows, self.qweight, self.scale)
-        elif shared is None or rows.shape[0] < LEAST_SHARED:
+        elif shared is None or torch.compiler.is_exporting() or rows.shape[0] < LEAST_SHARED:
             out = int8_product(rows, self.qweight, self.scale)
         elif takes_direct(rows, self.qweight, self.scale) and not shared.holds(inputs, self):
             out = torch._weight_int8pack_mm(rows.contiguous(), self.qweight, self.scale)

@@ -52,8 +52,8 @@ def load_target(
     `dtype` "auto" is bfloat16 where the config says so, else float32; with `batched` (for rollouts and training, many
     rows at a time) float32 also where this CPU multiplies it faster. `revision` is for hub ids; for the demo and GGUF
     files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
-    that it is the same one from any folder. `quantization` "int8" rounds the linear layers to a byte a weight (CPU);
-    the model that results is the target. Raises `TargetError`.
+    that it is the same one from any folder. `quantization` "int8" or "int4" rounds the linear layers to a byte or half
+    of one a weight (CPU); the model that results is the target. Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")

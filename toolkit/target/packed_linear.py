@@ -7,7 +7,6 @@ order, every time anew. oneDNN, which torch multiplies with, can keep it so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,67 +14,55 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.log import get_logger
-from toolkit.target.shared_input import SharedInput, same_input_layers
+from toolkit.target.shared_input import JoinedLinear, biases_of, join, same_input_layers
 
 log = get_logger(__name__)
 
 # Rounding of a sum over a few thousand products, relative to the largest result.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-Products = SharedInput[torch.Tensor]
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(JoinedLinear):
     """`nn.Linear` for inference on a CPU; `weight` is unpacked when somebody asks for it.
 
-    `packed`: [out, in] in oneDNN's own order. `dense`: the weight as it was, where it takes no memory of its own (an
-    output matrix tied to the embedding). Layers that read the same input lie in one `packed`, see `pack_together`.
+    `packed`: [N, K] in oneDNN's own order. `dense`: the weight as it was, where it takes no memory of its own (an
+    output matrix tied to the embedding).
     """
 
     packed: torch.Tensor
+    joint_bias: torch.Tensor | None  # of all that lies in `packed`
 
     def __init__(self, linear: nn.Linear, *, keep_dense: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        super().__init__(linear)
         self.dense = linear.weight if keep_dense else None
-        self._hold(_pack(linear.weight), linear.bias, 0, None)
+        self.hold(_pack(linear.weight), self.bias)
 
-    def _hold(self, packed: torch.Tensor, bias: torch.Tensor | None, first: int, shared: Products | None) -> None:
-        """Its rows are packed[first : first + out]; bias and shared: of all layers in it."""
+    def hold(self, packed: torch.Tensor, joint_bias: torch.Tensor | None) -> None:
+        """Multiply by this weight from now on, of which some rows are its own."""
         self.register_buffer("packed", packed, persistent=False)
-        self._all_bias, self._rows, self._shared = bias, slice(first, first + self.out_features), shared
+        self.register_buffer("joint_bias", joint_bias, persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in], in the order of rows that everybody else knows."""
-        return self.packed.to_dense()[self._rows] if self.dense is None else self.dense
+        """[N, K], in the order of rows that everybody else knows."""
+        return self.packed.to_dense()[self.rows] if self.dense is None else self.dense
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        # Traced under a name of ours, see `infer/compiled/packed_products.py`.
+        product = torch.ops.toolkit.packed_product if torch.compiler.is_exporting() else packed_product
+        return product(inputs, self.packed, self.joint_bias)
 
     def forward(self, x: torch.Tensor, project: Callable[[torch.Tensor, torch.Tensor], Any] = F.linear) -> Any:
-        """[..., in] -> [..., out]; a product that is handed in gets the plain weight (see `OutputMatrix`)."""
-        if project is not F.linear:
-            return project(x, self.weight)
-        if torch.compiler.is_exporting():  # equal products of layers beside each other are merged in the graph
-            out = torch.ops.toolkit.packed_product(x, self.packed, self._all_bias)
-        elif self._shared is None:
-            return packed_product(x, self.packed, self.bias)
-        else:
-            out = self._shared.take(x, self)
-        return out if self._shared is None else out[..., self._rows]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        """[..., K] -> [..., N]; a product that is handed in gets the plain weight (see `OutputMatrix`)."""
+        return super().forward(x) if project is F.linear else project(x, self.weight)
 
 
 def pack_together(layers: Sequence[PackedLinear]) -> None:
-    """Layers that read the same input, in one packed weight: one large product is faster than several small ones."""
-    weights = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    packed, bias = _pack(weights), torch.cat(biases).detach() if biases else None
-    shared = SharedInput(len(layers), partial(packed_product, packed=packed, bias=bias))
-    first = 0
+    """Layers that read the same input, in one packed weight."""
+    packed, bias = _pack(torch.cat([layer.weight for layer in layers])), biases_of(layers)
     for layer in layers:
-        layer._hold(packed, bias, first, shared)
-        first += layer.out_features
+        layer.hold(packed, bias)
+    join(layers)
 
 
 def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -115,8 +102,7 @@ def pack_linears(model: nn.Module, tied: torch.Tensor | None = None) -> int:
         count += 1
     for parent_module in model.modules():
         for layers in same_input_layers(parent_module, PackedLinear):
-            if len({layer.bias is None for layer in layers}) == 1:
-                pack_together(layers)
+            pack_together(layers)
     return count
 
 

@@ -1,4 +1,4 @@
-"""Fewer bytes per weight: the linear layers of a loaded model, its output matrix too, become int8.
+"""Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8.
 
 The quantised model is then the target: what it says is what speculative decoding must reproduce. The token embedding
 stays as it is, also where the model ties it to the output matrix: a step reads one row of it.
@@ -11,17 +11,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.target.errors import TargetError
+from toolkit.target.int4_linear import Int4Linear, int4_layers, int4_product, round_to_levels, takes_int4
 from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, planes_of
 from toolkit.target.packed_linear import PackedLinear
 from toolkit.target.shared_input import SharedInput, same_input_layers
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
 LEAST_SHARE = 0.5
 
 
 def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
     """Replaces every `nn.Linear` of `model`, which is on the CPU and in `dtype`, by an `Int8Linear`.
+
+    "int4": by an `Int4Linear`, but for the output matrix, in which every error is one of a token's score, and for
+    layers whose sizes its kernel does not take.
 
     Raises `TargetError` for an unknown quantization, another device or dtype, a family that keeps most of its weights
     outside of linear layers (GPT-2, mixtures of experts), and a CPU whose integer products are not exact.
@@ -46,14 +50,29 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
             f"weights of {type(model).__name__} ({name}); leave the quantization out for this family"
         )
     check_integer_products()
+    small = _int4_for(model) if quantization == "int4" else {}
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")
-        setattr(model.get_submodule(parent), own, Int8Linear(module))
+        setattr(model.get_submodule(parent), own, small.get(module) or Int8Linear(module))
     for parent_module in model.modules():
         for layers in same_input_layers(parent_module, Int8Linear):
             shared = SharedInput(len(layers), planes_of)
             for layer in layers:
                 layer.shared = shared
+
+
+def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
+    """The layers that become int4, those with the same input together."""
+    check_int4_products()
+    output = model.get_output_embeddings()
+    groups = [group for parent in model.modules() for group in same_input_layers(parent, nn.Linear)]
+    together = {layer for group in groups for layer in group}
+    groups += [[layer] for layer in model.modules() if type(layer) is nn.Linear and layer not in together]
+    found: dict[nn.Linear, Int4Linear] = {}
+    for group in groups:
+        if takes_int4(group) and output not in group:
+            found.update(zip(group, int4_layers(group), strict=True))
+    return found
 
 
 def weight_bits(model: PreTrainedModel) -> float:
@@ -67,6 +86,8 @@ def weight_bits(model: PreTrainedModel) -> float:
     for module in model.modules():
         if isinstance(module, Int8Linear):
             held, weights = held + module.qweight.nbytes + module.scale.nbytes, weights + module.qweight.numel()
+        elif isinstance(module, Int4Linear):
+            held, weights = held + module.nbytes(), weights + module.in_features * module.out_features
         elif isinstance(module, PackedLinear) and module.dense is None:
             count = module.in_features * module.out_features  # its packed weight may be that of others too
             held, weights = held + count * module.packed.element_size(), weights + count
@@ -91,3 +112,22 @@ def check_integer_products() -> None:
                 "products of int8 matrices are not exact on this CPU with this PyTorch (no VNNI instructions?); leave "
                 "the quantization out"
             )
+
+
+def check_int4_products() -> None:
+    """Raises `TargetError` where this PyTorch has no products with int4 weights for CPUs, or wrong ones."""
+    weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64)
+    levels, steps = round_to_levels(weight)
+    step, middle = steps.transpose(0, 1).repeat_interleave(64 // steps.shape[0], dim=1).unbind(-1)
+    rows = torch.linspace(0.5, -1, 5 * 64).view(5, 64)
+    exact = rows.double() @ ((levels - 8) * step + middle).double().T
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        right = torch.allclose(int4_product(rows, packed, steps).double(), exact, rtol=1e-4, atol=1e-5)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        right = False
+    if not right:
+        raise TargetError(
+            f"products with int4 weights are not to be had on this CPU with PyTorch {torch.__version__}; take "
+            "quantization int8, or leave it out"
+        )

@@ -1,14 +1,15 @@
 """Linear layers that read the same input one after the other, as q, k and v do: what they need of it is made once.
 
-Shapes: K input features.
+Shapes: K input features, N output features.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 # Layers of one module that its forward gives the same tensor, one after the other.
@@ -47,12 +48,55 @@ class SharedInput(Generic[T]):
         return made
 
 
+class JoinedLinear(nn.Module):
+    """A linear layer for inference whose weight can lie together with those of layers that read the same input.
+
+    One large product is faster than several small ones. `product`, a subclass's, multiplies by all that lies together.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        self.rows = slice(0, self.out_features)  # its own, of all that lie together
+        self._products: SharedInput[Tensor] | None = None
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """[..., K] -> [..., N of all layers that lie together], biases added."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the inputs' dtype."""
+        if self._products is None:
+            return self.product(inputs)
+        # A traced program cannot know an input again; equal products are merged in its graph.
+        tracing = torch.compiler.is_exporting()
+        return (self.product(inputs) if tracing else self._products.take(inputs, self))[..., self.rows]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def join(layers: Sequence[JoinedLinear]) -> None:
+    """Layers that all hold the same weight, of which each owns the next rows: their product is made once an input."""
+    products, first = SharedInput(len(layers), layers[0].product), 0
+    for layer in layers:
+        layer._products, layer.rows = products, slice(first, first + layer.out_features)
+        first += layer.out_features
+
+
+def biases_of(linears: Sequence[nn.Linear] | Sequence[JoinedLinear]) -> Tensor | None:
+    """The biases below each other; None where there are none. All or none of the layers have one."""
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return torch.cat(biases) if biases else None
+
+
 def same_input_layers(parent: nn.Module, kind: type[Layer]) -> list[list[Layer]]:
-    """The groups of SAME_INPUT that `parent` has, all of that very class and with equally many input features."""
+    """The groups of SAME_INPUT that `parent` has: of that very class, as wide, all or none with a bias."""
     groups = []
     for names in SAME_INPUT:
         layers = [getattr(parent, name, None) for name in names]
         found = [layer for layer in layers if type(layer) is kind]
-        if len(found) == len(names) and len({layer.in_features for layer in found}) == 1:
+        if len(found) == len(names) and len({(layer.in_features, layer.bias is None) for layer in found}) == 1:
             groups.append(found)
     return groups

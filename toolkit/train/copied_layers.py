@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
+from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
 
 
@@ -62,7 +63,11 @@ def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[s
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     """Its parameters, quantised weights in full."""
-    quantised = {f"{path}.weight": part.weight for path, part in layer.named_modules() if isinstance(part, Int8Linear)}
+    quantised = {
+        f"{path}.weight": part.weight
+        for path, part in layer.named_modules()
+        if isinstance(part, (Int4Linear, Int8Linear))
+    }
     return {**dict(layer.named_parameters()), **quantised}
 
 

@@ -22,15 +22,24 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 def merge_products(module: GraphModule) -> None:
-    """Makes one product of those that read the same input and the same packed weight."""
-    first: dict[Any, Node] = {}
+    """Makes one product of those that read the same input and the same weight (see `JoinedLinear`), and one of each
+    operation on the way to it."""
+    first: dict[str, Node] = {}
     for node in list(module.graph.nodes):
-        if node.target is torch.ops.toolkit.packed_product.default:
-            own = first.setdefault(node.args, node)
-            if own is not node:
-                node.replace_all_uses_with(own)
-                module.graph.erase_node(node)
+        if node.op != "call_function" or not _is_pure(node.target):
+            continue
+        own = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if own is not node:
+            node.replace_all_uses_with(own)
+            module.graph.erase_node(node)
     module.recompile()
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether equal arguments give an equal result that nobody writes to."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 @cache
