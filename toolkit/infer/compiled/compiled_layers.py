@@ -40,6 +40,25 @@ class _Now(threading.local):
     plan: AttentionPlan
     layer = 0
     rows = 1
+    _keywords: dict[str, Any] | None = None
+    _inputs: tuple[Tensor, ...] = ()
+
+    def inputs_of(self, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
+        """A program's inputs from a layer's keywords; most layers are called with the very ones of the layer before."""
+        last = self._keywords
+        if last is None or len(last) != len(keywords) or any(last.get(key) is not keywords[key] for key in keywords):
+            self._keywords = keywords  # held, so that no other object can take the identity of these
+            self._inputs = tuple(_side_by_side(tensor) for tensor in tensors_in(keywords))
+        return self._inputs
+
+    def forget(self) -> None:
+        del self.plan
+        self._keywords, self._inputs = None, ()
+
+
+def _side_by_side(tensor: Tensor) -> Tensor:
+    """[B, N, ..] -> [1, T, ..], contiguous: a program takes nothing else."""
+    return (tensor if tensor.shape[0] == 1 else tensor.flatten(0, 1)[None]).contiguous()
 
 
 _now = _Now()
@@ -160,7 +179,7 @@ class CompiledLayers:
             try:
                 yield
             finally:
-                del _now.plan
+                _now.forget()
 
     def _call(self, index: int) -> Callable[..., Tensor]:
         one, several, weights = self._one[index], self._several[index], self._weights[index]
@@ -169,12 +188,8 @@ class CompiledLayers:
             _now.layer = index
             keywords.pop("plan")
             rows, tokens = hidden.shape[:2]
-            inputs = [hidden, *tensors_in(keywords)]
-            if rows > 1:
-                inputs = [tensor.flatten(0, 1)[None] for tensor in inputs]
-            inputs = [tensor.contiguous() for tensor in inputs]  # a program takes nothing else
             program = one if rows * tokens == 1 else several
-            return program(inputs + weights)[0].view(hidden.shape)
+            return program([_side_by_side(hidden), *_now.inputs_of(keywords), *weights])[0].view(hidden.shape)
 
         return forward
 
