@@ -24,6 +24,8 @@ from toolkit.infer.kernels import triton_paged_attention
 from toolkit.infer.kernels.choose import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.train.loss import ETA, ROW_LOSSES
+from toolkit.train.triton_loss import score_rows
 
 SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
 generator = torch.Generator()
@@ -267,6 +269,30 @@ def top(rows: int, vocabulary: int, k: int, dtype: torch.dtype) -> Callable[...,
     return compare
 
 
+def scoring(name: str, rows: int, vocabulary: int, dtype: torch.dtype) -> Callable[..., None]:
+    """The draft loss of training; its reference is the row losses of toolkit/train/loss.py."""
+
+    def compare(_kernels: Ops, _reference: Ops, device: str) -> None:
+        scores = 3 * randn(rows, vocabulary, dtype=dtype) + 20
+        scores[0, vocabulary // 2 :] = scores[0].max()  # a tie, in and between blocks
+        probs = (2 * randn(3, vocabulary)).softmax(-1)
+        probs[1, ::2] = 0
+        probs[1] /= probs[1].sum()
+        offsets, choice, weight = randint(3, rows), randint(vocabulary, rows), torch.rand(rows, generator=generator)
+        choice[-1], weight[-1] = -1, 0  # the teacher's token is not in the draft vocabulary
+        z = scores.float()
+        best = torch.stack([row.eq(row.max()).nonzero()[0, 0] for row in z])
+        z = z - z.max(-1, keepdim=True).values
+        losses = ROW_LOSSES[name](z, probs[offsets], choice, weight)
+        on_device = [x.to(device) for x in (scores, probs, offsets, choice, weight)]
+        got_losses, got_best = score_rows(name, *on_device, ETA)
+        close(got_losses[:-1].cpu(), losses[:-1], device == "cpu")
+        close(on_device[0].cpu(), z, device == "cpu")
+        assert torch.equal(got_best.cpu(), best)
+
+    return compare
+
+
 GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "write_kv": [
         (str(case), writing(*case), number == 1)
@@ -290,6 +316,11 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "top_log_probs": [
         (str(case), top(*case), case[1] in (4096, 9001))
         for case in ((1, 7, 7, torch.float32), (3, 4097, 4, BF16), (2, 9001, 10, BF16), (2, 4096, 1, torch.float32))
+    ],
+    "score_rows": [
+        (f"{name} {case}", scoring(name, *case), case[1] == 9001)
+        for name in ROW_LOSSES
+        for case in ((4, 7, torch.float32), (5, 9001, BF16), (3, 4096, torch.float32))
     ],
 }
 

@@ -27,6 +27,8 @@ GROUPS = {
     "argmax": (4, 1),
     "top_log_probs": (4, 4),
 }
+TRAINING = {"score_rows": (12, 4)}
+ALL = {**GROUPS, **TRAINING}
 
 
 @cache
@@ -54,12 +56,12 @@ def interpreter_works() -> bool:
     return old > (3, 6) or new < (2, 4)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ALL)
 def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
     found = outcomes("compare", "cpu")[group]
     assert found["wrong"] is None, found["wrong"]
-    assert found["count"] == GROUPS[group][0]
+    assert found["count"] == ALL[group][0]
 
 
 def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
@@ -74,23 +76,23 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
     assert set(found["ran"]) == set(GROUPS), "a kernel that never ran was not compared"
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ALL)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernel_compiles_for_gpus(capability: int, group: str) -> None:
     """The interpreter takes what the compiler refuses, and knows no limit of shared memory; compiling needs no GPU."""
     found = outcomes("compile", str(capability))[group]
     assert found["wrong"] is None, found["wrong"]
-    assert found["count"] == GROUPS[group][1]
+    assert found["count"] == ALL[group][1]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ALL)
 def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
     """The interpreter knows nothing of what the compiler does."""
     found = outcomes("compare", "cuda")[group]
     assert found["wrong"] is None, found["wrong"]
-    assert found["count"] == GROUPS[group][0]
+    assert found["count"] == ALL[group][0]
 
 
 def test_the_choice_is_made_by_device() -> None:
