@@ -1,6 +1,6 @@
 """Our engine beside what else could be picked on a CPU: same prompts, same number of tokens, one run, greedy.
 
-    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 \
+    python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8 int4 \
         [--vllm-python PATH] [--gguf FILE [--llama-python PATH]] [--eagle-python PATH]
 
 Every engine has a process of its own (engine_worker.py), all are loaded before the clock starts, and they take turns
@@ -44,6 +44,7 @@ from toolkit.infer.open_engine import target_of
 from toolkit.log import get_logger
 from toolkit.target.demo import DEMO_NAME
 from toolkit.target.load import Target, load_target, load_tokenizer
+from toolkit.target.quantize import QUANTIZATIONS
 from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)
@@ -148,7 +149,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", help=f"default: the one that --draft names, else {DEMO_NAME}")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument(
-        "--quantization", choices=("int8",), help="also rows of our engine and Hugging Face's with the target so"
+        "--quantization",
+        nargs="*",
+        choices=QUANTIZATIONS,
+        default=[],
+        help="also rows of our engine and Hugging Face's with the target so",
     )
     parser.add_argument("--torch-compile", action="store_true", help="also rows of our engine with compiled layers")
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")

@@ -1,6 +1,6 @@
 """Which engines benchmarks/engine_cpu.py starts, by its arguments, and why others have no row.
 
-Ours, with  -compiled  the layers compiled (--torch-compile),  -int8  the target's weights in a byte (--quantization):
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8, -int4  the target quantised (--quantization):
 
     plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram
 """
@@ -20,9 +20,10 @@ from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import is_for_users
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.target.quantize import QUANTIZATIONS
 
-QUANTISED = f"{REFERENCE}-int8"
-REFERENCES: dict[str, str | None] = {REFERENCE: None, QUANTISED: "int8"}  # plain row -> quantisation of its target
+# Plain row -> quantisation of its target.
+REFERENCES: dict[str, str | None] = {REFERENCE: None, **{f"{REFERENCE}-{name}": name for name in QUANTIZATIONS}}
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def plans_for(
     _add_ours(found, args, head)
     found.add("hf-generate", {"engine": "hugging-face"})
     found.add("hf-prompt-lookup", {"engine": "hugging-face", "lookup": args.lookup})
-    if args.quantization is not None:
-        found.add("hf-generate-int8", {"engine": "hugging-face", "quantization": "int8"}, equals=QUANTISED)
+    for name in args.quantization:
+        same = {"equals": f"{REFERENCE}-{name}"}
+        found.add(f"hf-generate-{name}", {"engine": "hugging-face", "quantization": name}, **same)
     _add_vllm(found, args, head, shared, folder)
     _add_eagle(found, args, head, shared, folder)
     if args.gguf is None:
@@ -93,15 +95,17 @@ def _add_ours(found: _Plans, args: argparse.Namespace, head: DraftCheckpoint | N
     if head is None:
         found.absent["ours with a head"] = "no --draft was given"
     for what, option, given in (
-        ("-compiled", "--torch-compile", args.torch_compile), ("-int8", "--quantization int8", args.quantization)
-    ):  # fmt: skip
+        ("-compiled", "--torch-compile", args.torch_compile),
+        *((f"-{name}", f"--quantization {name}", name in args.quantization) for name in QUANTIZATIONS),
+    ):
         if not given:
             found.absent[f"{REFERENCE}{what} and others {what}"] = f"no {option} was given"
-    for quantization in dict.fromkeys((None, args.quantization)):
+    for quantization in (None, *args.quantization):
         for compiled in sorted({False, args.torch_compile}):
-            suffix = ("" if quantization is None else "-int8") + ("-compiled" if compiled else "")
+            weights = "" if quantization is None else f"-{quantization}"
+            suffix = weights + ("-compiled" if compiled else "")
             settings = {"engine": "ours", "quantization": quantization, "torch_compile": compiled}
-            equals, over = REFERENCE if quantization is None else QUANTISED, REFERENCE + suffix
+            equals, over = REFERENCE + weights, REFERENCE + suffix
             found.add(over, settings, equals=equals, over=over)
             for kind, shape in kinds if head is not None else ():
                 drafting = {**settings, "draft": str(args.draft), "shape": shape}
