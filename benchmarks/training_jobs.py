@@ -56,7 +56,8 @@ def work(job: Job) -> dict[str, Any]:
         recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
         borrow_features(job.run / "features", folder / "features")
         before = time.process_time()
-        trainer = VARIANTS[job.variant](recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
+        kind = VARIANTS.get(job.variant, Trainer)  # variants of other names differ in their rollouts
+        trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
         start = {"start_processor_seconds": time.process_time() - before}
         return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
 

@@ -86,9 +86,9 @@ def test_lagging_mask_stands_two_before_what_it_supervises(script) -> None:
     assert exact.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone():
-    """Ends the group of one that a training in this process founds: trainings that later tests start would take over
+    """Ends the group of one that trainings in this process found: trainings that later tests start would take over
     its variables, and with them a port that is in use."""
     before = dict(os.environ)
     yield
@@ -142,3 +142,51 @@ def test_a_row_longer_than_the_target_reads_is_refused(script, tiny_target, run_
         script("training_jobs").joined(data, 600, 2, tiny_target.max_context)
     texts = script("training_jobs").joined(data, 50, 2, tiny_target.max_context).train
     assert [len(text.input_ids) for text in texts] == [50, 50]
+
+
+def test_on_and_off_policy_differ_in_the_answers_alone(
+    script, tiny_target_directory, monkeypatch, tmp_path, capsys, alone
+) -> None:
+    """The same prompts, held-out rows and token map; the file's answers word for word, and none taken for greedy."""
+    measured, training = script("on_policy"), script("training")
+    conversations, seen = tmp_path / "talks.jsonl", {}
+    with conversations.open("w") as handle:
+        for index in range(14):
+            asked = {"role": "user", "content": f"what is {index}"}
+            turns = [asked, {"role": "assistant", "content": f"it is {index} and one more thing to say"}]
+            handle.write(json.dumps({"id": f"t{index}", "messages": [*turns, asked, turns[1]]}) + "\n")
+
+    def here(job):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        rows = [json.loads(line) for line in (job.run / "rollouts/rollouts.jsonl").read_text().splitlines()]
+        seen[job.variant] = {row["id"]: row for row in rows}, (job.run / training_jobs.TOKEN_MAP).read_bytes()
+        return training.work(job)
+
+    training_jobs = script("training_jobs")
+    monkeypatch.setattr(measured, "in_own_process", here)
+    recipe = tmp_path / "recipe.yaml"
+    train = {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32"}
+    rollouts = {"max_tokens": 40, "held_out": 0.3, "temperature": 0.0}
+    target = {"model": str(tiny_target_directory), "dtype": "float32"}
+    recipe.write_text(yaml.safe_dump({"name": "tiny", "target": target, "rollouts": rollouts, "train": train}))
+    out = tmp_path / "record.json"
+    sizes = ["--tokens", "60", "--seeds", "1", "--max-tokens", "8", "token_map.size=200"]
+    monkeypatch.setattr(
+        sys, "argv", ["on_policy.py", str(conversations), "--recipe", str(recipe), *sizes, "--out", str(out)]
+    )
+    assert measured.main() == 0
+    rows = read_record(out, "training")["rows"]
+    assert [row["variant"] for row in rows] == ["off-policy", "on-policy"] and rows[0]["tokens"] >= 60
+    assert all(1 <= row["accept_length"] <= 5 and row["verify_steps"] > 0 for row in rows)
+    (given, given_map), (own, own_map) = seen["off-policy"], seen["on-policy"]
+    assert given_map == own_map and list(given) == list(own)
+    trained = [name for name, row in own.items() if row["split"] == "train"]
+    assert 0 < len(trained) < len(own)
+    for name, row in given.items():
+        if name not in trained:
+            assert row == own[name]
+            continue
+        assert row["messages"][-1]["content"] == f"it is {name[1:]} and one more thing to say"
+        assert row["messages"][:-1] == own[name]["messages"][:-1] and len(row["messages"]) == 2
+        assert row["provenance"]["temperature"] > 0 and row["provenance"]["target"] != own[name]["provenance"]["target"]
+    assert "off-policy" in capsys.readouterr().out
