@@ -117,7 +117,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    recipe = load_recipe(args.recipe or default_recipe_path(), ["train.features=online", *args.overrides])
+    alike = ["train.features=online", "rollouts.keep_features=false"]
+    recipe = load_recipe(args.recipe or default_recipe_path(), [*alike, *args.overrides])
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folders = prepare(args, recipe, Path(name))
