@@ -39,9 +39,9 @@ def interrupted_by_loss(opened: Opened) -> Iterator[None]:
     Raises ParallelError that says which rank was lost.
     """
     leader = opened.engine.leader if isinstance(opened.engine, LeadEngine) else None
-    if leader is not None:
-        leader.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
+        if leader is not None:
+            leader.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
         yield
     finally:
         opened.engine.close()

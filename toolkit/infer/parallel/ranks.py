@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -42,11 +41,13 @@ class RankLostError(RuntimeError):
 
 
 class Ranks(ABC):
-    """rank of size, from 0. device: where its weights lie, known from `place` on."""
+    """rank of size, from 0. device: where its weights lie, known from `place` on. mesh: all ranks in a line, from
+    `connect` on; of the CPU, as weights are divided where they were read."""
 
     rank: int
     size: int
     device = torch.device("cpu")
+    mesh: DeviceMesh
 
     def place(
         self, device: torch.device, *, quantization: str | None, torch_compile: bool, graphs: bool
@@ -83,11 +84,7 @@ class Ranks(ABC):
         """torch's process group: NCCL between GPUs, gloo between CPUs, and for what lies on the host."""
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """All ranks in a line. Of the CPU, as weights are divided where they were read: on the host."""
-        return init_device_mesh("cpu", (self.size,))
+        self.mesh = init_device_mesh("cpu", (self.size,))
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""

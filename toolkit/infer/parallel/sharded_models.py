@@ -40,16 +40,16 @@ STYLES: dict[str, Column | Row | None] = {
 }
 INSTEAD = "serve it on one device, or export the head and serve it with SGLang or vLLM"
 PROBE_TOKENS = 8
-ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # difference of logits, relative to their size
 
 
-def load_sharded_target(ranks: Ranks, name: str | Path, revision: str | None, **options: Any) -> Target:
-    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole model.
+def load_sharded_target(
+    ranks: Ranks, name: str | Path, *, revision: str | None, device: torch.device, **options: Any
+) -> Target:
+    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole model, on the host.
 
     Raises TargetError, ParallelError for a family or numbers of heads that cannot be divided, UnsupportedTargetError
     when the divided model does not compute what the whole one did.
     """
-    ranks.device = torch.device(options.pop("device"))
     check_heads(load_config(name, revision)[0], ranks.size, str(name))
     ranks.join()
 
@@ -58,13 +58,13 @@ def load_sharded_target(ranks: Ranks, name: str | Path, revision: str | None, **
         logits = _probe_logits(target)
         _shard_layers(target, ranks)
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
-        target.model.to(ranks.device)  # type: ignore[arg-type]
+        target.model.to(device)  # type: ignore[arg-type]
         return target, logits
 
     target, wanted = ranks.in_turn(load)
     got = _probe_logits(target)
     difference = float((got - wanted).norm() / wanted.norm())
-    if not difference <= ALLOWED.get(target.dtype or torch.float32, ALLOWED[torch.bfloat16]):
+    if not difference <= (1e-3 if target.dtype == torch.float32 else 1e-1):
         raise UnsupportedTargetError(
             f"{type(target.model).__name__}: divided among {ranks.size} ranks its logits differ from the whole model's "
             f"by {difference:.2g} of their size; {INSTEAD}"
@@ -97,7 +97,7 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
     divided: list[str] = []
     whole: list[str] = []
     rows = isinstance(draft, DraftCheckpoint) and draft.kind != "eagle3" and draft.token_map.size < target.vocab_size
-    what = f"output matrix ({target.vocab_size} ids)"
+    what = f"its output matrix ({target.vocab_size} ids)"
     if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows from all of it
         whole.append(what)
     else:
@@ -144,10 +144,10 @@ def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -
         elif isinstance(module, GatedMLP) and by_width:
             plan |= {f"{path}.gate_proj": Column(), f"{path}.up_proj": Column(), f"{path}.down_proj": Row()}
     (divided if by_heads else whole).append(f"the draft head's attention ({heads} heads, {key_heads} key heads)")
-    (divided if by_width else whole).append(f"its MLP ({width})")
+    (divided if by_width else whole).append(f"the head's MLP ({width})")
     if isinstance(head, Eagle3Head):
         ids = head.lm_head.out_features
-        (whole if ids % size else divided).append(f"its output matrix ({ids} ids)")
+        (whole if ids % size else divided).append(f"the head's output matrix ({ids} ids)")
         if ids % size == 0:
             plan["lm_head"] = Column(gather=True)
     if plan:
