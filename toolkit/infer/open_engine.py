@@ -114,20 +114,29 @@ def open_engine(
         check_token_map_goes_with(head, token_map)
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
-    logger.info("loading the target %s", name)
     loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
-    loaded = load_target(name, **loading) if ranks is None else load_sharded_target(ranks, name, **loading)
+    loaded, head = load_both(name, head, token_map, ranks, **loading)
     if head is not None:
-        head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    if ranks is None:
-        pack(loaded, head)
-    else:
-        shard_output_and_head(ranks, loaded, head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
     options |= {"adaptive": adaptive, "torch_compile": torch_compile, "graphs": graphs}
     engine = (Engine if ranks is None else engine_of(ranks))(loaded, head, wanted, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
+
+
+def load_both(
+    name: str, draft: Draft | None, token_map: str | Path | None, ranks: Ranks | None, **loading: Any
+) -> tuple[Target, Draft | None]:
+    """The target, and the draft fitted to it: packed to decode with, or this rank's parts of both."""
+    logger.info("loading the target %s", name)
+    target = load_target(name, **loading) if ranks is None else load_sharded_target(ranks, name, **loading)
+    if draft is not None:
+        draft = fit_draft(draft, target, token_map)
+    if ranks is None:
+        pack(target, draft)
+    else:
+        shard_output_and_head(ranks, target, draft)
+    return target, draft
 
 
 def parse_device(text: str) -> torch.device:

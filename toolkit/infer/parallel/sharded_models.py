@@ -45,7 +45,7 @@ PROBE_TOKENS = 8
 def load_sharded_target(
     ranks: Ranks, name: str | Path, *, revision: str | None, device: torch.device, **options: Any
 ) -> Target:
-    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole model, on the host.
+    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole, on the host.
 
     Raises TargetError, ParallelError for a family or numbers of heads that cannot be divided, UnsupportedTargetError
     when the divided model does not compute what the whole one did.
