@@ -104,12 +104,8 @@ def open_engine(
         where = ranks.place(where, quantization=quantized, torch_compile=torch_compile, graphs=graphs is not None)
         memory = ranks.memory(memory)
     head = head if use_draft else None
-    if wanted is not None and head is None:
-        raise OpenError(
-            f"shape {wanted.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
-        )
-    if adaptive and head is None:
-        raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
+    if head is None:
+        check_nothing_drafts(wanted, adaptive)
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
@@ -122,6 +118,16 @@ def open_engine(
     options |= {"adaptive": adaptive, "torch_compile": torch_compile, "graphs": graphs}
     engine = (Engine if ranks is None else engine_of(ranks))(loaded, head, wanted, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
+
+
+def check_nothing_drafts(shape: DraftShape | None, adaptive: bool | None) -> None:
+    """Raise OpenError where settings of drafting came without a draft."""
+    if shape is not None:
+        raise OpenError(
+            f"shape {shape.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
+        )
+    if adaptive:
+        raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
 
 
 def load_both(

@@ -8,20 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
 
 from toolkit.cli import main
+from toolkit.infer.attention.kv_cache import KVShape
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
+from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.llm import LLM
 from toolkit.infer.open_engine import Opened, open_engine
 from toolkit.infer.parallel.leader import FOLLOWER
-from toolkit.infer.parallel.lock_step import LeadersShape
+from toolkit.infer.parallel.lock_step import LeadersShape, RankEngine
 from toolkit.infer.parallel.open_parallel import interrupted_by_loss
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
+from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -74,6 +78,26 @@ def test_a_follower_drafts_what_rank_0_chose():
     assert [chooser.choose([]) for _ in range(3)] == [most, None, most]
     chooser.record([], most, [], 1e9, 1e9)  # says nothing
     assert chooser._costs.seconds(1, most) is None
+
+
+def test_caches_are_of_one_size():
+    """Who is let in follows from the pages: each rank would admit by its own free memory. Ranks share a CPU's."""
+    shape = KVShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    ranks = Told()
+    ranks.least = lambda pages: pages - 7
+    given = MemorySettings(max_total_tokens=16000)
+    assert ranks.memory(given).pool(shape, 1, 64).page_count == given.pool(shape, 1, 64).page_count - 7
+    assert ranks.memory(MemorySettings(fraction=0.5)).fraction == 0.25
+
+
+def test_other_tokens_than_rank_0():
+    """Ranks that parted would add up forwards of different texts, and answer nonsense without a word."""
+    request = Request("r", [4, 5], GREEDY, arrival=3, output_ids=[7, 8])
+    own = SimpleNamespace(_running=[request])
+    RankEngine.check_written(own, ((3, 2, 8),))
+    for other in ((), ((3, 2, 9),), ((3, 1, 8),), ((2, 2, 8),)):
+        with pytest.raises(RankLostError, match="do not compute the same"):
+            RankEngine.check_written(own, other)
 
 
 def test_offline(family, head_for, prompts):
