@@ -59,7 +59,7 @@ class Follower(Ranks):
         while True:
             try:
                 order = receive(sys.stdin.buffer)
-            except EOFError:
+            except Exception:  # process edge: no order, or half of one
                 self._stopping.set()
                 logger.warning("rank 0 has gone; this rank ends")
                 os._exit(1)  # the other threads may wait in a collective for ever

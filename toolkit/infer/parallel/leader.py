@@ -57,6 +57,7 @@ class Leader(Ranks):
         self._closed = False
         self._inside = False  # a forward may wait for other ranks
         self._when_lost: Callable[[], None] = lambda: None
+        self._store: dist.Store | None = None  # kept as long as a follower may ask it
         prefer_loopback()
         self._processes = [self._launch(rank) for rank in range(1, size)]
         for rank, process in enumerate(self._processes, start=1):
@@ -86,7 +87,7 @@ class Leader(Ranks):
     def join(self) -> None:
         if self.device.type == "cpu" and users_threads() is None:
             torch.set_num_threads(max(1, physical_cores() // self.size))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(1, self.size):
             self._send(rank, Open(rank, self.size, store.port, self._options))
         here = [f"here/{rank}" for rank in range(1, self.size)]
@@ -182,6 +183,9 @@ class Leader(Ranks):
                 send(Stop(), process.stdin)
             with contextlib.suppress(OSError):
                 process.stdin.close()
+        # Before the wait: NCCL may end a group only when all ranks do. It would also wait for ranks that are no more.
+        if dist.is_initialized() and (self.lost is None or self.device.type == "cpu"):
+            dist.destroy_process_group()
         until = time.monotonic() + STOP_S
         for process in self._processes:
             try:
@@ -189,9 +193,7 @@ class Leader(Ranks):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # NCCL would wait for peers that are no more.
-        if dist.is_initialized() and (self.lost is None or self.device.type == "cpu"):
-            dist.destroy_process_group()
+        self._store = None
 
 
 def prefer_loopback() -> None:

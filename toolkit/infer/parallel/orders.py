@@ -81,6 +81,6 @@ def send(order: Order, pipe: IO[bytes]) -> None:
 
 
 def receive(pipe: IO[bytes]) -> Order:
-    """The next order of our own rank 0. Raises EOFError when it has gone."""
+    """The next order of our own rank 0. Raises EOFError when it has gone, UnpicklingError when it went amid one."""
     order: Order = pickle.load(pipe)
     return order
