@@ -89,13 +89,14 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
     )
 
 
-def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opened:
+def open_from(args: argparse.Namespace, max_batch: int, *, tensor_parallel_size: int = 1, **options: Any) -> Opened:
     """Opens the engine that the arguments name; options: further ones of open_engine.
 
     Raises ValueError with a message for the user."""
-    from toolkit.infer.open_engine import open_engine
+    from toolkit.infer.parallel.open_parallel import open_parallel
 
-    return open_engine(
+    return open_parallel(
+        tensor_parallel_size,
         draft=args.draft,
         target=args.target,
         shape=args.shape,

@@ -57,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-prefix-cache", action="store_true", help="read every prompt whole, also its known beginning"
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide target, head and cache among N processes of this machine, each on a GPU of its own, or on the CPU "
+        "(default: 1)",
+    )
+    group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
     )
     parser.epilog = (
@@ -68,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
     from toolkit.infer.kv_memory import MemorySettings
+    from toolkit.infer.parallel.open_parallel import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.default_sampling import DefaultSampling
@@ -77,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         memory = MemorySettings(
             args.max_total_tokens, not args.no_prefix_cache, args.chunked_prefill_size, fraction=args.mem_fraction
         )
-        opened = open_from(args, args.max_batch, memory=memory)
+        opened = open_from(args, args.max_batch, memory=memory, tensor_parallel_size=args.tensor_parallel_size)
         defaults = DefaultSampling.of(opened.target)
         served = Served(
             model_name=args.served_model_name or short_name(opened.target.name),
@@ -90,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
         )
         port = listener.getsockname()[1]
         text = announcement(opened, served.model_name, args.host, port, defaults)
-        serve_forever(build_app(served), listener, on_ready=lambda: print(text, flush=True))
+        with interrupted_by_loss(opened):
+            serve_forever(build_app(served), listener, on_ready=lambda: print(text, flush=True))
     print("the server has ended", file=sys.stderr)
     return 0
 

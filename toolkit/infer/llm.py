@@ -16,7 +16,7 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.offline_prompts import read_offline_prompts
-from toolkit.infer.open_engine import open_engine
+from toolkit.infer.parallel.open_parallel import open_parallel
 from toolkit.infer.request import Request, TokenLogprob, VerifyEvent
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.server.engine_thread import Update
@@ -69,9 +69,11 @@ class LLM:
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
     none, or auto (as the draft directory states it). torch_compile: the target's layers run compiled, which the first
     start pays with half a minute and a C++ compiler (CPU). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
+    tensor_parallel_size: processes of this machine that divide the weights and the cache, each on a GPU of its own (or
+    on the CPU).
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
-    errors that say what came and what is needed.
+    errors that say what came and what is needed. `generate` raises RankLostError when another process of several ends.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class LLM:
         torch_compile: bool = False,
         device: str = "auto",
         revision: str | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
-        opened = open_engine(
+        opened = open_parallel(
+            tensor_parallel_size,
             draft=draft,
             target=None if target is None else str(target),
             revision=revision,

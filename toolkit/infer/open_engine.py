@@ -17,6 +17,9 @@ from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
+from toolkit.infer.parallel.lock_step import engine_of
+from toolkit.infer.parallel.ranks import Ranks
+from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.log import get_logger
 from toolkit.target.load import Target, load_target
@@ -63,6 +66,7 @@ def open_engine(
     quantization: str = "auto",
     torch_compile: bool = False,
     cuda_graph_max_bs: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
 
@@ -74,7 +78,8 @@ def open_engine(
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
     the draft directory states it, else none. memory: the cache's size. torch_compile: compiled layers (CPU).
-    cuda_graph_max_bs: GraphSettings.
+    cuda_graph_max_bs: GraphSettings. ranks: this process is one of several that open and run the engine together (see
+    open_parallel).
     Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
     TargetError).
     """
@@ -95,26 +100,49 @@ def open_engine(
     head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
     quantized = quantization_of(head, quantization)
+    if ranks is not None:
+        where = ranks.place(where, quantization=quantized, torch_compile=torch_compile, graphs=graphs is not None)
+        memory = ranks.memory(memory)
     head = head if use_draft else None
-    if wanted is not None and head is None:
-        raise OpenError(
-            f"shape {wanted.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
-        )
-    if adaptive and head is None:
-        raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
+    if head is None:
+        check_nothing_drafts(wanted, adaptive)
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
     choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
-    logger.info("loading the target %s", name)
-    loaded = load_target(name, dtype=dtype, device=where, revision=revision, quantization=quantized)
+    loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
+    loaded, head = load_both(name, head, token_map, ranks, **loading)
     if head is not None:
-        head = fit_draft(head, loaded, token_map)
         wanted = wanted or best_shape(head)
-    pack(loaded, head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
-    engine = Engine(loaded, head, wanted, adaptive=adaptive, torch_compile=torch_compile, graphs=graphs, **options)
+    options |= {"adaptive": adaptive, "torch_compile": torch_compile, "graphs": graphs}
+    engine = (Engine if ranks is None else engine_of(ranks))(loaded, head, wanted, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
+
+
+def check_nothing_drafts(shape: DraftShape | None, adaptive: bool | None) -> None:
+    """Raise OpenError where settings of drafting came without a draft."""
+    if shape is not None:
+        raise OpenError(
+            f"shape {shape.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
+        )
+    if adaptive:
+        raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
+
+
+def load_both(
+    name: str, draft: Draft | None, token_map: str | Path | None, ranks: Ranks | None, **loading: Any
+) -> tuple[Target, Draft | None]:
+    """The target, and the draft fitted to it: packed to decode with, or this rank's parts of both."""
+    logger.info("loading the target %s", name)
+    target = load_target(name, **loading) if ranks is None else load_sharded_target(ranks, name, **loading)
+    if draft is not None:
+        draft = fit_draft(draft, target, token_map)
+    if ranks is None:
+        pack(target, draft)
+    else:
+        shard_output_and_head(ranks, target, draft)
+    return target, draft
 
 
 def parse_device(text: str) -> torch.device:

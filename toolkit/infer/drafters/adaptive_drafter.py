@@ -25,11 +25,17 @@ class AdaptiveDrafter:
     def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
         self.inner = inner
         self._clock = clock
+        self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
         self.set_shape(shape)
+
+    def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
+        """Let the choosers that `make_chooser` makes of the largest shape choose, from now on."""
+        self._make_chooser = make_chooser
+        self.set_shape(self._shape)
 
     def set_shape(self, shape: DraftShape) -> None:
         self.inner.set_shape(shape)
-        self.chooser = AdaptiveShape(shape)
+        self._shape, self.chooser = shape, self._make_chooser(shape)
         self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
 
     @property

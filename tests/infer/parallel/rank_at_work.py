@@ -1,0 +1,69 @@
+"""One of two ranks of a test, run by path: opens engines over both in turn and writes down what they answer.
+
+    python rank_at_work.py WORK.json RANK ANSWERS.json
+
+Without a leader: both ranks are handed the same requests.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.open_engine import open_engine
+from toolkit.infer.parallel.ranks import ParallelError, Ranks
+from toolkit.infer.sampling.sampling_params import SamplingParams
+
+MAX_TOKENS, SEED = 12, 5
+
+
+class Pair(Ranks):
+    """Both ranks, which share a file."""
+
+    def __init__(self, rank: int, file: Path) -> None:
+        self.rank, self.size, self._file = rank, 2, file
+
+    def join(self) -> None:
+        if not dist.is_initialized():
+            self.connect(dist.FileStore(str(self._file), self.size))
+
+    def agree(self, decide: Any) -> Any:
+        value = [decide() if self.rank == 0 else None]
+        dist.broadcast_object_list(value)
+        return value[0]
+
+
+def answers(case: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
+    """Tokens by what was asked: (shape or None for plain decoding, temperature, how many prompts at once)."""
+    try:
+        engine = open_engine(**case["options"], ranks=ranks).engine
+    except ParallelError as error:
+        return {"refused": str(error)}
+    found: dict[str, Any] = {"pages": engine._memory.pool.page_count, "accepted": 0, "tokens": {}}
+    found["key_heads"] = [engine._cache.shape.kv_heads]
+    if hasattr(engine.drafter, "reader"):
+        found["key_heads"].append(engine.drafter.reader.caches[0].shape.kv_heads)
+    for shape, temperature, count in case["asks"]:
+        if shape is not None:
+            engine.set_shape(DraftShape.parse(shape))
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=SEED)
+        requests = engine.generate(case["prompts"][:count], params, speculative=shape is not None)
+        engine.check_integrity()
+        found["tokens"][f"{shape}, temperature {temperature}, {count}"] = [request.output_ids for request in requests]
+        found["accepted"] += sum(event.accepted for request in requests for event in request.events)
+    engine.close()
+    return found
+
+
+if __name__ == "__main__":
+    work, rank = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
+    pair = Pair(rank, Path(sys.argv[1]).with_name("store"))
+    Path(sys.argv[3]).write_text(
+        json.dumps({name: answers(case, pair) for name, case in work.items()}), encoding="utf-8"
+    )
+    dist.destroy_process_group()

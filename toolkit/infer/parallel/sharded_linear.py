@@ -1,0 +1,99 @@
+"""Linear layers of which each rank holds a part: styles for torch's parallelize_module.
+
+DTensor divides the weights; the products run on plain tensors, as dispatching DTensors costs more than a decoding step.
+
+    column   rows of the weight [out/N, in]: whole input -> its part of the output (heads, MLP width)
+    row      columns of the weight [out, in/N]: its part of the input -> a sum over the ranks
+
+Shapes: N ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from toolkit.infer.parallel.ranks import ParallelError
+
+
+class Column(ParallelStyle):
+    """gather: the parts of the output are put together, so that every rank has all of it, the same bits."""
+
+    def __init__(self, *, gather: bool = False) -> None:
+        super().__init__()
+        self.gather = gather
+
+    @staticmethod
+    def divided(linear: nn.Linear) -> int:
+        """The width that is divided among the ranks."""
+        return linear.out_features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = _part(module.weight, device_mesh, 0)
+        if module.bias is not None:
+            module.bias = _part(module.bias, device_mesh, 0)
+        if self.gather:
+            module.register_forward_hook(_gathered)
+        return module
+
+
+class Row(ParallelStyle):
+    """split: the input comes whole, and each rank takes its part of it."""
+
+    def __init__(self, *, split: bool = False) -> None:
+        super().__init__()
+        self.split = split
+
+    @staticmethod
+    def divided(linear: nn.Linear) -> int:
+        """The width that is divided among the ranks."""
+        return linear.in_features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = _part(module.weight, device_mesh, 1)
+        if dist.get_rank():  # the bias is added once: rank 0 has it
+            module.register_parameter("bias", None)
+        if self.split:
+            module.register_forward_pre_hook(_own_part)
+        module.register_forward_hook(_summed)
+        return module
+
+
+def check_divides(path: str, module: nn.Module, style: Column | Row, size: int) -> None:
+    """Raises ParallelError unless `module`, a linear layer, can be divided among `size` ranks."""
+    if not isinstance(module, nn.Linear):
+        raise ParallelError(f"{path} is {type(module).__name__}; only linear layers can be divided among ranks")
+    width = style.divided(module)
+    if width % size:
+        raise ParallelError(
+            f"{path} is {width} wide, which {size} ranks cannot divide evenly; choose a tensor parallel size that "
+            f"divides {width}"
+        )
+
+
+def _part(whole: Any, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """This rank's part, in memory of its own: the whole weight is let go."""
+    part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None).to_local()
+    return nn.Parameter(part.clone().to(whole.device), requires_grad=False)
+
+
+def _summed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    dist.all_reduce(output)
+    return output
+
+
+def _gathered(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """[..., width/N] of every rank -> [..., width]."""
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, output.contiguous())
+    return torch.cat(parts, dim=-1)
+
+
+def _own_part(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.chunk(args[0], dist.get_world_size(), dim=-1)[dist.get_rank()], *args[1:])

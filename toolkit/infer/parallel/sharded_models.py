@@ -1,0 +1,156 @@
+"""Target and draft head divided among the ranks: the target by transformers' plan for its family, heads by ours.
+
+Attention by heads and MLPs by width, as Megatron-LM does it (arXiv 1909.08053); output matrices by vocabulary. Norms,
+embeddings and what fuses a head's inputs are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import PretrainedConfig
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.parallel.ranks import ParallelError, Ranks
+from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
+from toolkit.log import get_logger
+from toolkit.models.decoder_layer import Attention, GatedMLP
+from toolkit.models.eagle3 import Eagle3Head
+from toolkit.target.load import Target, load_config, load_target
+
+logger = get_logger(__name__)
+
+# transformers' names; the _rep ones are those of its first 5.x versions. None: whole on every rank.
+STYLES: dict[str, Column | Row | None] = {
+    "colwise": Column(),
+    "rowwise": Row(),
+    "colwise_gather_output": Column(gather=True),
+    "colwise_rep": Column(gather=True),
+    "rowwise_split_input": Row(split=True),
+    "rowwise_rep": Row(split=True),
+    "replicated_with_grad_allreduce": None,
+    "replicated": None,
+}
+INSTEAD = "serve it on one device, or export the head and serve it with SGLang or vLLM"
+PROBE_TOKENS = 8
+
+
+def load_sharded_target(
+    ranks: Ranks, name: str | Path, *, revision: str | None, device: torch.device, **options: Any
+) -> Target:
+    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole, on the host.
+
+    Raises TargetError, ParallelError for a family or numbers of heads that cannot be divided, UnsupportedTargetError
+    when the divided model does not compute what the whole one did.
+    """
+    check_heads(load_config(name, revision)[0], ranks.size, str(name))
+    ranks.join()
+
+    def load() -> tuple[Target, torch.Tensor]:
+        target = load_target(name, revision=revision, device="cpu", **options)
+        logits = _probe_logits(target)
+        _shard_layers(target, ranks)
+        # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
+        target.model.to(device)  # type: ignore[arg-type]
+        return target, logits
+
+    target, wanted = ranks.in_turn(load)
+    got = _probe_logits(target)
+    difference = float((got - wanted).norm() / wanted.norm())
+    if not difference <= (1e-3 if target.dtype == torch.float32 else 1e-1):
+        raise UnsupportedTargetError(
+            f"{type(target.model).__name__}: divided among {ranks.size} ranks its logits differ from the whole model's "
+            f"by {difference:.2g} of their size; {INSTEAD}"
+        )
+    return target
+
+
+def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Column | Row]:
+    """Styles by layer name (numbers as *), of transformers' plan. Raises ParallelError where there is none that `size`
+    ranks can follow."""
+    text: Any = config.get_text_config(decoder=True)
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    unknown = sorted(f"{key}: {style}" for key, style in plan.items() if style not in STYLES)
+    if not plan or unknown:
+        why = f"its plan asks for what is not done here ({', '.join(unknown)})" if plan else "transformers has no plan"
+        raise ParallelError(f"{name} ({text.model_type}) cannot be divided among ranks: {why}; {INSTEAD}")
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    by_heads = any(style == "colwise" and "att" in key for key, style in plan.items())
+    if by_heads and (heads % size or key_heads % size):
+        raise ParallelError(
+            f"{name} has {heads} attention heads and {key_heads} key heads, which {size} ranks cannot divide evenly; "
+            "choose a tensor parallel size that divides both"
+        )
+    return {key: style for key, value in plan.items() if (style := STYLES[value]) is not None}
+
+
+def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> None:
+    """The target's output matrix by vocabulary, and the (fitted) head likewise, as far as it divides; says which."""
+    divided: list[str] = []
+    whole: list[str] = []
+    rows = isinstance(draft, DraftCheckpoint) and draft.kind != "eagle3" and draft.token_map.size < target.vocab_size
+    what = f"its output matrix ({target.vocab_size} ids)"
+    if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows from all of it
+        whole.append(what)
+    else:
+        parallelize_module(target.lm_head, ranks.mesh, Column(gather=True))
+        divided.append(what)
+    if isinstance(draft, DraftCheckpoint):
+        _shard_head(draft.head, ranks, divided, whole)
+    logger.info(
+        "%d ranks divide the target's layers%s%s",
+        ranks.size,
+        "".join(f", {one}" for one in divided),
+        f"; whole on each: {', '.join(whole)}" if whole else "",
+    )
+
+
+def _shard_layers(target: Target, ranks: Ranks) -> None:
+    styles = check_heads(target.model.config, ranks.size, target.name)
+    modules = dict(target.body.named_modules())
+    plan = {path: style for path in modules if (style := styles.get(re.sub(r"\d+", "*", path))) is not None}
+    if not plan:
+        raise ParallelError(f"{target.name}: no layer is called as in transformers' plan ({', '.join(styles)})")
+    for path, style in plan.items():
+        check_divides(path, modules[path], style, ranks.size)
+    parallelize_module(target.body, ranks.mesh, plan)  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def _probe_logits(target: Target) -> torch.Tensor:
+    """The model's own logits of some tokens, on the host."""
+    ids = (torch.arange(PROBE_TOKENS, device=target.device) * 7919 % target.vocab_size)[None]
+    return target.model(input_ids=ids, use_cache=False).logits.float().cpu()
+
+
+def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -> None:
+    """Its attention by heads, its MLPs by width, an output matrix of its own by vocabulary."""
+    size, config = ranks.size, head.config
+    heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    by_heads, by_width = heads % size == 0 and key_heads % size == 0, width % size == 0
+    plan: dict[str, Column | Row] = {}
+    for path, module in head.named_modules():
+        if isinstance(module, Attention) and by_heads:
+            plan |= {f"{path}.{name}": Column() for name in ("q_proj", "k_proj", "v_proj")}
+            plan[f"{path}.o_proj"] = Row()
+        elif isinstance(module, GatedMLP) and by_width:
+            plan |= {f"{path}.gate_proj": Column(), f"{path}.up_proj": Column(), f"{path}.down_proj": Row()}
+    (divided if by_heads else whole).append(f"the draft head's attention ({heads} heads, {key_heads} key heads)")
+    (divided if by_width else whole).append(f"the head's MLP ({width})")
+    if isinstance(head, Eagle3Head):
+        ids = head.lm_head.out_features
+        (whole if ids % size else divided).append(f"the head's output matrix ({ids} ids)")
+        if ids % size == 0:
+            plan["lm_head"] = Column(gather=True)
+    if plan:
+        parallelize_module(head, ranks.mesh, plan)  # type: ignore[arg-type]
+    if by_heads:  # its cache holds this rank's heads
+        head.config = replace(config, num_attention_heads=heads // size, num_key_value_heads=key_heads // size)
