@@ -106,7 +106,7 @@ def arguments() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--eagle-python", metavar="PATH", help="interpreter that imports SafeAILab/EAGLE as `eagle`")
     parser.add_argument(
-        "--budget", type=float, default=420, help="seconds after which nothing new begins (default: 420)"
+        "--budget", type=float, default=400, help="seconds after which nothing new begins (default: 400)"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny random models, to see that the script runs")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from toolkit.bench.records import read_record
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
+from toolkit.infer.errors import EngineError
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -49,6 +53,19 @@ def test_the_whole_script(script, tmp_path, capsys) -> None:
     assert words.count("tiny-llama; random EAGLE-3 head; acceptance FORCED to the pattern 1 2") == 2
     assert "ours-chain-graph, tiny-llama, acceptance FORCED" in words
     assert len(record["targets"]) == 2 * 2 * (1 + 2), "two hows: a plain row and a chain of 3 with two targets"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_whole_script_on_a_gpu(script, tmp_path) -> None:
+    """Recorded part by part, where a wait for the device inside a round would have made it fall back on stamps."""
+    out = tmp_path / "record.json"
+    line = "--smoke --batch 2 --torch-compile-max-bs 2 --rounds 2 --repeats 2 --out".split()
+    assert script("engine_gpu").main([*line, str(out)]) == 0
+    rows = {(row["target"], row["engine"]): row for row in read_record(out, "engine")["rows"]}
+    assert set(rows) == {(target, engine) for target in ("tiny-demo", "tiny-llama") for engine in OURS}
+    for (_, engine), row in rows.items():
+        assert row["parts_by"] == ("stamps" if engine.endswith("eager") else "graphs") and row["parts"]["verify"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it would be measured")
@@ -130,6 +147,60 @@ def test_time_belongs_to_the_innermost_part(script, tiny_target, tiny_draft) -> 
     with found.wrapped():
         assert Engine._propose is not own
     assert Engine._propose is own
+
+
+class FakeGraph:
+    """A graph that knows whether it is recorded, and is started by being written down."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def capture_begin(self, pool: object) -> None:
+        self._log.append("begin")
+
+    def capture_end(self) -> None:
+        self._log.append("end")
+
+    def replay(self) -> None:
+        self._log.append("replay")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch) -> list[str]:
+    """As much of torch.cuda as a recording touches, writing down what was asked of graphs."""
+    log: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"CUDAGraph": lambda: FakeGraph(log), "Stream": lambda: stream, "current_stream": lambda: stream}
+    fakes |= {"stream": lambda one: nullcontext(), "synchronize": lambda: None, "graph_pool_handle": lambda: (0, 1)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return log
+
+
+def test_a_recording_is_cut_where_parts_change(script, fake_cuda) -> None:
+    """One graph a part, in their order, each ended before the next begins, and a stamp before each start."""
+    clock = Ticking()
+    clock.on_device = True
+    found = script("round_parts").RoundParts(clock)
+    inner = found._wrapped(lambda: None, "build")
+    draft = found._wrapped(lambda: (inner(), inner()), "draft")
+    verify = found._wrapped(lambda: None, "verify")
+    replay = found(lambda: (draft(), verify()))
+    segments = ["host", "draft", "build", "draft", "build", "draft", "host", "verify", "host"]
+    assert fake_cuda == ["begin", "end"] * len(segments)
+    fake_cuda.clear()
+    found.restart()
+    replay()
+    assert fake_cuda == ["replay"] * len(segments) and [part for part, _ in found._stamps[1:]] == [*segments, "host"]
+
+    def waits():
+        if found._cut is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    fails = found._wrapped(waits, "sample")
+    with pytest.raises(EngineError, match="part by part .operation not permitted"):
+        found(lambda: draft() and fails())
+    assert found._cut is None and found.recorded == 1 and fake_cuda.count("begin") == fake_cuda.count("end")
 
 
 def test_bytes_of_a_plain_step(script, tiny_target) -> None:

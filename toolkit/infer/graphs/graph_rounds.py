@@ -117,6 +117,10 @@ class GraphRounds:
         self._compiled = self._compile()
         state = RoundState(rows, self.cache.pool, shape.device)
         self._machine = Machine(self.target, self.forward, self.cache, ops, drafter, self.max_context, state)
+        if self._compiled is not None:  # now: no request shall wait for a compiler
+            with torch.inference_mode():
+                for bucket in [one for one in self._buckets if one <= self._compiled.settings.max_rows]:
+                    self._recording(_Kind(bucket, None if drafter is None else drafter.shape, None))
 
     def run(self, requests: Sequence[Request]) -> Walk | None:
         """The round of these rows; None where it has to run eagerly."""
