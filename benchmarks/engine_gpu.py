@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from roofline_targets import Subject, demo_subject, shaped_subject, tiny_subject
 from round_parts import Clock, bandwidth
 
 from toolkit.bench.records import make_record
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.errors import DraftShapeError
 
 COPIED, COPIED_IN_SMOKE = 2**31, 2**22  # bytes
 LLAMA_BYTES = 22e9  # to make the 8B shape and its head
@@ -48,12 +51,16 @@ def subjects(bench: Bench) -> Iterator[tuple[str, Callable[[], Subject]]]:
     args, device = bench.args, bench.device
     if args.smoke:
         for one in tiny_subjects(device, args.context, args.accept):
-            yield one.name, lambda one=one: one
+            yield one.name, partial(_ready, one)
         return
     if "llama" in args.only and bench.holds("llama", LLAMA_BYTES):
         yield "llama", lambda: shaped_subject(device, args.context, args.accept)
     if "demo" in args.only:
         yield "demo", lambda: demo_subject(args.target, args.draft, device)
+
+
+def _ready(subject: Subject) -> Subject:
+    return subject
 
 
 def run(bench: Bench) -> None:
@@ -71,7 +78,8 @@ def run(bench: Bench) -> None:
                 stack.enter_context(forced(subject.pattern, subject.draft.token_map, vocabulary, bench.device))
             measure(bench, subject, eagle)
             _show(bench, subject)
-        subject = None
+            del subject
+        torch.compiler.reset()  # what was compiled for a target holds it
         gc.collect()
 
 
@@ -114,8 +122,25 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """Exits with a message where arguments do not go together."""
+    if args.smoke and (args.draft or args.target or args.eagle_python):
+        parser.error("--smoke is of tiny random models: leave --draft, --target and --eagle-python out")
+    if min(*args.batch, args.rounds, args.repeats, args.context) < 1 or args.torch_compile_max_bs < 0:
+        parser.error("--batch, --rounds, --repeats and --context are 1 at least, --torch-compile-max-bs 0")
+    if min(args.accept) < 0:
+        parser.error(f"--accept {min(args.accept)}: a round accepts 0 drafts at least")
+    for text in args.shapes:
+        try:
+            DraftShape.parse(text)
+        except DraftShapeError as error:
+            parser.error(f"--shapes: {error}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    parser = arguments()
+    args = checked(parser, parser.parse_args(argv))
     device = torch.device(args.device)
     if not (args.smoke and device.type == "cpu") and not (device.type == "cuda" and torch.cuda.is_available()):
         print(NEEDED, file=sys.stderr)

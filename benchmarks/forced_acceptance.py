@@ -76,7 +76,7 @@ def forced(pattern: Sequence[int], token_map: TokenMap, vocab_size: int, device:
 
         return replace(ops, follow_choices=follow_choices)
 
-    verify.ops_for = ops_for  # type: ignore[assignment]
+    verify.ops_for = ops_for
     try:
         yield
     finally:

@@ -163,13 +163,17 @@ class Ours:
 
 
 class _Ticks(StoppingCriteria):
-    """When each token came; stops nothing. `generate` waits for the device after every token."""
+    """When the tokens of these numbers were there; stops nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, numbers: Sequence[int]) -> None:
+        self._clock, self._numbers, self._seen = clock, numbers, 0
         self.at: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_more: Any) -> Any:
-        self.at.append(time.perf_counter())
+        if self._seen in self._numbers:
+            self._clock.wait()
+            self.at.append(time.perf_counter())
+        self._seen += 1
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -179,8 +183,8 @@ class HuggingFace:
 
     name, over, shape, version = "hf-generate-static", "ours-plain-graph", None, transformers.__version__
 
-    def __init__(self, subject: Subject, sizes: Sizes) -> None:
-        self._model, self._sizes = subject.target.model, sizes
+    def __init__(self, subject: Subject, sizes: Sizes, clock: Clock) -> None:
+        self._model, self._sizes, self._clock = subject.target.model, sizes, clock
         self._settings = GenerationConfig(
             max_new_tokens=SETTLING + sizes.rounds + 1, do_sample=False, cache_implementation="static", pad_token_id=0
         )
@@ -189,7 +193,8 @@ class HuggingFace:
         longest, device = self._sizes.longest, self._model.device
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        ticks, own = _Ticks(), self._model.generation_config
+        ticks = _Ticks(self._clock, (SETTLING, SETTLING + self._sizes.rounds))
+        own = self._model.generation_config
         # `generate` fills gaps of its settings from there: the target's stop ids would come back.
         self._model.generation_config = GenerationConfig(pad_token_id=0)
         try:
@@ -201,8 +206,8 @@ class HuggingFace:
             )
         finally:
             self._model.generation_config = own
-        seconds = ticks.at[-1] - ticks.at[SETTLING]
-        return Turn(seconds, self._sizes.rounds, len(prompts), self._sizes.rounds * len(prompts))
+        first, last = ticks.at
+        return Turn(last - first, self._sizes.rounds, len(prompts), self._sizes.rounds * len(prompts))
 
 
 class EagleOwn:

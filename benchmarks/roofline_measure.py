@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,14 @@ def measure_batch(
     with contextlib.ExitStack() as stack:
         # Before ours, whose hooks on the target would be compiled with it.
         if sizes.batch in bench.args.hf_batch:
-            enter(HuggingFace.name, lambda: HuggingFace(subject, sizes))
+            enter(HuggingFace.name, lambda: HuggingFace(subject, sizes, bench.clock))
         else:
             bench.left_out[f"{HuggingFace.name}, {what}"] = "not among --hf-batch: each size compiles for a minute"
         if eagle is not None and sizes.batch == 1:
             tree = DraftShape.parse(bench.args.shapes[-1])
             enter(EagleOwn.name, lambda: EagleOwn(eagle, tree, 2 * sizes.rounds))
         for mode in wanted:
-            enter(mode.name, lambda mode=mode: Ours(subject, mode, sizes, bench.clock, bench.capture))
+            enter(mode.name, partial(Ours, subject, mode, sizes, bench.clock, bench.capture))
         for repeat in range(bench.args.repeats):
             for name in rotated(list(entrants), repeat):
                 with bench.surviving(f"{name}, {what}"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -32,7 +33,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
 
 DRAFT_VOCABULARY = 32000
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "rope_parameters": {
@@ -40,7 +41,7 @@ LLAMA = {
         "original_max_position_embeddings": 8192,
     },
 }  # fmt: skip
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.2,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -75,6 +76,22 @@ def test_it_refuses_without_a_gpu(script, capsys, tmp_path, line) -> None:
     out = tmp_path / "record.json"
     assert script("engine_gpu").main([*line, "--out", str(out)]) == 2
     assert "sees none here" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--smoke --device cpu --target x", "leave --draft, --target"),
+        ("--batch 0", "1 at least"),
+        ("--shapes 3,1,7", "--shapes: .*3"),
+        ("--accept 1 -1", "--accept -1"),
+    ],
+)
+def test_what_does_not_go_together(script, capsys, line, says) -> None:
+    """Said before the card is touched."""
+    with pytest.raises(SystemExit):
+        script("engine_gpu").main(line.split())
+    assert re.search(says, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
