@@ -23,11 +23,8 @@ from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.compiled.compiled_layers import forwards
 from toolkit.infer.errors import CompileError
-from toolkit.log import get_logger
 from toolkit.models.decoder_layer import Attend, DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
-
-logger = get_logger(__name__)
 
 OPAQUE = "toolkit-opaque"
 SIZES = 256  # that one kind of layer may be compiled for; Dynamo's own limit of 8 is for programs that never settle
