@@ -159,7 +159,9 @@ class Ours:
         return Turn(seconds, self._rounds, len(requests), tokens)
 
     def close(self) -> None:
+        """Its memory is free for the next."""
         self._engine.close()
+        del self._engine
 
 
 class _Ticks(StoppingCriteria):

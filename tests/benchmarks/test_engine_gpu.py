@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+import sys
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -218,6 +219,22 @@ def test_a_recording_is_cut_where_parts_change(script, fake_cuda) -> None:
     with pytest.raises(EngineError, match="part by part .operation not permitted"):
         found(lambda: draft() and fails())
     assert found._cut is None and found.recorded == 1 and fake_cuda.count("begin") == fake_cuda.count("end")
+
+
+def test_targets_from_files_and_eagles_own_engine(script, draft_directory, tiny_target_directory) -> None:
+    """What head it is is said; an engine that is not installed is named with the reason, its files written before."""
+    measure, targets, clocks = (script(name) for name in ("roofline_measure", "roofline_targets", "round_parts"))
+    cpu, name = torch.device("cpu"), str(tiny_target_directory)
+    args = script("engine_gpu").arguments().parse_args(["--eagle-python", sys.executable])
+    bench = measure.Bench(args, cpu, clocks.Clock(cpu))
+    trained, untrained = targets.demo_subject(None, draft_directory, cpu), targets.demo_subject(name, None, cpu)
+    assert trained.head == f"trained (eagle3, {draft_directory})" and trained.target.name == name
+    assert untrained.head == "initialised from the target, not trained" and untrained.pattern is None
+    with ExitStack() as stack:
+        assert measure.open_eagle(bench, trained, stack) is None
+        assert "No module named 'eagle'" in bench.left_out[f"eagle-own-tree, {name}"]
+        assert measure.open_eagle(bench, untrained, stack) is None
+        assert "needs --draft" in bench.left_out[f"eagle-own-tree, {name}"]
 
 
 def test_bytes_of_a_plain_step(script, tiny_target) -> None:
