@@ -31,7 +31,7 @@ DEFINITIONS = {
     "overhead_of_verify": "all parts but verify, host included, over verify",
     "bytes_per_step": "weights that a plain step reads, output matrix included and embedding left out, and the keys "
     "and values of `context`",
-    "share_of_bandwidth": "bytes_per_step / round_seconds / the card's measured bandwidth",
+    "share_of_bandwidth": "bytes_per_step / round_seconds / the larger of the card's bandwidths (`card`)",
     "peak_memory_bytes": "largest allocation of the process so far: all entrants of a batch size are loaded together",
 }
 # name, key of a row, at least or at most, by what is drafted
