@@ -73,7 +73,7 @@ class Vllm:
 class EagleOwn:
     """SafeAILab's EAGLE by its own code (https://github.com/SafeAILab/EAGLE), one prompt at a time.
 
-    `directory` and `draft` are folders as that code reads them (engine_folders.py).
+    `directory` and `draft` are folders as that code reads them (engine_folders.py). device: cpu if nothing is said.
     """
 
     most = 1
@@ -85,6 +85,9 @@ class EagleOwn:
 
         torch.set_num_threads(settings["threads"])
         nodes = settings["num_draft_tokens"]
+        self._device = settings.get("device", "cpu")
+        # Its tree lies in plain attributes, on the device that the weights were loaded on.
+        where = {} if self._device == "cpu" else {"device_map": self._device}
         self._model = EaModel.from_pretrained(
             base_model_path=settings["directory"],
             ea_model_path=settings["draft"],
@@ -93,6 +96,7 @@ class EagleOwn:
             top_k=settings["top_k"],
             total_token=nodes,
             torch_dtype=settings["torch_dtype"],
+            **where,
         ).eval()
         # It reads no more of its tokenizer than the id to stop at, and no token has this one.
         self._model.tokenizer = types.SimpleNamespace(eos_token_id=-1)
@@ -106,7 +110,7 @@ class EagleOwn:
         (prompt,) = prompts
         # It goes on until more than max_new_tokens are written, and writes whole runs.
         ids, written, last_step = self._model.eagenerate(
-            torch.tensor([prompt]), max_new_tokens=max_tokens - 1, max_length=self._room, log=True
+            torch.tensor([prompt], device=self._device), max_new_tokens=max_tokens - 1, max_length=self._room, log=True
         )
         answer = ids[0, len(prompt) :].tolist()
         steps = last_step + 1

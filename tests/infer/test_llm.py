@@ -13,6 +13,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.offline_prompts import OfflinePromptError, read_offline_prompts
+from toolkit.infer.open_engine import OpenError
 from toolkit.infer.request import PromptTooLongError
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -86,6 +87,16 @@ def test_details_come_only_where_there_are_any(llm):
     assert drafted.accept_length >= 1 and drafted.acceptance.verify_steps > 0
     assert math.isnan(plain.accept_length) and not any(plain.from_draft)
     assert drafted.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [({"cuda_graph_max_bs": 3}, "graphs need a GPU"), ({"torch_compile_max_bs": 3}, "max-bs 3 came without")],
+)
+def test_bounds_of_graphs_and_compiler_reach_the_engine(bounds, says):
+    """Left out on the way, rounds would run eagerly on a GPU, and nobody would be told."""
+    with pytest.raises((EngineError, OpenError), match=says):
+        LLM("x", device="cpu", **bounds)
 
 
 def test_one_prompt_that_does_not_fit_stops_all(llm):

@@ -67,6 +67,11 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
         ({"target": "x", "max_batch": 0}, "max_batch is 0"),
         ({"target": "x", "device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
+        ({"target": "x", "torch_compile_max_bs": 4}, "--torch-compile-max-bs 4 came without --torch-compile"),
+        (
+            {"target": "x", "device": "cpu", "torch_compile": True, "torch_compile_max_bs": 4},
+            "came with cpu as device.* saves nothing",
+        ),
         ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),

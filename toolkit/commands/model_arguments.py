@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --quantization,
-    --torch-compile, --device."""
+    --torch-compile, --torch-compile-max-bs, --cuda-graph-max-bs, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -59,6 +59,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantization_argument(group)
     add_compile_argument(group)
     group.add_argument(
+        "--torch-compile-max-bs",
+        type=int,
+        metavar="N",
+        help="with --torch-compile on a GPU: rounds of up to N requests run compiled layers, the head's too (default: "
+        "32, or --cuda-graph-max-bs if that is less)",
+    )
+    group.add_argument(
         "--cuda-graph-max-bs",
         type=int,
         metavar="N",
@@ -84,8 +91,9 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
         "--torch-compile",
         action="store_true",
         default=None,
-        help="run the target's layers compiled, for shorter steps (CPU); the first start compiles them, which takes "
-        "about half a minute and a C++ compiler, and later ones find them in TOOLKIT_CACHE",
+        help="run the target's layers compiled, for shorter steps; on a CPU the first start compiles them, which takes "
+        "about half a minute and a C++ compiler, and later ones find them in TOOLKIT_CACHE; on a GPU (serve, chat) the "
+        "rounds of --cuda-graph-max-bs are compiled before they are recorded",
     )
 
 
@@ -107,6 +115,7 @@ def open_from(args: argparse.Namespace, max_batch: int, *, tensor_parallel_size:
         dtype=args.dtype,
         quantization=args.quantization or "auto",
         torch_compile=bool(args.torch_compile),
+        torch_compile_max_bs=args.torch_compile_max_bs,
         cuda_graph_max_bs=args.cuda_graph_max_bs,
         device=args.device,
         max_batch=max_batch,

@@ -67,10 +67,11 @@ class LLM:
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
     max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
-    none, or auto (as the draft directory states it). torch_compile: the target's layers run compiled, which the first
-    start pays with half a minute and a C++ compiler (CPU). device: auto (a GPU if there is one), cpu, cuda, cuda:1.
-    tensor_parallel_size: processes of this machine that divide the weights and the cache, each on a GPU of its own (or
-    on the CPU).
+    none, or auto (as the draft directory states it). torch_compile: layers run compiled, which the first start pays
+    with half a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
+    cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU). device: auto (a GPU if there is
+    one), cpu, cuda, cuda:1. tensor_parallel_size: processes of this machine that divide the weights and the cache, each
+    on a GPU of its own (or on the CPU).
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed. `generate` raises RankLostError when another process of several ends.
@@ -90,6 +91,8 @@ class LLM:
         dtype: str = "auto",
         quantization: str = "auto",
         torch_compile: bool = False,
+        torch_compile_max_bs: int | None = None,
+        cuda_graph_max_bs: int | None = None,
         device: str = "auto",
         revision: str | None = None,
         tensor_parallel_size: int = 1,
@@ -104,6 +107,8 @@ class LLM:
             dtype=dtype,
             quantization=quantization,
             torch_compile=torch_compile,
+            torch_compile_max_bs=torch_compile_max_bs,
+            cuda_graph_max_bs=cuda_graph_max_bs,
             device=device,
             max_batch=max_batch,
             max_context=max_context,

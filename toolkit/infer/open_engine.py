@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
-from toolkit.infer.compiled.compiled_layers import check_device
+from toolkit.infer.compiled.compiled_rounds import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
-from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.errors import CompileError, DraftShapeError
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
@@ -65,6 +65,7 @@ def open_engine(
     memory: MemorySettings = DEFAULT_MEMORY,
     quantization: str = "auto",
     torch_compile: bool = False,
+    torch_compile_max_bs: int | None = None,
     cuda_graph_max_bs: int | None = None,
     ranks: Ranks | None = None,
 ) -> Opened:
@@ -77,11 +78,10 @@ def open_engine(
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
-    the draft directory states it, else none. memory: the cache's size. torch_compile: compiled layers (CPU).
-    cuda_graph_max_bs: GraphSettings. ranks: this process is one of several that open and run the engine together (see
-    open_parallel).
-    Raises ValueError (OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, or
-    TargetError).
+    the draft directory states it, else none. memory: the cache's size. cuda_graph_max_bs: GraphSettings.
+    torch_compile: see compile_settings. ranks: this process is one of several that open and run the engine together
+    (see open_parallel).
+    Raises OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, TargetError.
     """
     if draft is None and target is None:
         raise OpenError(
@@ -93,9 +93,9 @@ def open_engine(
         raise OpenError(f"max_batch is {max_batch}; at least one request must fit")
     wanted = parse_shape(shape, "shape") if isinstance(shape, str) else shape
     where = parse_device(device)
-    if torch_compile:
-        check_device(where)
-    graphs = graphs_for(cuda_graph_max_bs, adaptive, where)
+    recorded = compile_settings(torch_compile, torch_compile_max_bs, cuda_graph_max_bs, where)
+    graphs = graphs_for(cuda_graph_max_bs, adaptive, where, recorded)
+    torch_compile = torch_compile and recorded is None
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft, target, revision) if draft is not None else None
     name, revision = (target, revision) if target is not None else target_of(head)
@@ -161,7 +161,38 @@ def parse_device(text: str) -> torch.device:
     return device
 
 
-def graphs_for(max_rows: int | None, adaptive: bool | None, device: torch.device) -> GraphSettings | None:
+def compile_settings(
+    wanted: bool, max_rows: int | None, graph_rows: int | None, device: torch.device
+) -> CompileSettings | None:
+    """On a GPU --torch-compile means the layers of recorded rounds of up to `max_rows` requests (None: 32, as far as
+    rounds are recorded). None where nothing is compiled, and on a CPU, where all of a target's layers are.
+
+    Raises OpenError, CompileError where that does not go together.
+    """
+    if not wanted:
+        if max_rows is not None:
+            raise OpenError(
+                f"--torch-compile-max-bs {max_rows} came without --torch-compile; add that, or leave the bound out"
+            )
+        return None
+    if device.type == "cpu":
+        if max_rows is not None:
+            raise OpenError(
+                f"--torch-compile-max-bs {max_rows} came with {device} as device, where two programs serve any number "
+                "of requests, so that a bound saves nothing: leave it out"
+            )
+        return None
+    if graph_rows is None:
+        raise CompileError(
+            f"--torch-compile came with {device} as device and no CUDA graphs; there the layers of recorded rounds are "
+            "compiled: add --cuda-graph-max-bs N, leave --torch-compile out, or use --device cpu"
+        )
+    return CompileSettings(min(graph_rows, DEFAULT_ROWS) if max_rows is None else max_rows)
+
+
+def graphs_for(
+    max_rows: int | None, adaptive: bool | None, device: torch.device, compiled: CompileSettings | None = None
+) -> GraphSettings | None:
     """Rounds of up to max_rows requests as graphs. Raises OpenError, EngineError where that does not go together."""
     if max_rows is None:
         return None
@@ -170,7 +201,7 @@ def graphs_for(max_rows: int | None, adaptive: bool | None, device: torch.device
             "adaptive drafting and CUDA graphs came together; a graph is of one draft shape: leave --adaptive or "
             "--cuda-graph-max-bs out"
         )
-    settings = GraphSettings(max_rows)
+    settings = GraphSettings(max_rows, compiled=compiled)
     settings.check(device)
     return settings
 

@@ -10,11 +10,13 @@ from toolkit.bench.near_tie import compare
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer import draft_tree, verify
 from toolkit.infer.attention import attention_plan
+from toolkit.infer.compiled.compiled_rounds import CompileSettings
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters import autoregressive_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kernels.choose import REFERENCE, triton_ops
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling import sampler
@@ -195,6 +197,28 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
         assert [request.output_ids for request in requests] == wanted
         assert sum(request.cached_tokens for request in requests) >= 2 * 32
         assert sum(request.preemptions for request in requests) > 0
+
+
+def again(run):
+    """In the place of a CUDA graph: the round runs once more."""
+    run()
+    return run
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3", "gpt2"])
+def test_family_is_exact_in_compiled_rounds(family, small_target, reference):
+    """Windows, soft caps, sinks, values narrower than keys, experts, unnamed arguments: what each layer asks of its
+    attention goes through the compiler unchanged, while layers of a kind share what was compiled."""
+    target = build(family, FAMILIES[family], small_target.tokenizer)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5)]
+    graphs = GraphSettings(2, again, CompileSettings(2, "eager"))
+    memory = MemorySettings(scattered_pages=True)
+    engine = Engine(target, build_head(target), DraftShape.parse("3,4,14"), max_batch=2, graphs=graphs, memory=memory)
+    requests = engine.generate(prompts, SamplingParams(max_tokens=24))
+    engine.close()
+    assert [request.output_ids for request in requests] == [reference(target, prompt, 24) for prompt in prompts]
+    assert sum(event.accepted for request in requests for event in request.events) > 0
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

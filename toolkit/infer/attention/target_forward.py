@@ -9,8 +9,8 @@ and keys, Dv of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,11 +69,12 @@ class TargetForward:
     def __init__(self, target: Target, *, torch_compile: bool = False) -> None:
         self.target = target
         self._compiled: CompiledLayers | None = None
+        self.attention = ATTENTION  # the name under which transformers finds it
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
         try:
             self.kv_shape = self._probe_layers()
-            self._compare_logits()
+            self.compare_logits()
         except TargetError:
             raise
         except FOREIGN as error:
@@ -87,9 +88,9 @@ class TargetForward:
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
         if self._compiled is None:
-            return self._run(ATTENTION, input_ids, positions, plan)
+            return self._run(self.attention, input_ids, positions, plan)
         with self._compiled.running(plan, len(input_ids)):
-            return self._run(ATTENTION, input_ids, positions, plan)
+            return self._run(self.attention, input_ids, positions, plan)
 
     def _run(
         self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionPlan | AttentionProbe
@@ -116,8 +117,11 @@ class TargetForward:
         self._run(PROBE, torch.zeros_like(at), at, probe)
         return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
 
-    def _compare_logits(self) -> None:
-        """Half the tokens as a prompt, half as nodes behind it, against the model's own forward."""
+    def compare_logits(self, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Half the tokens as a prompt, half as nodes behind it, against the model's own forward.
+
+        running: what the engine's forwards run in. Raises UnsupportedTargetError where the two differ.
+        """
         device = self.target.device
         ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
         at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
@@ -125,8 +129,9 @@ class TargetForward:
         pool.grow(0, PROBE_TOKENS)
         cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
-        first = self(ids[:, :half], at[:, :half], prompt_plan(cache, 0, [0], half))
-        rest = self(ids[:, half:], at[:, half:], tree_plan(cache, [half], chain, at[:, :half]))
+        with running():
+            first = self(ids[:, :half], at[:, :half], prompt_plan(cache, 0, [0], half))
+            rest = self(ids[:, half:], at[:, half:], tree_plan(cache, [half], chain, at[:, :half]))
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()

@@ -137,8 +137,8 @@ def check_device(device: torch.device) -> None:
     """Raises CompileError for a device that layers are not compiled for."""
     if device.type != "cpu":
         raise CompileError(
-            f"torch_compile came with a target on {device}; the engine compiles layers on a CPU alone: leave "
-            "--torch-compile out, or use --device cpu"
+            f"torch_compile came with a target on {device}, where only rounds that are recorded run compiled layers: "
+            "leave --torch-compile out, or use --device cpu (serve and chat record rounds: --cuda-graph-max-bs)"
         )
 
 
@@ -175,7 +175,7 @@ class CompiledLayers:
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
         _now.plan, _now.rows = plan, rows
-        with _forwards(self._layers, self._calls):
+        with forwards(self._layers, self._calls):
             try:
                 yield
             finally:
@@ -212,7 +212,7 @@ class CompiledLayers:
 
         plan = _NotedPlan()
         at = torch.arange(1, tokens + 1, device=target.device).expand(rows, tokens)
-        with _forwards(self._layers, [noting(layer) for layer in self._layers]):
+        with forwards(self._layers, [noting(layer) for layer in self._layers]):
             run("toolkit", at * 7919 % target.vocab_size, at, plan)
         return [_Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
 
@@ -243,7 +243,7 @@ class CompiledLayers:
 
 
 @contextmanager
-def _forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Iterator[None]:
+def forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Iterator[None]:
     """The layers run these in place of their own forward. A plain entry of the instance: what is costs no time."""
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer, call in zip(layers, calls, strict=True):

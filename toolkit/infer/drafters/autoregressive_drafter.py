@@ -43,7 +43,8 @@ CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them 
 
 
 class AutoregressiveDrafter:
-    """Owns the head's caches, the target features it still has to read, and the hooks that bring them."""
+    """Owns the head's caches, the target features it still has to read, and the hooks that bring them. module: the
+    head itself."""
 
     def __init__(
         self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, drawn: bool = False
@@ -51,6 +52,7 @@ class AutoregressiveDrafter:
         """pool: where the head's caches lie. drawn: requests with a temperature get drafts drawn from the head's law,
         and the laws with them (chains)."""
         check_draft_matches(draft, target)
+        self.module = draft.head
         self._head = drafting_head(draft, target)
         # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
         self._unhook = weakref.finalize(self, self._head.remove)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.compiled.compiled_rounds import CompiledRounds, CompileSettings
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
-from toolkit.infer.errors import EngineError
+from toolkit.infer.errors import CompileError, EngineError
 from toolkit.infer.graphs.cuda_capture import Capture, CudaCapture, Run
 from toolkit.infer.graphs.device_round import DeviceRound, Machine
 from toolkit.infer.graphs.fixed_laws import FixedLaws
@@ -39,10 +40,12 @@ STEP = 8  # rows between two buckets, from the first bucket of that size on
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """max_rows: rounds of more rows run eagerly. capture: how a round is recorded; None: as a CUDA graph."""
+    """max_rows: rounds of more rows run eagerly. capture: how a round is recorded; None: as a CUDA graph. compiled:
+    rounds are recorded with compiled layers."""
 
     max_rows: int
     capture: Capture | None = None
+    compiled: CompileSettings | None = None
 
     def check(self, device: torch.device) -> None:
         """Raises EngineError for settings that nothing can be recorded with on this device."""
@@ -52,6 +55,11 @@ class GraphSettings:
             raise EngineError(
                 f"cuda_graph_max_bs came with {device} as device; graphs need a GPU: leave --cuda-graph-max-bs out, or "
                 "use --device cuda"
+            )
+        if self.compiled is not None and self.compiled.max_rows > self.max_rows:
+            raise EngineError(
+                f"torch_compile_max_bs is {self.compiled.max_rows} and cuda_graph_max_bs {self.max_rows}; layers are "
+                f"compiled for rounds that are recorded: lower the first to {self.max_rows}, or raise the second"
             )
 
 
@@ -106,8 +114,13 @@ class GraphRounds:
         drafter = self.drafter if isinstance(self.drafter, AutoregressiveDrafter) else None
         self._head = drafter
         self._never = self._why_never(ops.paged_width)
+        self._compiled = self._compile()
         state = RoundState(rows, self.cache.pool, shape.device)
         self._machine = Machine(self.target, self.forward, self.cache, ops, drafter, self.max_context, state)
+        if self._compiled is not None:  # now: no request shall wait for a compiler
+            with torch.inference_mode():
+                for bucket in [one for one in self._buckets if one <= self._compiled.settings.max_rows]:
+                    self._recording(_Kind(bucket, None if drafter is None else drafter.shape, None))
 
     def run(self, requests: Sequence[Request]) -> Walk | None:
         """The round of these rows; None where it has to run eagerly."""
@@ -135,6 +148,14 @@ class GraphRounds:
         if self._head is not None:
             self._head.note_round(requests, found)
         return found
+
+    def _compile(self) -> CompiledRounds | None:
+        if self.settings.compiled is None:
+            return None
+        if self._never is not None:
+            raise CompileError(f"torch_compile: no round is recorded, since {self._never}; leave --torch-compile out")
+        head = None if self._head is None else self._head.module
+        return CompiledRounds(self.settings.compiled, self.forward, head)
 
     # -- which rounds --------------------------------------------------------------------------------------------------
 
@@ -189,16 +210,20 @@ class GraphRounds:
         machine, rows = self._machine, slice(0, kind.bucket)
         laws = None if kind.cut is None else FixedLaws(machine.state, kind.bucket, cut=kind.cut)
         one = DeviceRound(machine, kind.bucket, kind.shape, laws)
+        compiled = self._compiled
+        if compiled is not None and kind.bucket > compiled.settings.max_rows:
+            compiled = None
         stores = [] if self._head is None else self._head.pending.stores
         before = [store[rows].clone() for store in stores]
         machine.state.place([], kind.bucket)
         try:
-            replay = self._capture(one)
+            replay = self._capture(one if compiled is None else compiled.around(one))
         finally:
             for store, kept in zip(stores, before, strict=True):
                 store[rows] = kept
         what = "plain decoding" if kind.shape is None else kind.shape.name
         law = {None: "greedy", False: "sampled", True: "sampled from cut laws"}[kind.cut]
+        law += "" if compiled is None else ", compiled"
         seconds = time.perf_counter() - started
         logger.info("cuda graphs: %d rows of %s, %s, recorded in %.1f s", kind.bucket, what, law, seconds)
         return _Recorded(one, replay)

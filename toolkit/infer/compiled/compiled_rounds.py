@@ -1,0 +1,180 @@
+"""Layers of target and head, compiled for rounds that are recorded as graphs: one set of kernels a size of round.
+
+A recorded round has fixed sizes, so that each (rows, nodes) is compiled for itself, in the runs before its recording;
+the recording then holds the compiled kernels, and nothing is compiled or looked up while it is replayed. Dynamo shares
+what it compiled between layers of one kind. Attention stays the engine's: to the compiler it is one opaque operator.
+
+Shapes: B rows, N tokens a row, T = B * N, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from toolkit.infer.attention.attention_plan import AttentionPlan
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.compiled.compiled_layers import forwards
+from toolkit.infer.errors import CompileError
+from toolkit.models.decoder_layer import Attend, DecoderLayer
+from toolkit.models.eagle3 import DraftLayer
+
+OPAQUE = "toolkit-opaque"
+SIZES = 256  # that one kind of layer may be compiled for; Dynamo's own limit of 8 is for programs that never settle
+DEFAULT_ROWS = 32
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """max_rows: recordings of more rows hold the layers' own code. backend: of torch.compile; it must make no CUDA
+    graphs of its own. Raises CompileError for max_rows below 1."""
+
+    max_rows: int = DEFAULT_ROWS
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
+
+
+class _Now(threading.local):
+    """What the operators cannot be handed through compiled code: the layer that runs in this thread."""
+
+    plan: AttentionPlan
+    layer = 0
+    attend: Attend
+
+
+_now = _Now()
+
+
+def _attend_planned(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv], by the plan of the forward that runs."""
+    return _now.plan.attend(_now.layer, q, k, v, scaling, window, softcap, sinks).contiguous()
+
+
+def _attend_drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D], by the attention that the head was handed."""
+    return _now.attend(q, k, v).contiguous()
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+for _name, _run, _arguments in (
+    ("attend_planned", _attend_planned, ", float scaling, int? window, float? softcap, Tensor? sinks"),
+    ("attend_drafting", _attend_drafting, ""),
+):
+    _library.define(f"{_name}(Tensor q, Tensor k, Tensor v{_arguments}) -> Tensor")
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("toolkit::attend_planned")
+def _planned_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@torch.library.register_fake("toolkit::attend_drafting")
+def _drafting_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _opaque_attention(
+    _module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_probed: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in a target's layer. The keywords were checked by the engine's probe."""
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return torch.ops.toolkit.attend_planned(query, key, value, scaling, sliding_window, softcap, s_aux), None
+
+
+AttentionInterface.register(OPAQUE, _opaque_attention)
+
+
+class CompiledRounds:
+    """A target's layers, and those of a head, compiled by torch.compile. Both are changed only inside `running`.
+
+    Raises CompileError where the target's layers cannot be compiled, or give other logits than the model.
+    """
+
+    def __init__(self, settings: CompileSettings, forward: TargetForward, head: nn.Module | None) -> None:
+        self.settings, self._forward = settings, forward
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layers' own code
+        drafting = (
+            [] if head is None else [one for one in head.modules() if isinstance(one, (DraftLayer, DecoderLayer))]
+        )
+        self._layers: list[nn.Module] = [*forward.target.layers, *drafting]
+        self._calls = [self._target_call(*one) for one in enumerate(forward.target.layers)]
+        self._calls += [self._draft_call(layer) for layer in drafting]
+        try:
+            with torch.inference_mode():
+                forward.compare_logits(self.running)
+        except ValueError as error:
+            raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
+
+    def around(self, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` with the layers compiled."""
+
+        def compiled() -> None:
+            with self.running():
+                run()
+
+        return compiled
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Forwards of target and head inside run their layers compiled; the layers' hooks fire as ever."""
+        limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
+        before, self._forward.attention = self._forward.attention, OPAQUE
+        try:
+            with limits, forwards(self._layers, self._calls):
+                yield
+        finally:
+            self._forward.attention = before
+
+    def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*tensors: Any, plan: AttentionPlan, **keywords: Any) -> Any:
+            _now.plan, _now.layer = plan, index
+            try:
+                return self._run(layer, *tensors, **keywords)
+            finally:
+                del _now.plan
+
+        return forward
+
+    def _draft_call(self, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*tensors: Any) -> Any:
+            *inputs, _now.attend = tensors
+            try:
+                return self._run(layer, *inputs, torch.ops.toolkit.attend_drafting)
+            finally:
+                del _now.attend
+
+        return forward
+
+    def _run(self, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        own = type(layer).forward
+        if own not in self._compiled:
+            self._compiled[own] = torch.compile(own, fullgraph=True, dynamic=False, backend=self.settings.backend)
+        try:
+            return self._compiled[own](layer, *inputs, **keywords)
+        except torch._dynamo.exc.TorchDynamoException as error:  # of the family's own code, or of the compiler
+            said = " ".join(str(error).split())[:200]
+            raise CompileError(f"{type(layer).__name__} cannot be compiled ({type(error).__name__}: {said})") from error
