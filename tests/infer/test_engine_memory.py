@@ -297,13 +297,33 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class AnyChoice:
+    """In the place of the adaptive drafter's own, which a clock leads: shapes, nothing and looks, drawn by lot."""
+
+    widest = 3
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def choose(self, requests):
+        self.look_due = self._chance.random() < 0.2
+        shapes = (None, DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
+        return None if self.look_due else self._chance.choice(shapes)
+
+    def looked(self, requests, ranks) -> None:
+        pass
+
+    def record(self, *seen) -> None:
+        pass
+
+
 def check_answer(request, answer) -> None:
     assert request.output_ids == answer[: len(request.output_ids)]
     assert request.finish_reason == "abort" or request.output_ids == answer
 
 
 @pytest.mark.parametrize(("scattered", "count"), [
-    (False, 200), pytest.param(False, 5000, marks=pytest.mark.slow), pytest.param(True, 1000, marks=pytest.mark.slow)
+    (False, 200), pytest.param(False, 5000, marks=pytest.mark.slow), pytest.param(True, 5000, marks=pytest.mark.slow)
 ])  # fmt: skip
 def test_soak(small_target, small_draft, scattered, count):
     """Many short requests of every kind, aborts and preemptions at random: no page leaks, no answer changes, and of
@@ -313,25 +333,24 @@ def test_soak(small_target, small_draft, scattered, count):
     params = [
         SamplingParams(
             temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=i, ignore_eos=i % 2 == 0,
-            max_tokens=chance.choice((1, 4, 8, 12, 40)),
+            max_tokens=chance.choice((1, 4, 8, 12, 40, 80)),
         )
         for i in range(len(prompts))
     ]  # fmt: skip
     plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
     wanted = [one.output_ids for one in plain.generate(prompts, params)]
     engine = Engine(
-        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=128, adaptive=True,
+        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=168, adaptive=True,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
+    engine.drafter.chooser = AnyChoice(chance)
     left, live = list(range(len(prompts))), {}  # by number: those that have not ended
     seen: Counter[str] = Counter()
     while left or engine.has_work():
-        if len(left) * 5 >= count * 4:
-            before = resident_bytes()
         for _ in range(min(len(left), chance.randint(0, 6))):
             i = left.pop(0)
             live[i] = engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.8)
-        if live and chance.random() < 0.3:
+        if live and chance.random() < 0.12:
             engine.abort(chance.choice(list(live.values())[-24:]))
         engine.step()
         engine.check_integrity()
@@ -341,8 +360,10 @@ def test_soak(small_target, small_draft, scattered, count):
             seen["preempted"] += request.preemptions
             seen["cached"] += request.cached_tokens
             seen["ended"] += 1
+            if seen["ended"] == count // 5:
+                before = resident_bytes()
     assert seen["ended"] == count and seen["aborted"] > count / 50 and seen["cached"] > count / 5
-    assert seen["preempted"] > count / 500
+    assert seen["preempted"] > count / 200
     if count >= 5000:
         assert resident_bytes() - before < 16 * 2**20
     engine.close()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree
-from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.engine import Engine
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
@@ -107,6 +107,9 @@ class FeatureRecorder:
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return self.inner.skip(requests)
+
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        return self.inner.look(requests, width)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inner.move_row(destination, source)  # ours lie by request

@@ -37,14 +37,25 @@ def plain(small_target) -> list[list[int]]:
     return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
 
 
+LOOK = "look"
+
+
 class ScriptedChoice:
-    """Chooses what a test tells it; learns nothing."""
+    """Chooses what a test tells it; learns nothing. seen: what looks saw, by request."""
+
+    widest = 3
 
     def __init__(self, arms) -> None:
-        self.arms = itertools.cycle(arms)
+        self.arms, self.seen = itertools.cycle(arms), {}
 
     def choose(self, requests):
-        return next(self.arms)
+        arm = next(self.arms)
+        self.look_due = arm == LOOK
+        return None if self.look_due else arm
+
+    def looked(self, requests, ranks) -> None:
+        for request, of_row in zip(requests, ranks, strict=True):
+            self.seen.setdefault(request, []).append((request.length, of_row))
 
     def record(self, *seen) -> None:
         pass
@@ -54,6 +65,7 @@ PATTERNS = {
     "never": [None],
     "every other": [None, DraftShape.chain(2)],
     "long pauses": [None] * 7 + [MOST] + [None] * 5 + [DraftShape.chain(4), DraftShape(2, 3, 6)],
+    "looks": [LOOK, None, None, LOOK, MOST, LOOK, LOOK, None, None, None, None, None, DraftShape.chain(2)],
     "all shapes": [DraftShape.chain(1), MOST, None, DraftShape.chain(3), DraftShape(4, 2, 5), None, None],
 }
 
@@ -81,15 +93,19 @@ def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
 @pytest.mark.parametrize("catch_up", [3, 64])
-@pytest.mark.parametrize("drafted", [(), (0, 2, 3, 9)])
+@pytest.mark.parametrize(
+    ("drafted", "looks"), [((), ()), ((0, 2, 3, 9), ()), ((), (0, 3, 6, 13)), ((2, 9), (1, 3, 12))]
+)
 def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
-    small_target, build, monkeypatch, name, shape, catch_up, drafted
+    small_target, build, monkeypatch, name, shape, catch_up, drafted, looks
 ):
     """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
     has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
     monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", catch_up)
     engine = Engine(small_target, build(name), MOST, max_batch=4, adaptive=True)
-    engine.drafter.chooser = ScriptedChoice(MOST if step in drafted else None for step in range(14))
+    engine.drafter.chooser = ScriptedChoice(
+        MOST if step in drafted else LOOK if step in looks else None for step in range(14)
+    )
     params = SamplingParams(max_tokens=90, ignore_eos=True)
     requests = []
     for step in range(14):
@@ -109,6 +125,44 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         assert twin.output_ids == request.output_ids[-1:]
         fresh.close()
         assert paths(together, row) == paths(alone, 0)
+
+
+@pytest.mark.parametrize("name", [*HEADS, "ngram"])
+def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
+    """In a second engine the same text is drafted for at every position: the accepted ranks must be those seen.
+
+    (An n-gram that is not found says nothing of one row alone: no rank is seen, and nothing is drafted.)"""
+    wide, params = DraftShape(1, 3, 4), SamplingParams(max_tokens=40, ignore_eos=True)
+    engine = Engine(small_target, build(name), wide, max_batch=1, adaptive=True)
+    engine.drafter.chooser = chooser = ScriptedChoice([None] * 9 + [LOOK])
+    request = engine.generate([[5, 6, 7, 8, 5, 6]], params)[0]
+    engine.close()
+    ranks = {}  # by the place of the token in the text
+    for length, of_row in chooser.seen[request]:
+        if name == "ngram":
+            ranks.setdefault(None, []).extend(of_row)
+        else:
+            ranks |= {length - len(of_row) + i: rank for i, rank in enumerate(of_row)}
+    every = Engine(small_target, build(name), wide, max_batch=1)
+    wanted = {}
+    for length in range(request.length - len(request.output_ids) + 1, request.length):
+        text = (request.prompt_ids + request.output_ids)[:length]
+        twin = every.add_request(text[:-1], SamplingParams(max_tokens=2, ignore_eos=True))
+        with torch.inference_mode():
+            every._schedule()
+            tree = every.drafter.propose([twin])
+        drafts, right = tree.tokens[0, 1:].tolist(), (request.prompt_ids + request.output_ids)[length]
+        assert twin.output_ids == text[-1:]
+        every.abort(twin)
+        if drafts:
+            wanted[length] = drafts.index(right) if right in drafts else 3
+    every.close()
+    if name == "ngram":
+        seen = ranks[None]
+        assert seen == list(wanted.values())[: len(seen)] and len(seen) >= 5
+    else:
+        assert len(ranks) >= 25 and ranks == {place: wanted[place] for place in ranks}
+        assert len(set(ranks.values())) > 1
 
 
 def paths(tree: DraftTree, row: int) -> list[list[int]]:
@@ -163,6 +217,10 @@ class Priced:
     def skip(self, requests):
         self.nodes = 1
         return self.inner.skip(requests)
+
+    def look(self, requests, width):
+        self.nodes = 1
+        return self.inner.look(requests, width)
 
     def observe(self, requests, found):
         self.now += 1.0 + 0.02 * (self.nodes - 1)

@@ -73,3 +73,21 @@ def test_rows_with_shapes_of_their_own():
     plain, short = new_request(speculative=False), new_request(shape=DraftShape.chain(1))
     assert acceptance.expected([plain], SHAPES) == [1.0] * 4
     assert acceptance.expected([short], [TREE])[0] == pytest.approx(2, abs=0.1)
+
+
+def test_looks_count_for_the_first_level_and_all_widths():
+    """The right token was second of four in every look: a chain gets nothing, a tree of width 2 its first level and,
+    where nobody ever was, as much on the next."""
+    acceptance, request = RunningAcceptance([1, 2, 4], 4), new_request()
+    assert not acceptance.knows([request])
+    acceptance.expected([request], SHAPES)
+    assert not acceptance.knows([request])
+    for _ in range(40):
+        acceptance.look(request, [1] * 16)
+    assert acceptance.knows([request]) and not acceptance.knows([request, new_request()])
+    assert acceptance.knows([new_request(speculative=False)])
+    one, four, narrow, _ = acceptance.expected([request], SHAPES)
+    assert (one, four) == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05)) and narrow > 4
+    for _ in range(40):
+        acceptance.look(request, [4] * 16)  # not among the four
+    assert acceptance.expected([request], SHAPES) == pytest.approx([1, 1, 1, 1], abs=0.15)

@@ -5,17 +5,47 @@ from __future__ import annotations
 import pytest
 
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters.step_costs import WINDOW, StepCosts
+from toolkit.infer.drafters.step_costs import LEVEL_GUESS, WINDOW, StepCosts
 
 CHAIN_2, CHAIN_4 = DraftShape.chain(2), DraftShape.chain(4)
+SMALLER = [DraftShape.chain(depth) for depth in (1, 2, 3)]
 
 
-def test_nothing_is_said_before_there_is_something_to_go_by():
-    """A choice from thin air would stick: the arm that looks slow is not run, so never measured."""
+def test_before_anything_was_drafted_the_most_that_it_can_cost_is_expected():
+    """n nodes are verified in n plain rounds. Only the smallest shape is let run by such a guess."""
     costs = StepCosts()
-    assert costs.seconds(1, None) is None and costs.seconds(1, CHAIN_4) is None
     costs.add(1, None, 0.0, 10.0)
-    assert costs.seconds(1, None) == 10.0 and costs.seconds(1, CHAIN_4) is None
+    found = costs.all(1, (None, *SMALLER, CHAIN_4))
+    assert found == {None: 10.0, DraftShape.chain(1): pytest.approx(20.0 + 10.0 * LEVEL_GUESS)}
+
+
+@pytest.mark.parametrize(("ran", "allowed"), [
+    ([None], [2]), ([2], [2, 3]), ([2, 3], [2, 3, 5]), ([5], [2, 3, 5, 9]), ([9], [2, 3, 5, 9, 30]),
+])  # fmt: skip
+def test_larger_shapes_come_by_doublings(ran, allowed):
+    """Of twice the nodes that ran at this size of batch, or else the next larger one; other sizes do not count."""
+    arms = {
+        2: DraftShape.chain(1),
+        3: CHAIN_2,
+        5: CHAIN_4,
+        9: DraftShape(2, 4, 9),
+        30: DraftShape(8, 4, 30),
+        None: None,
+    }
+    costs = StepCosts()
+    costs.add(8, arms[30], 1.0, 20.0)
+    costs.add(8, None, 0.0, 10.0)
+    for nodes in ran:
+        costs.add(1, arms[nodes], 0.0, 10.0)
+    assert list(costs.all(1, list(arms.values()))) == [*(arms[nodes] for nodes in allowed), None]
+
+
+def test_one_round_that_was_held_up_does_not_end_drafting():
+    """Two nodes take at most two plain rounds, and a level no longer than a plain round, whatever a clock said once."""
+    costs = StepCosts()
+    costs.add(1, None, 0.0, 10.0)
+    costs.add(1, DraftShape.chain(1), 700.0, 900.0)
+    assert costs.seconds(1, DraftShape.chain(1)) == 30.0
 
 
 def test_a_busy_moment_does_not_count_and_a_lasting_change_does():

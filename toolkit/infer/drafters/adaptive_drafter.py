@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 
@@ -57,7 +57,11 @@ class AdaptiveDrafter:
             return self.inner.propose(requests)
         started = self._clock()
         shape = self.chooser.choose(requests)
-        if shape is None:
+        if shape is None and self.chooser.look_due:
+            tree, ranks = self.inner.look(requests, self.chooser.widest)
+            self.chooser.looked(requests, ranks)
+            started = self._clock()  # what a plain round takes is measured without it
+        elif shape is None:
             tree = self.inner.skip(requests)
         else:
             self.inner.set_shape(shape)
@@ -68,6 +72,10 @@ class AdaptiveDrafter:
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         self._round = None
         return self.inner.skip(requests)
+
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        self._round = None
+        return self.inner.look(requests, width)
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         self.inner.observe(requests, found)

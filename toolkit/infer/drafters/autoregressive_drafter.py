@@ -29,9 +29,10 @@ from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
 from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Picks
-from toolkit.infer.drafters.drafter import root_tokens, unread_tokens
+from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
+from toolkit.infer.drafters.hindsight import ranks_in_hindsight
 from toolkit.infer.drafters.pending import Pending
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.kernels.choose import ops_for
@@ -185,6 +186,17 @@ class AutoregressiveDrafter:
             self._finish(self._start(requests, room=0), requests)
         return root_only(roots)
 
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        """The pending positions are read, and drafted from where the token that followed is pending too."""
+        roots = root_tokens(requests, self._device)
+        self._next_carry = None
+        if not any(map(self._drafts, requests)):
+            return root_only(roots), [[] for _ in requests]
+        nodes = self._start(requests, room=0)
+        ranks = ranks_in_hindsight(nodes, self.pending.counts[: len(requests)], self.to_target, width)
+        self._finish(nodes, requests)
+        return root_only(roots), ranks
+
     def shape_of(self, request: Request) -> DraftShape | None:
         """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
         if not self._drafts(request):
@@ -204,7 +216,8 @@ class AutoregressiveDrafter:
         counts = pending.counts[:rows]
         before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
         longest = max(counts)
-        hidden = self._head.first_hidden(pending.features[:rows, :longest])
+        # Torch multiplies a part of a store row by row, with a copy of the weights for each.
+        hidden = self._head.first_hidden(pending.features[:rows, :longest].contiguous())
         tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
         return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
 

@@ -13,6 +13,8 @@ from toolkit.infer.errors import EngineError
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 
+Ranks = list[list[int]]  # by row and position: the right token's rank among the drafts, their number if it is not there
+
 
 class Drafter(Protocol):
     """Proposes trees. It sees the target only through what the engine's forwards left in its own hooks."""
@@ -46,6 +48,11 @@ class Drafter(Protocol):
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         """Roots only, in the place of propose. The drafter goes on following the target, so it may propose again."""
+        ...
+
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        """As skip; and what one level of `width` drafts would have been worth at recent positions, whose successors
+        are known: nothing is verified for it. A row without such positions gets an empty list."""
         ...
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
@@ -98,6 +105,9 @@ class NoDrafter:
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return self.propose(requests)
+
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        return self.skip(requests), [[] for _ in requests]
 
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         pass

@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.drafters.drafter import root_tokens
+from toolkit.infer.drafters.drafter import Ranks, root_tokens
 from toolkit.infer.errors import EngineError
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.request import Request
@@ -139,6 +139,12 @@ class NgramDrafter:
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return root_only(root_tokens(requests, self._device))
 
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        """Every token since the last look or draft is looked up as if it were to come."""
+        histories = self._histories[: len(requests)]
+        ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]
+        return self.skip(requests), ranks
+
     def observe(self, requests: Sequence[Request], found: Walk) -> None:
         pass  # the requests themselves say what was accepted
 
@@ -182,9 +188,29 @@ class NgramDrafter:
         trie = Trie(request.output_ids[-1])
         if not request.speculative:
             return trie
-        known = len(history.tokens) - len(request.prompt_ids)
-        history.extend(request.output_ids[known:] if known >= 0 else request.prompt_ids + request.output_ids)
+        history.extend(_new(history, request))
         shape = self.shape if request.shape is None else request.shape.within(self.shape)
         for place in islice(history.places(), 1 if shape.is_chain else PLACES_PER_BRANCH * shape.top_k):
             trie.add(history.continuation(place, shape.num_steps), shape)
         return trie
+
+    def _ranks(self, history: History, request: Request, width: int, rows: int) -> list[int]:
+        ranks: list[int] = []
+        if not request.speculative:
+            return ranks
+        new = _new(history, request)
+        answer = min(len(new), len(request.output_ids) - 1)  # the first token follows the prompt, which is no draft's
+        history.extend(new[: len(new) - answer])
+        for token in new[len(new) - answer :]:
+            places = islice(history.places(), 1 if width == 1 else PLACES_PER_BRANCH * width)
+            drafts = list(dict.fromkeys(history.tokens[place] for place in places))[:width]
+            if drafts or rows > 1:  # alone, a row for which nothing is found takes a plain round
+                ranks.append(drafts.index(token) if token in drafts else width)
+            history.extend([token])
+        return ranks
+
+
+def _new(history: History, request: Request) -> list[int]:
+    """What a request has that its history has not."""
+    known = len(history.tokens) - len(request.prompt_ids)
+    return request.output_ids[known:] if known >= 0 else request.prompt_ids + request.output_ids

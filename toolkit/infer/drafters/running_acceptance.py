@@ -73,18 +73,30 @@ class RunningAcceptance:
         for rates in (self._engine, self._of(request)):
             rates.add(hits, shape.num_steps, self._classes(shape))
 
+    def look(self, request: Request, ranks: Sequence[int]) -> None:
+        """One level of the widest shape, unverified, at as many positions: the rank of the right token, or the width
+        where it was not there."""
+        classes = len(self._widths)
+        for rank in ranks:
+            hit = bisect_right(self._widths, rank)
+            for rates in (self._engine, self._of(request)):
+                rates.add([hit] if hit < classes else [], 1, classes)
+
+    def knows(self, requests: Sequence[Request]) -> bool:
+        """Whether each of them was drafted for or looked at."""
+        return all(request in self._requests for request in requests if request.speculative)
+
     def expected(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[float]:
         """By shape: tokens that a verify step commits, the target's own included, mean over the requests."""
         engine = self._engine.estimates()
+        usual = _lengths(engine)
         totals = [0.0] * len(shapes)
         for request in requests:
-            lengths = _lengths(self._of(request).estimates(engine)) if request.speculative else None
+            rates = self._requests.get(request)
+            lengths = usual if rates is None else _lengths(rates.estimates(engine))
             for i, shape in enumerate(shapes):
-                if lengths is not None:
-                    own = shape if request.shape is None else request.shape.within(shape)
-                    totals[i] += lengths[self._classes(own) - 1][own.num_steps]
-                else:
-                    totals[i] += 1.0
+                own = shape if request.shape is None else request.shape.within(shape)
+                totals[i] += lengths[self._classes(own) - 1][own.num_steps] if request.speculative else 1.0
         return [total / len(requests) for total in totals]
 
     def _of(self, request: Request) -> Rates:

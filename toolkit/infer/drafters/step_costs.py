@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from toolkit.infer.draft_tree import DraftShape
 
 Arm = DraftShape | None  # what a round may draft; None: nothing, a plain step
 WINDOW = 9  # rounds remembered of each kind
+LEVEL_GUESS = 0.1  # of a plain round, for drafting a level, before any was
 
 
 class Seconds:
@@ -36,8 +38,15 @@ class StepCosts:
     def add(self, batch: int, arm: Arm, draft: float, verify: float) -> None:
         self._seen.setdefault(_bucket(batch), {}).setdefault(arm, Seconds()).add(draft, verify)
 
-    def seconds(self, batch: int, arm: Arm) -> float | None:
-        """Of one round. None as long as there is nothing to guess from: a plain round and a drafted one are."""
+    def all(self, batch: int, arms: Sequence[Arm]) -> dict[Arm, float]:
+        """Seconds of a round for those arms that are not much larger than what ran with so many rows: of twice its
+        nodes, or the next larger one where arms lie further apart."""
+        run = max(map(_nodes, self._seen.get(_bucket(batch), {None: None})))
+        reach = max(2 * run, min((n for n in map(_nodes, arms) if n > run), default=run))
+        return {arm: self.seconds(batch, arm) for arm in arms if _nodes(arm) <= reach}
+
+    def seconds(self, batch: int, arm: Arm) -> float:
+        """Of one round: measured, or guessed from what was. A plain round must have been measured."""
         wanted = _bucket(batch)
         here = self._seen.get(wanted, {})
         found = _of_one_size(here, arm)
@@ -49,24 +58,37 @@ class StepCosts:
             if found is not None:
                 both = here.keys() & there.keys()
                 return found * (sum(here[one].total / there[one].total for one in both) / len(both) if both else 1.0)
-        return None
+        assert arm is not None, "no plain round was measured"
+        # Nothing was ever drafted: the most that verifying takes.
+        plain = self.seconds(batch, None)
+        return plain * (_nodes(arm) + LEVEL_GUESS * arm.num_steps)
 
 
 def _of_one_size(seen: dict[Arm, Seconds], arm: Arm) -> float | None:
     """Measured, else in proportion to a shape that was: drafting by its levels, verifying by nodes beyond the root.
 
-    More nodes are never verified faster: on a noisy machine a useless draft must not look free.
+    More nodes are never verified faster: on a noisy machine a useless draft must not look free. Nor do n nodes take
+    longer than n plain rounds: one round that something held up must not end drafting.
     """
     plain = seen.get(None)
     if arm in seen:
-        return seen[arm].draft + max(seen[arm].verify, 0.0 if plain is None else plain.verify)
+        verify, draft = seen[arm].verify, seen[arm].draft
+        if plain is not None and arm is not None:
+            verify = min(max(verify, plain.verify), _nodes(arm) * plain.verify)
+            draft = min(draft, arm.num_steps * plain.verify)
+        return draft + verify
     shapes = [one for one in seen if one is not None]
     if arm is None or plain is None or not shapes:
         return None
     like = min(shapes, key=lambda one: abs(one.num_draft_tokens - arm.num_draft_tokens))
-    extra = max(0.0, seen[like].verify - plain.verify)
-    more = (arm.num_draft_tokens - 1) / (like.num_draft_tokens - 1)
+    extra = min(max(0.0, seen[like].verify - plain.verify), (_nodes(like) - 1) * plain.verify)
+    more = (_nodes(arm) - 1) / (_nodes(like) - 1)
     return seen[like].draft * arm.num_steps / like.num_steps + plain.verify + extra * more
+
+
+def _nodes(arm: Arm) -> int:
+    """Verified, root included."""
+    return 1 if arm is None else arm.num_draft_tokens
 
 
 def _typical(seconds: deque[float]) -> float:
