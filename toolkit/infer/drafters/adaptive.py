@@ -6,7 +6,7 @@ The arms are the engine's shape, smaller ones, and nothing (plain decoding). Bot
 
 - Acceptance, while nothing is drafted, comes from looks: the head reads what was committed meanwhile, as it must to
   keep its cache, and its first level is compared with the tokens that followed. Nothing is verified for that. A look
-  comes after 2, 8, 32, 48, 48, .. plain rounds, and after 8 where a request joined that was never looked at.
+  comes after 2, 8, 32, 48, 48, .. plain rounds, and sooner (8 at least) the more rows were never looked at.
 - Costs come from trials. They are paid from an account: it starts with START_CREDIT and earns TRIAL_SHARE of all
   time; a trial costs what it was slower than the best arm would have been, and is made only when the account can pay
   for it, when the arm would pay if it were free, and right behind a look. Trials that pay off follow each other.
@@ -19,7 +19,8 @@ So of T seconds, with plain rounds of p seconds, a useless head costs at most
 
 and a look every LOOK_GAP rounds costs r = (the head's reading of LOOK_GAP positions a row, and LOOKED rows of its
 output matrix) / (LOOK_GAP plain rounds) of all time: about the head's share of the target's parameters where both are
-bound by arithmetic, and less where rounds are bound by memory. Demo target, one core: r = 1.3 % at 16 rows, 0.7 % at 1.
+bound by arithmetic, and less where rounds are bound by memory. Demo target and its EAGLE-3 head on one core without
+AMX: r = 2.0 % at 16 rows, 0.5 % at 1; so in 128 rounds at most 0.6 + 0.64 rounds of trials and 2.6 of looks: 3 %.
 
 Choices depend on the clock; tokens do not, since every choice is lossless. Knows no tensors.
 """
@@ -34,10 +35,11 @@ from toolkit.infer.drafters.step_costs import Arm, StepCosts
 from toolkit.infer.request import Request
 
 FIRST_ROUNDS = 2  # plain rounds before anything else: the first is often slow
-START_CREDIT = 0.75  # plain rounds' time that may be lost by trials at once
-TRIAL_SHARE, DRAFTING_TRIAL_SHARE = 0.005, 0.01  # of all time may be lost by trials; while drafting pays
+START_CREDIT = 0.6  # plain rounds' time that may be lost by trials at once
+TRIAL_SHARE, DRAFTING_TRIAL_SHARE = 0.005, 0.015  # of all time may be lost by trials; while drafting pays
 ACCOUNT_LIMIT = 8.0  # rounds' time that the account may hold or owe
-START_MARGIN = 1.02  # drafting starts when it is that much faster than plain decoding, and ends when it is slower
+LEAST_PRICE = 0.05  # rounds' time of a trial while nothing is drafted, at least: clocks err, and tokens are guessed
+START_MARGIN = 1.04  # drafting starts when it is that much faster than plain decoding, and ends when it is slower
 CHANGE_MARGIN = 1.03  # another shape takes over when it is that much faster than the one in use
 FIRST_LOOK, SOON, LOOK_GAP = 2, 8, 48  # plain rounds before a look: the first, one with news to expect, and at most
 
@@ -83,9 +85,9 @@ class AdaptiveShape:
         self._rounds += 1
         self._trial_pace = None
         arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
-        gap = self._gap if self._acceptance.knows(requests) else min(self._gap, SOON)
-        # Behind a pause drafting would be measured with the reading of all that waited.
-        self.look_due = self._unread >= (gap if arm is None else SOON)
+        gap = min(self._gap, max(SOON, LOOK_GAP * self._acceptance.known_share(requests)))
+        # Behind a pause drafting would be measured with the reading of all that waited. Nor is a head tried unseen.
+        self.look_due = self._unread >= (gap if arm is None or self._gap == FIRST_LOOK else SOON)
         if self.look_due:
             arm = self._trial_pace = None
         self._unread = 0 if arm is not None else self._unread + 1
@@ -98,7 +100,7 @@ class AdaptiveShape:
         where it was not among the drafts."""
         self._unread, self._gap = 0, min(4 * self._gap, LOOK_GAP)
         for request, of_row in zip(requests, ranks, strict=True):
-            if request.speculative:
+            if request.speculative and (of_row or len(request.output_ids) > SOON):  # else it is too new to tell
                 self._acceptance.look(request, of_row)
         self._expected = None
 
@@ -132,8 +134,9 @@ class AdaptiveShape:
         income = (TRIAL_SHARE if best is None else DRAFTING_TRIAL_SHARE) * costs[best]
         earned = START_CREDIT * costs[None] if self._account is None else self._account + income
         self._account = max(-limit, min(limit, earned))
+        least = 0.0 if best is not None else LEAST_PRICE * costs[None]
         prices = {
-            arm: max(0.0, cost - tokens[arm] * pace)
+            arm: max(least, cost - tokens[arm] * pace)
             for arm, cost in costs.items()
             if arm != best and (arm is None or tokens[arm] > START_MARGIN)
         }
@@ -166,4 +169,7 @@ class AdaptiveShape:
         By typical seconds: those of a single round say more about the machine's other work than about the arm.
         """
         assert self._account is not None, "a trial before anything was measured"
-        self._account -= self._costs.all(batch, (arm,))[arm] - committed * pace
+        cost = self._costs.seconds(batch, arm)
+        least = LEAST_PRICE * self._costs.seconds(batch, None)
+        lost = cost - committed * pace
+        self._account -= max(least, lost) if self._best is None else lost

@@ -76,15 +76,15 @@ class RunningAcceptance:
     def look(self, request: Request, ranks: Sequence[int]) -> None:
         """One level of the widest shape, unverified, at as many positions: the rank of the right token, or the width
         where it was not there."""
-        classes = len(self._widths)
+        classes, own = len(self._widths), self._of(request)
         for rank in ranks:
             hit = bisect_right(self._widths, rank)
-            for rates in (self._engine, self._of(request)):
+            for rates in (self._engine, own):
                 rates.add([hit] if hit < classes else [], 1, classes)
 
-    def knows(self, requests: Sequence[Request]) -> bool:
-        """Whether each of them was drafted for or looked at."""
-        return all(request in self._requests for request in requests if request.speculative)
+    def known_share(self, requests: Sequence[Request]) -> float:
+        """Of the requests, those that were drafted for or looked at, or never will be."""
+        return sum(request in self._requests or not request.speculative for request in requests) / len(requests)
 
     def expected(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[float]:
         """By shape: tokens that a verify step commits, the target's own included, mean over the requests."""
