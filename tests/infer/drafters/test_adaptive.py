@@ -123,6 +123,15 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     assert world.looking - before > 2872 / 48 * LOOK_COST * 0.9
 
 
+@pytest.mark.parametrize("best", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_head_that_would_pay_on_another_machine_costs_as_little(best, batch):
+    """Where every node is as dear as a plain round no acceptance pays; the clock is noisy."""
+    chooser, world = AdaptiveShape(TREE), World(best, other=0.3, costs=dear_costs, noise=0.3)
+    world.play(chooser, 1000, [new_request() for _ in range(batch)])
+    assert world.seconds < 1.03 * world.tokens
+
+
 @pytest.mark.parametrize("batch", [1, 16])
 def test_new_requests_do_not_pay_for_the_start_again(batch):
     """Requests of 60 tokens, one after the other, with a head that is useless for all: less than 3 % in all."""
