@@ -72,6 +72,7 @@ def test_no_draft_keeps_the_target(draft):
             {"target": "x", "device": "cpu", "torch_compile": True, "torch_compile_max_bs": 4},
             "came with cpu as device.* saves nothing",
         ),
+        ({"target": "x", "overlap_schedule": False}, "only rounds that run as graphs overlap"),
         ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),

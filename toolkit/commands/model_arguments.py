@@ -72,6 +72,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every "
         "round (default: no graphs)",
     )
+    group.add_argument(
+        "--disable-overlap-schedule",
+        action="store_true",
+        help="with --cuda-graph-max-bs: launch a round only when the results of the one before it are read (default: "
+        "before that, so that the GPU does not wait for the host)",
+    )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
@@ -117,6 +123,7 @@ def open_from(args: argparse.Namespace, max_batch: int, *, tensor_parallel_size:
         torch_compile=bool(args.torch_compile),
         torch_compile_max_bs=args.torch_compile_max_bs,
         cuda_graph_max_bs=args.cuda_graph_max_bs,
+        overlap_schedule=not args.disable_overlap_schedule,
         device=args.device,
         max_batch=max_batch,
         **options,

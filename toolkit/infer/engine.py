@@ -1,7 +1,5 @@
 """The speculative engine: many requests, one target forward per step, exactly the target's own tokens.
 
-Shapes: B running rows, N nodes a row, P padded prompt length, H hidden size, V vocabulary.
-
 A row whose sequence has L tokens holds the target's keys of the first L-1; the last token is the root of its next tree.
 """
 
@@ -12,26 +10,29 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from toolkit.infer.attention.attention_plan import tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.commit import commit
 from toolkit.infer.detokenize import Detokenizer
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
 from toolkit.infer.errors import EngineError
-from toolkit.infer.graphs.graph_rounds import GraphRounds, GraphSettings
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.graphs.overlap import Launches
+from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.choose import use_device
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.prompt_reader import PromptReader
-from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent, checked_prompt
+from toolkit.infer.request import PromptTooLongError, Request, checked_prompt
 from toolkit.infer.sampling.choose_verifier import choose_verifier
-from toolkit.infer.sampling.sampler import Choices, Sampler
+from toolkit.infer.sampling.logprobs import NodeLogprobs
+from toolkit.infer.sampling.sampler import Choices
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.scheduler import Move, Scheduler
-from toolkit.infer.verify import Walk, moved_entries, walk
+from toolkit.infer.tree_verifier import TreeVerifier
+from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
@@ -49,7 +50,7 @@ class Engine:
     the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
     always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
-    graphs: rounds run as recorded graphs (GPU); None: eagerly, which defines what they do.
+    graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which defines what they do.
     Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
     """
 
@@ -91,9 +92,10 @@ class Engine:
         )
         self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
-        self._sampler: Sampler | None = None  # None: the rows changed
+        self._verifying = TreeVerifier(self._forward, self._cache, self.verifier, self.max_context)
         parts = (self._forward, self._cache, self.drafter, self.verifier, max_batch, self.max_context)
-        self._graphs = None if graphs is None else GraphRounds(graphs, target, *parts)
+        recorded = None if graphs is None else GraphRounds(graphs, target, *parts)
+        self._launches = Launches(recorded, self.scheduler)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._names, self._arrivals = itertools.count(), itertools.count()
 
@@ -133,7 +135,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, request: Request) -> None:
-        """End a request now; its finish_reason becomes "abort" and its cache row is free for the next step."""
+        """End a request now; its finish_reason becomes "abort" and its cache row is free in the next step."""
         if request.finished:
             return
         request.finish_reason, request.finished_at = "abort", time.perf_counter()
@@ -168,22 +170,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One round. Returns the requests that got tokens or ended in it."""
+        """One round. Returns the requests that got tokens or ended in it; a round in flight gives them one step later
+        (see overlap.py)."""
         use_device(self.target.device)
-        admitted = self._schedule()
-        touched = self._running + [request for request in admitted if request.finished]
-        if self._running:
-            started = time.perf_counter()
-            found = None if self._graphs is None else self._graphs.run(self._running)
-            if found is not None:  # its parts cannot be told apart: the round counts as verification
-                self._commit(found, Choices(found.tokens, None), started, started, time.perf_counter())
-            else:
-                tree = self._propose()
-                proposed = time.perf_counter()
-                found, choices = self._verify(tree)
-                self._commit(found, choices, started, proposed, time.perf_counter())
-            self._finish()
-        return touched
+        touched = self._land()
+        if not self._launches.in_flight:
+            touched += self._schedule()
+            if self._running:
+                touched += self._round()
+        return list(dict.fromkeys(touched))
 
     def generate(
         self,
@@ -226,52 +221,55 @@ class Engine:
     def _schedule(self) -> list[Request]:
         """Pages for every row; then prompts are read, and their first tokens sampled, as far as it is due."""
         self._change_rows(self.scheduler.make_room)
+        before = len(self._running)
         try:
-            admitted = self._prompts.read_due(self.drafter, self._keep)
+            begun = self._prompts.read_due(self.drafter, self._keep)
         except BaseException:
             self.scheduler.put_back()
-            self._sampler = None  # prompts read before the failure hold rows now
+            self._verifying.rows_changed()  # prompts read before the failure hold rows now
             raise
-        if admitted:
-            self._sampler = None
+        if len(self._running) > before:
+            self._verifying.rows_changed()
             self._finish()
-        return admitted
+        return begun
 
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
 
     def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
-        """One target forward over every node; its laws and the verifier decide how far each tree was right."""
-        lengths = self._lengths()
-        plan = tree_plan(self._cache, lengths, tree.mask, tree.depths)
-        positions = torch.tensor(lengths, device=self.target.device)[:, None] + tree.depths
-        # Nodes past the context are never committed; clamping only keeps learned position tables in range.
-        hidden = self._forward(tree.tokens, positions.clamp(max=self.max_context - 1), plan)
-        choices = self._choose(hidden, positions + 1, tree)
-        found = walk(tree, choices.tokens, choices.along)
+        found, choices = self._verifying(self._running, tree)
         self.drafter.observe(self._running, found)
-        if not tree.is_chain:
-            self._compact(found, lengths)
         return found, choices
 
-    def _commit(self, found: Walk, choices: Choices, started: float, proposed: float, verified: float) -> None:
-        """Append what was accepted and the target's own token behind it, cut exactly at stops and limits."""
-        batch = len(self._running)
-        runs = zip(self._running, found.path_tokens, found.accepted, strict=True)
-        appended = [request.append_run(tokens, accepted) for request, tokens, accepted in runs]
-        if choices.logprobs is not None:
-            choices.logprobs.record(self._running, found)
-        times = (proposed - started, verified - proposed, time.perf_counter() - verified)
-        for row, (request, count) in enumerate(zip(self._running, appended, strict=True)):
-            accepted = found.accepted[row]
-            offer = (found.offered[row], found.depth_offered[row])
-            request.events.append(VerifyEvent(*offer, accepted, count, count < accepted + 1, *times, batch))
+    def _commit(self, found: Walk, logprobs: NodeLogprobs | None, started: float, proposed: float) -> list[Request]:
+        touched = commit(self._running, found, logprobs, started, proposed)
+        self._finish()
+        return touched
 
     def _finish(self) -> None:
         """Free the rows of ended requests: the last row moves into each hole."""
-        self._change_rows(lambda: self.scheduler.retire(self._keep))
+        if self._launches.may_take_rows():
+            self._change_rows(lambda: self.scheduler.retire(self._keep))
 
     # -- their parts ---------------------------------------------------------------------------------------------------
+
+    def _round(self) -> list[Request]:
+        """Propose, verify and commit; or launch all that as a graph, which lands in the next step."""
+        if self._launches.launch():
+            return [] if self._launches.overlap else self._land()
+        started = time.perf_counter()
+        tree = self._propose()
+        proposed = time.perf_counter()
+        found, choices = self._verify(tree)
+        return self._commit(found, choices.logprobs, started, proposed)
+
+    def _land(self) -> list[Request]:
+        """Commit what a launched round has found, if there is one."""
+        landed = self._launches.land()
+        if landed is None:
+            return []
+        found, began = landed  # its parts cannot be told apart: the round counts as verification
+        return self._commit(found, None, began, began)
 
     def _keep(self, row: int, request: Request) -> None:
         """Let what a row has read be found again."""
@@ -286,34 +284,14 @@ class Engine:
         for row, source in change():
             self.drafter.move_row(row, source)
         if len(self._running) < before:
-            self._sampler = None
+            self._verifying.rows_changed()
 
     def _slack(self, shape: DraftShape | None) -> int:
         """Positions that a step may write behind a row's tokens."""
         return 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
 
-    def _lengths(self) -> list[int]:
-        """Per row: positions whose target keys are cached."""
-        return [request.length - 1 for request in self._running]
-
-    def _choose(self, hidden: Tensor, positions: Tensor, tree: DraftTree) -> Choices:
-        """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens."""
-        if self._sampler is None or self._sampler.outdated:
-            self._sampler = Sampler(self._running, self.target.vocab_size, self.target.device, self.verifier)
-        nodes = self.verifier.nodes_at_once(*hidden.shape[:2])
-        parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
-        return Choices.joined(
-            [self._sampler(self.target.logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)]
-        )
-
-    def _compact(self, found: Walk, lengths: list[int]) -> None:
-        """Move the keys of accepted nodes to the places they would have in plain decoding."""
-        place = self._cache.pool.place
-        moves = [(place(row, to), place(row, of)) for row, to, of in moved_entries(found, lengths)]
-        if moves:
-            self._cache.move_entries(*torch.tensor(moves, device=self.target.device).T)
-
     def check_integrity(self) -> None:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
-        self.scheduler.check_integrity()
-        assert max(self._lengths(), default=0) < self.max_context, "a request outgrew the context"
+        self.scheduler.check_integrity(self._launches.in_flight)
+        longest = max((request.length for request in self._running), default=0)
+        assert longest <= self.max_context, "a request outgrew the context"

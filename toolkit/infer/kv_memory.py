@@ -71,6 +71,7 @@ class KVMemory:
 
     def __init__(self, pool: PagePool, max_context: int, lookahead: int, slack: int, *, reuse: bool) -> None:
         self.pool, self.slack = pool, slack
+        self.releases = 0  # rows that have let go of their pages so far
         self._max_context, self._lookahead = max_context, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
         self.check_slack(slack)
@@ -118,6 +119,12 @@ class KVMemory:
         missing = self.pool.missing(row, length + self.slack)
         return self._free(missing) and self.pool.grow(row, length + self.slack)
 
+    def grow_all(self, lengths: Sequence[int]) -> bool:
+        """Likewise for rows 0.. together; False, and no row has grown, where room does not suffice for all."""
+        positions = [length + self.slack for length in lengths]
+        room = self._free(sum(self.pool.missing(row, count) for row, count in enumerate(positions)))
+        return room and all(self.pool.grow(row, count) for row, count in enumerate(positions))
+
     def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
         """Keep the row's first `positions` positions to be found again; all its caches hold them, or the target's."""
         if self._prefixes is not None:
@@ -128,6 +135,7 @@ class KVMemory:
         return drafted or not self._lookahead
 
     def release(self, row: int) -> None:
+        self.releases += 1
         self.pool.release(row)
 
     def move(self, destination: int, source: int) -> None:

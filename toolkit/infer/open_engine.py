@@ -14,7 +14,7 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import CompileError, DraftShapeError
-from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
 from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
 from toolkit.infer.parallel.lock_step import engine_of
@@ -67,6 +67,7 @@ def open_engine(
     torch_compile: bool = False,
     torch_compile_max_bs: int | None = None,
     cuda_graph_max_bs: int | None = None,
+    overlap_schedule: bool = True,
     ranks: Ranks | None = None,
 ) -> Opened:
     """Loads target and draft head and builds the engine.
@@ -78,10 +79,9 @@ def open_engine(
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
-    the draft directory states it, else none. memory: the cache's size. cuda_graph_max_bs: GraphSettings.
-    torch_compile: see compile_settings. ranks: this process is one of several that open and run the engine together
-    (see open_parallel).
-    Raises OpenError, EngineError, DraftShapeError, DraftDirError, WeightsError, TokenMapError, TargetError.
+    the draft directory states it, else none. memory: the cache's size. cuda_graph_max_bs, overlap_schedule: see
+    GraphSettings. torch_compile: see compile_settings. ranks: this process is one of several that open and run the
+    engine together (see open_parallel). Raises ValueError: OpenError and those of what it opens.
     """
     if draft is None and target is None:
         raise OpenError(
@@ -94,7 +94,7 @@ def open_engine(
     wanted = parse_shape(shape, "shape") if isinstance(shape, str) else shape
     where = parse_device(device)
     recorded = compile_settings(torch_compile, torch_compile_max_bs, cuda_graph_max_bs, where)
-    graphs = graphs_for(cuda_graph_max_bs, adaptive, where, recorded)
+    graphs = graphs_for(cuda_graph_max_bs, adaptive, where, recorded, overlap=overlap_schedule)
     torch_compile = torch_compile and recorded is None
     # The head first: it is small, so a broken directory is found before the target is loaded.
     head = open_draft(draft, target, revision) if draft is not None else None
@@ -191,17 +191,27 @@ def compile_settings(
 
 
 def graphs_for(
-    max_rows: int | None, adaptive: bool | None, device: torch.device, compiled: CompileSettings | None = None
+    max_rows: int | None,
+    adaptive: bool | None,
+    device: torch.device,
+    compiled: CompileSettings | None = None,
+    *,
+    overlap: bool,
 ) -> GraphSettings | None:
     """Rounds of up to max_rows requests as graphs. Raises OpenError, EngineError where that does not go together."""
     if max_rows is None:
+        if not overlap:
+            raise OpenError(
+                "--disable-overlap-schedule came without --cuda-graph-max-bs; only rounds that run as graphs overlap: "
+                "leave it out"
+            )
         return None
     if adaptive:
         raise OpenError(
             "adaptive drafting and CUDA graphs came together; a graph is of one draft shape: leave --adaptive or "
             "--cuda-graph-max-bs out"
         )
-    settings = GraphSettings(max_rows, compiled=compiled)
+    settings = GraphSettings(max_rows, compiled=compiled, overlap=overlap)
     settings.check(device)
     return settings
 

@@ -33,43 +33,45 @@ class PromptReader:
 
         keep(row, request) is called for each as soon as its text is in the cache.
         """
-        admitted: list[Request] = []
+        begun: list[Request] = []
         running, left = self._scheduler.running, self._scheduler.chunk
         while True:
-            complete, tokens = self._read_some(left, drafter)
+            complete, fresh, tokens = self._read_some(left, drafter)
             if not tokens:
-                return admitted
+                return begun
             for request in complete:
                 request.ready = True
                 keep(running.index(request), request)
-            admitted += complete
+            begun += fresh
             left = left - tokens if running else self._scheduler.chunk
             if left < self._scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
-                return admitted
+                return begun
 
-    def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], int]:
+    def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
         """Read prompts of `most` padded tokens together, or that much of a long one.
 
-        Returns the requests that are complete now and have a token, and the padded tokens read: 0 when none are due.
+        Returns the requests that are complete now, those of them that got their first token (others come back after
+        they had lost their pages), and the padded tokens read: 0 when none are due.
         """
         scheduler = self._scheduler
         group = scheduler.next_group(most)
         if group:
             tokens = max(request.unread for request in group)
-            self._read(len(scheduler.running) - len(group), group, tokens, drafter)
-            return group, tokens * len(group)
+            fresh = self._read(len(scheduler.running) - len(group), group, tokens, drafter)
+            return group, fresh, tokens * len(group)
         request = scheduler.reading
         if request is None:
-            return [], 0
+            return [], [], 0
         tokens = chunk_of(request.unread, most, drafter.lookahead)
         row = len(scheduler.running)
         if tokens == request.unread:
             group = [scheduler.reading_is_complete()]
-        self._read(row, [request], tokens, drafter)
-        return group, tokens
+        return group, self._read(row, [request], tokens, drafter), tokens
 
-    def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> None:
-        """The next `tokens` tokens of the rows from first_row on: to the end of all their texts, or of none."""
+    def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> list[Request]:
+        """The next `tokens` tokens of the rows from first_row on: to the end of all their texts, or of none.
+
+        Returns the requests that got their first token."""
         device = self._target.device
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
@@ -81,17 +83,18 @@ class PromptReader:
         last = [request.unread - 1 for request in group]
         for request in group:
             request.n_read += min(tokens, request.unread)
-        if last[0] < tokens:
-            self._first_tokens(group, input_ids, hidden, last)
+        return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
 
-    def _first_tokens(self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]) -> None:
+    def _first_tokens(
+        self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]
+    ) -> list[Request]:
         """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
 
-        Requests that had lost their pages have tokens already.
+        Returns the requests it was for: those that had lost their pages have tokens already.
         """
         fresh = [row for row, request in enumerate(group) if not request.output_ids]
         if not fresh:
-            return
+            return []
         device = hidden.device
         rows, ends = torch.tensor(fresh, device=device), torch.tensor([last[row] for row in fresh], device=device)
         requests = [group[row] for row in fresh]
@@ -104,6 +107,7 @@ class PromptReader:
             request.append_run(tokens, 0)
         if first.logprobs is not None:
             first.logprobs.record(requests, found)
+        return requests
 
 
 def chunk_of(unread: int, most: int, lookahead: int) -> int:

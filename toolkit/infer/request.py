@@ -83,6 +83,11 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def ends_with_next(self) -> bool:
+        """The next round ends it, whatever that round finds: it writes a token at least."""
+        return len(self.output_ids) + 1 >= self.token_limit
+
+    @property
     def length(self) -> int:
         """Tokens in the sequence so far, prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)

@@ -26,6 +26,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
+        self._refused: tuple[Request, int] | None = None  # who had no room, after how many releases of pages
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.reading)
@@ -37,7 +38,7 @@ class Scheduler:
         While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
         """
         free = self.max_batch - len(self.running)
-        if self.reading is not None or free < min(len(self.waiting), max(1, self.max_batch // 8)):
+        if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
         longest = 0
@@ -53,11 +54,24 @@ class Scheduler:
             self.running.append(group[-1])
         return group
 
+    def _gathered(self) -> int:
+        """Rows that must be free for prompts to be read."""
+        return min(len(self.waiting), max(1, self.max_batch // 8))
+
+    def prompts_due(self) -> bool:
+        """Whether there may be something of a prompt to read now."""
+        if self.reading is not None:
+            return True
+        if not self.waiting or self.max_batch - len(self.running) < self._gathered():
+            return False
+        return (self.waiting[0], self.memory.releases) != self._refused
+
     def _admit(self, request: Request) -> bool:
         """Give the next row's pages to a request. A page more for everyone who runs is left over."""
         row = len(self.running)
         known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
         if known is None:
+            self._refused = (request, self.memory.releases)
             return False
         request.n_read, request.ready = known, False
         request.cached_tokens = max(request.cached_tokens, min(known, len(request.prompt_ids)))
@@ -115,6 +129,15 @@ class Scheduler:
                 row = 0  # another request may be here now
         return moves
 
+    def make_room_ahead(self, tokens: int) -> bool:
+        """Pages for the step behind one that has not said yet which of `tokens` tokens at most it has written.
+
+        A row that this leads past its limit has ended, and needs none for what it writes behind. False, and nothing
+        has changed, where they do not suffice.
+        """
+        most = [min(one.length + tokens, len(one.prompt_ids) + one.token_limit) for one in self.running]
+        return self.memory.grow_all(most)
+
     def _preempt(self) -> list[Move]:
         before = len(self.running)
         if self.reading is not None:
@@ -143,13 +166,16 @@ class Scheduler:
         if self.reading is not None and len(self.running) < before:
             self.memory.move(len(self.running), before)
 
-    def check_integrity(self) -> None:
-        """Assert that every request is in one place, with pages for its tokens, and that its log accounts for them."""
+    def check_integrity(self, in_flight: bool = False) -> None:
+        """Assert that every request is in one place, with pages for its tokens, and that its log accounts for them.
+
+        in_flight: a round runs, so that ended requests may hold their rows until it is over."""
         running, waiting = self.running, list(self.waiting)
         held = running if self.reading is None else [*running, self.reading]
         assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
         assert len(set(held) | set(waiting)) == len(held) + len(waiting), "a request is in two places"
-        assert not any(request.finished for request in held + waiting), "an ended request still holds a place"
+        settled = waiting if in_flight else held + waiting
+        assert not any(request.finished for request in settled), "an ended request still holds a place"
         assert all(request.output_ids and request.ready for request in running), "a running request has no token"
         assert [one.arrival for one in waiting] == sorted(one.arrival for one in waiting), "the queue is out of order"
         for request in running:

@@ -85,6 +85,12 @@ def as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) 
     )  # fmt: skip
 
 
+def walk_from(numbers: Tensor) -> Walk:
+    """The walks by what `numbers_of` laid out, [B, 3 + 3 * A], on the host."""
+    path, tokens, ranks = numbers[:, 3:].chunk(3, dim=1)
+    return as_walk(Followed(path, tokens, ranks, numbers[:, 0]), numbers.tolist(), [])
+
+
 def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]]:
     """rows [B, C] by row, and `also` [.] behind them: one copy to the host."""
     if also is None:

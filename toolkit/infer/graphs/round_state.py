@@ -8,8 +8,10 @@ A row that holds no request is padding: one committed position, one pending one,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.request import Request
@@ -29,7 +31,7 @@ class RoundState:
     """
 
     def __init__(self, rows: int, pool: PagePool, device: torch.device) -> None:
-        self._pool = pool
+        self._pool, self._pinned = pool, device.type == "cuda"
         self.standing = torch.tensor([PADDING] * rows, device=device).T.contiguous()
         self.table = torch.zeros(rows, pool.pages_per_row, dtype=torch.long, device=device)
         self.hot = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -38,23 +40,25 @@ class RoundState:
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.long, device=device)
-        self.left = [PADDING] * rows  # what the device holds of every row
+        self.left: list[Standing | None] = [PADDING] * rows  # what the device holds of every row; None: not known here
         self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows  # likewise: whose pages, and how many
         self._drawing: list[Request] = []  # likewise: the requests whose settings
 
-    def place(self, standing: Sequence[Standing], bucket: int) -> None:
+    def stand(self, standing: Sequence[Standing], bucket: int) -> None:
         """The bucket's first rows stand as given, the others are padding."""
         wanted = [*standing, *[PADDING] * (bucket - len(standing))]
         if wanted != self.left[:bucket]:
-            self.standing[:, :bucket].copy_(torch.tensor(wanted).T.contiguous(), non_blocking=True)
+            self._upload(self.standing[:, :bucket], list(zip(*wanted, strict=True)))
             self.left[:bucket] = wanted
-        held: list[tuple[list[int] | None, int]] = [(one, len(one)) for one in self._pool.tables[: len(standing)]]
-        held += [(None, 0)] * (bucket - len(standing))
+
+    def take_pages(self, rows: int, bucket: int) -> None:
+        """The bucket's first `rows` rows read and write the pages that the pool has for them."""
+        held: list[tuple[list[int] | None, int]] = [(one, len(one)) for one in self._pool.tables[:rows]]
+        held += [(None, 0)] * (bucket - rows)
         # A table only grows, or another takes its place.
         if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(held, self._tables, strict=False)):
             width = max(1, *(count for _, count in held), *(count for _, count in self._tables[:bucket]))
-            filled = torch.tensor([(table or []) + [0] * (width - count) for table, count in held])
-            self.table[:bucket, :width].copy_(filled, non_blocking=True)
+            self._upload(self.table[:bucket, :width], [(one or []) + [0] * (width - count) for one, count in held])
             self._tables[:bucket] = held
 
     def settle(self, requests: Sequence[Request]) -> None:
@@ -72,4 +76,8 @@ class RoundState:
             (self.top_k, [one.top_k for one in params]),
             (self.seeds, [one.seed for one in params]),
         ):
-            store[: len(requests)].copy_(torch.tensor(values, dtype=store.dtype), non_blocking=True)
+            self._upload(store[: len(requests)], values)
+
+    def _upload(self, store: Tensor, values: Sequence[Any]) -> None:
+        """Behind the rounds that were launched. From pinned memory: else the host might wait for them."""
+        store.copy_(torch.tensor(values, dtype=store.dtype, pin_memory=self._pinned), non_blocking=True)

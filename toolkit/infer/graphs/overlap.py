@@ -1,0 +1,81 @@
+"""Round n+1 is launched before the host has read what round n has found.
+
+    host     launch n+1 | read n, its tokens, stops and events | launch n+2 | read n+1 ..
+    device   .. n       | n+1                                  | n+1        | n+2 ..
+
+Round n+1 begins where round n has left the device's own buffers: last tokens, lengths, features. What the host does not
+know yet is covered: rows have pages for as much as round n can have committed; a row that ended in round n runs once
+more, on its own pages, and what it writes there is dropped. So the tokens, and what each step accepted, are those of
+rounds that wait for one another; the host sees them one step later.
+
+The host waits for round n first ("drains") where it has to know what round n has found:
+
+    the rows change    a request has ended or was aborted, or will end in round n by its limit of tokens; a prompt is
+                       to be read, or goes on being read in chunks; pages do not suffice for both rounds, so that a
+                       request may have to step back
+    the round changes  another draft shape was set
+    it runs eagerly    penalties, biases, min_tokens, log-probabilities, drafts drawn from the head's law, shapes of
+                       single requests, more rows than a graph has: what the log says of rounds without graphs
+"""
+
+from __future__ import annotations
+
+from toolkit.infer.graphs.flight import Flight
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.kv_memory import ROOM
+from toolkit.infer.scheduler import Scheduler
+from toolkit.infer.verify import Walk
+
+
+class Launches:
+    """Rounds of what runs, one after the other, as graphs; None: an engine without graphs launches nothing."""
+
+    def __init__(self, graphs: GraphRounds | None, scheduler: Scheduler) -> None:
+        self._graphs, self._scheduler = graphs, scheduler
+        self._flight: Flight | None = None
+        self.overlap = graphs is not None and graphs.settings.overlap
+
+    @property
+    def in_flight(self) -> bool:
+        """A round was launched that has not landed."""
+        return self._flight is not None
+
+    def launch(self) -> bool:
+        """The round of all rows, none being in flight; False where it has to run eagerly."""
+        assert self._flight is None, "a round whose results nobody has read would be lost"
+        self._flight = None if self._graphs is None else self._graphs.launch(self._scheduler.running)
+        return self.in_flight
+
+    def land(self) -> tuple[Walk, float] | None:
+        """What the round in flight has found, and when it began (perf_counter). The next one is in flight then, if it
+        may be launched before. None: no round was in flight."""
+        landing, self._flight = self._flight, None  # where anything fails, nothing is in flight
+        if landing is None or self._graphs is None:
+            return None
+        behind = self._next(self._graphs, landing) if self.overlap else None
+        found = self._graphs.land(landing, behind)
+        self._flight = behind
+        return found, landing.began
+
+    def may_take_rows(self) -> bool:
+        """Whether ended requests may lose their rows: a round in flight has them until it lands.
+
+        Unless nobody waits for it, so that it is forgotten: what will use their pages is launched behind it.
+        """
+        if any(not request.finished for request in self._scheduler.running):
+            return self._flight is None
+        self._flight = None
+        return True
+
+    def _next(self, graphs: GraphRounds, flight: Flight) -> Flight | None:
+        """The round behind `flight`; None: `flight` has to land first."""
+        running = self._scheduler.running
+        if any(request.finished or request.ends_with_next for request in running) or self._scheduler.prompts_due():
+            return None
+        if graphs.kind_of(running) != flight.kind:
+            return None
+        # A row may have gone past its limit, and past the context with it: its table ends ROOM positions behind that.
+        written = flight.most + self._scheduler.memory.slack
+        if written > ROOM or not self._scheduler.make_room_ahead(flight.most):
+            return None
+        return graphs.launch_behind(flight)

@@ -1,0 +1,171 @@
+"""The rounds that were recorded, by what each is good for: all at the start, and those of another draft shape when they
+first run. The largest come first: on a GPU the others fit into the memory that these took.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.compiled.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.errors import CompileError, EngineError
+from toolkit.infer.graphs.cuda_capture import Capture, CudaCapture, Run
+from toolkit.infer.graphs.device_round import DeviceRound, Machine
+from toolkit.infer.graphs.fixed_laws import FixedLaws
+from toolkit.log import get_logger, progress
+
+logger = get_logger(__name__)
+
+STEP = 8  # rows between two buckets, from the first bucket of that size on
+LAWS = {True: "sampled from cut laws", False: "sampled", None: "greedy"}
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """max_rows: rounds of more rows run eagerly. capture: how a round is recorded; None: as a CUDA graph. compiled:
+    rounds are recorded with compiled layers. overlap: a round is launched before the host has read what the one before
+    it has found (overlap.py)."""
+
+    max_rows: int
+    capture: Capture | None = None
+    compiled: CompileSettings | None = None
+    overlap: bool = True
+
+    def check(self, device: torch.device) -> None:
+        """Raises EngineError for settings that nothing can be recorded with on this device."""
+        if self.max_rows < 1:
+            raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; a graph has at least 1 row")
+        if self.capture is None and device.type != "cuda":
+            raise EngineError(
+                f"cuda_graph_max_bs came with {device} as device; graphs need a GPU: leave --cuda-graph-max-bs out, or "
+                "use --device cuda"
+            )
+        if self.compiled is not None and self.compiled.max_rows > self.max_rows:
+            raise EngineError(
+                f"torch_compile_max_bs is {self.compiled.max_rows} and cuda_graph_max_bs {self.max_rows}; layers are "
+                f"compiled for rounds that are recorded: lower the first to {self.max_rows}, or raise the second"
+            )
+
+
+def buckets_up_to(rows: int) -> list[int]:
+    """The numbers of rows that graphs are recorded for: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""
+    return sorted({rows, *(one for one in (1, 2, 4) if one < rows), *range(STEP, rows, STEP)})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one recording is good for. shape None: nothing is drafted. cut: laws may be cut by top-k, top-p, min-p;
+    None: all rows are greedy."""
+
+    bucket: int
+    shape: DraftShape | None
+    cut: bool | None
+
+    @property
+    def name(self) -> str:
+        what = "plain decoding" if self.shape is None else self.shape.name
+        return f"{self.bucket} rows of {what}, {LAWS[self.cut]}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    round: DeviceRound
+    replay: Run
+
+
+@dataclass
+class Recordings:
+    """buckets: numbers of rows. rows: those that the engine may run, recorded or not."""
+
+    machine: Machine
+    buckets: list[int]
+    rows: int
+    capture: Capture | None
+    compiled: CompiledRounds | None
+    _made: dict[Kind, Recorded] = field(default_factory=dict)
+    _failed: set[Kind] = field(default_factory=set)
+    _held: Tensor | None = None  # the pending features that were recorded
+
+    def __post_init__(self) -> None:
+        self._capture = self.capture or CudaCapture()
+
+    def record_all(self, shape: DraftShape | None, *, drawn: bool) -> None:
+        """Every bucket of that draft shape, in every kind of sampling or (not drawn) greedily."""
+        started, free = time.perf_counter(), self._free_bytes()
+        laws = list(LAWS) if drawn else [None]
+        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in laws]
+        self._hold(shape)
+        failed: list[str] = []
+        with progress(len(kinds), "recording CUDA graphs", "graph") as bar:
+            for kind in kinds:
+                error = self._try(kind)
+                failed += [] if error is None else [f"{kind.name}: {error}"]
+                bar.update()
+        taken = "" if free is None else f", {(free - (self._free_bytes() or 0)) / 2**30:.2f} GiB"
+        rows = ", ".join(map(str, self.buckets))
+        seconds = time.perf_counter() - started
+        made = len(kinds) - len(failed)
+        logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s%s", made, rows, seconds, taken)
+        if failed:
+            logger.warning("cuda graphs: %d rounds run eagerly, first %s", len(failed), failed[0])
+
+    def of(self, kind: Kind) -> Recorded | None:
+        """None where it could not be recorded, which was told."""
+        self._hold(kind.shape)
+        if kind not in self._made and kind not in self._failed:
+            started = time.perf_counter()
+            error = self._try(kind)
+            if error is None:
+                logger.info("cuda graphs: %s, recorded in %.1f s", kind.name, time.perf_counter() - started)
+            else:
+                logger.warning("cuda graphs: %s: %s; these rounds run eagerly", kind.name, error)
+        return self._made.get(kind)
+
+    def _try(self, kind: Kind) -> EngineError | None:
+        """Why it could not be recorded. Raises CompileError."""
+        try:
+            self._made[kind] = self._record(kind)
+        except CompileError:
+            raise
+        except EngineError as error:
+            self._failed.add(kind)
+            self._capture = self.capture or CudaCapture()  # what has failed may have left its pool unusable
+            return error
+        return None
+
+    def _hold(self, shape: DraftShape | None) -> None:
+        """Room for what rounds of that shape leave for the next, at addresses that stay."""
+        drafter = self.machine.drafter
+        if drafter is None or shape is None:
+            return
+        drafter.pending.hold(self.rows, shape.num_steps + 1)
+        if drafter.pending.features is not self._held:  # they grew, so that what was recorded reads old ones
+            self._made.clear()
+            self._failed.clear()
+            self._capture = self.capture or CudaCapture()  # a pool dies with its graphs
+            self._held = drafter.pending.features
+
+    def _record(self, kind: Kind) -> Recorded:
+        """Recorded on padding rows, so that no request's pages change; what waits in these rows is put back."""
+        machine, rows = self.machine, slice(0, kind.bucket)
+        laws = None if kind.cut is None else FixedLaws(machine.state, kind.bucket, cut=kind.cut)
+        one = DeviceRound(machine, kind.bucket, kind.shape, laws)
+        stores = [] if machine.drafter is None else machine.drafter.pending.stores
+        before = [store[rows].clone() for store in stores]
+        machine.state.stand([], kind.bucket)
+        machine.state.take_pages(0, kind.bucket)
+        try:
+            compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
+            replay = self._capture(self.compiled.around(one) if self.compiled is not None and compiled else one)
+        finally:
+            for store, kept in zip(stores, before, strict=True):
+                store[rows] = kept
+        return Recorded(one, replay)
+
+    def _free_bytes(self) -> int | None:
+        device = self.machine.cache.shape.device
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
