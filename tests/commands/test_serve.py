@@ -55,6 +55,12 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
     assert "toolkit: error:" in error and says in error and "Traceback" not in error
 
 
+def test_a_switch_that_would_change_nothing(capsys):
+    """It is a mistake to tell, not to ignore."""
+    assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
+    assert "--disable-overlap-schedule came without --cuda-graph-max-bs" in capsys.readouterr().err
+
+
 def test_short_name(tmp_path):
     """Hub ids stay as they are; nobody wants to type a path into a model field."""
     assert short_name("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -111,7 +111,7 @@ class Recordings:
         made = len(kinds) - len(failed)
         logger.info("cuda graphs: %d recorded, of %s rows, in %.1f s%s", made, rows, seconds, taken)
         if failed:
-            logger.warning("cuda graphs: %d rounds run eagerly, first %s", len(failed), failed[0])
+            logger.warning("cuda graphs: %d kinds of rounds run eagerly; the first: %s", len(failed), failed[0])
 
     def of(self, kind: Kind) -> Recorded | None:
         """None where it could not be recorded, which was told."""
