@@ -33,6 +33,7 @@ from toolkit.infer.errors import EngineError
 from toolkit.infer.graphs import device_round
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
 from toolkit.infer.graphs.device_round import DeviceRound
+from toolkit.infer.tree_verifier import TreeVerifier
 from toolkit.target.target import Target
 
 HOST = "host"
@@ -43,13 +44,13 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (autoregressive_drafter, "rerank", "build"),
     (TargetForward, "__call__", "verify"),
     (Target, "logits", "verify"),
-    (Engine, "_choose", "sample"),
+    (TreeVerifier, "_choose", "sample"),
     (DeviceRound, "_choose", "sample"),
     (engine_module, "walk", "sample"),
     (device_round, "follow", "sample"),
     (device_round, "numbers_of", "sample"),
     (AutoregressiveDrafter, "observe", "compact"),
-    (Engine, "_compact", "compact"),
+    (TreeVerifier, "_compact", "compact"),
     (DeviceRound, "_keep_features", "compact"),
     (DeviceRound, "_compact", "compact"),
     (DeviceRound, "_advance", "compact"),
