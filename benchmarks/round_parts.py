@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from toolkit.infer import engine as engine_module
+from toolkit.infer import tree_verifier
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters import autoregressive_drafter
 from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
@@ -46,7 +46,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (Target, "logits", "verify"),
     (TreeVerifier, "_choose", "sample"),
     (DeviceRound, "_choose", "sample"),
-    (engine_module, "walk", "sample"),
+    (tree_verifier, "walk", "sample"),
     (device_round, "follow", "sample"),
     (device_round, "numbers_of", "sample"),
     (AutoregressiveDrafter, "observe", "compact"),
