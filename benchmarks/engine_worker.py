@@ -32,22 +32,39 @@ class Ours:
         kept = {name: settings[name] for name in names}
         self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
+        self._parts: dict[str, float] = {}
+        self._step, self._llm.engine.step = self._llm.engine.step, self._timed_step
+
+    def _timed_step(self) -> list[Any]:
+        """A step, its seconds by part: its round's as the engine tells them, and the rest where it read a prompt."""
+        began = time.perf_counter()
+        touched = self._step()
+        rest, round_of = time.perf_counter() - began, None
+        for request in touched:
+            if request.events and request.events[-1] is not self._last.get(request.id):
+                round_of = self._last[request.id] = request.events[-1]
+        for part in ("draft", "verify", "commit") if round_of is not None else ():
+            seconds = getattr(round_of, f"{part}_s")
+            self._parts[part] += seconds
+            rest -= seconds
+        started = {request.id for request in touched if request.output_ids} - self._started
+        self._started |= started
+        if started or any(not request.output_ids for request in touched):
+            self._parts["prefill"] += rest
+        return touched
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         from toolkit import SamplingParams
 
+        self._parts = dict.fromkeys(("prefill", "draft", "verify", "commit"), 0.0)
+        self._last: dict[str, Any] = {}
+        self._started: set[str] = set()
         done = self._llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-        events = [event for one in done for event in one.events]
-        # An event carries its batch's seconds: each request of the batch takes its share.
-        parts = {
-            part: sum(getattr(event, f"{part}_s") / event.batch for event in events)
-            for part in ("draft", "verify", "commit")
-        }
         return {
             "output_ids": [one.token_ids for one in done],
             "verify_steps": sum(one.acceptance.verify_steps for one in done),
             "accepted": sum(one.acceptance.accepted for one in done),
-            "parts": {"prefill": max(one.first_token_s for one in done), **parts},
+            "parts": self._parts,
         }
 
 

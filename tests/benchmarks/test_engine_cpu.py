@@ -123,8 +123,8 @@ def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
         "ours-plain-int4-compiled": ("ours-plain-int4", "ours-plain-int4-compiled"),
     }
     given: dict = {}
-    target = SimpleNamespace(weight_bits=8.0)
-    monkeypatch.setattr("toolkit.LLM", lambda **settings: given.update(settings) or SimpleNamespace(target=target))
+    llm = SimpleNamespace(target=SimpleNamespace(weight_bits=8.0), engine=SimpleNamespace(step=None))
+    monkeypatch.setattr("toolkit.LLM", lambda **settings: given.update(settings) or llm)
     worker.Ours({**shared_settings(tmp_path), **ours["ours-plain-int8-compiled"].settings})
     assert (given["quantization"], given["torch_compile"]) == ("int8", True)
 

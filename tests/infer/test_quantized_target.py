@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=32)
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def quantized(tiny_target_directory, request) -> Target:
-    return load_target(tiny_target_directory, quantization=request.param)
+    return load_target(tiny_target_directory, quantization=request.param, dtype="float32")
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

@@ -74,11 +74,11 @@ def test_sizes_that_the_kernel_does_not_take_become_int8(tiny_target_directory):
 def test_a_kernel_that_is_wrong_or_missing_is_found(monkeypatch):
     monkeypatch.setattr(quantize, "int4_product", lambda rows, levels, steps: torch.ones(5, 48))
     with pytest.raises(TargetError, match="take quantization int8"):
-        quantize.check_int4_products()
+        quantize.check_int4_products(torch.bfloat16)
 
     def missing(*_given):
         raise NotImplementedError
 
     monkeypatch.setattr(quantize, "int4_product", missing)
     with pytest.raises(TargetError, match="int4 weights are not to be had"):
-        quantize.check_int4_products()
+        quantize.check_int4_products(torch.bfloat16)

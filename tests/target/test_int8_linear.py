@@ -102,7 +102,7 @@ def test_layers_with_one_input_split_it_once(dtype, rows, monkeypatch):
     monkeypatch.setattr(int8_linear, "split_planes", lambda *given: made.append(1) or split(*given))
     inputs = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(2)).to(dtype)
     got = [layer(inputs) for layer in layers]
-    assert len(made) == 1 and shared._made is None
+    assert len(made) == 1 and shared._known is None
     wanted = [integer_product(inputs[0], layer.qweight, layer.scale)[None] for layer in alone]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     layers[0](inputs)

@@ -14,7 +14,7 @@ from toolkit.train.teacher import Teacher
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def quantized(tiny_target_directory, request) -> Target:
-    return load_target(tiny_target_directory, quantization=request.param)
+    return load_target(tiny_target_directory, quantization=request.param, dtype="float32")
 
 
 def test_the_teacher_is_the_quantised_target(quantized):

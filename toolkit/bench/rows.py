@@ -54,14 +54,15 @@ def tabulate(
 
 def _judge(target: Target, plain: Answer, speculative: Answer, temperature: float) -> Divergence | None:
     question = plain.question
-    prompt_ids = list(question.prompt_ids)
+    prompt_ids, seed = list(question.prompt_ids), question.params.seed
+    assert seed is not None, "every question of a measurement has its seed"
     return compare(
         plain.output_ids,
         speculative.output_ids,
         lambda written: plain_logits(target, [*prompt_ids, *written]),
         target.dtype,
         temperature,
-        lambda position: _picked_by(question.params.seed, len(prompt_ids) + position),
+        lambda position: _picked_by(seed, len(prompt_ids) + position),
     )
 
 

@@ -74,6 +74,8 @@ class Engine:
             )
         if max_batch < 1:
             raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
+        if max_context is not None and max_context < 2:
+            raise EngineError(f"max_context is {max_context}; a prompt's token and one of the answer need 2")
         self.target = target
         use_device(target.device)
         with torch.inference_mode():
@@ -119,6 +121,7 @@ class Engine:
         if shape is not None:
             shape.check_asked(self.shape)
         params.check_ids(self.target.vocab_size)
+        params = params.seeded()
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,

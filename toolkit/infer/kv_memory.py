@@ -27,7 +27,7 @@ class MemorySettings:
     prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of
     running answers.
     scattered_pages: the layout of page_pool.py; None: on a GPU. fraction: another share than those, of the same memory.
-    Raises EngineError for a fraction beside max_total_tokens, or not between 0 and 1.
+    Raises EngineError for a fraction beside max_total_tokens, or not between 0 and 1, and for less than a page.
     """
 
     max_total_tokens: int | None = None
@@ -39,6 +39,8 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise EngineError(f"mem_fraction is {self.fraction:g}; a share between 0 and 1 is needed, such as 0.8")
+        if self.max_total_tokens is not None and self.max_total_tokens < PAGE_SIZE:
+            raise EngineError(f"max_total_tokens is {self.max_total_tokens}; a page of {PAGE_SIZE} is the least")
         if self.fraction is not None and self.max_total_tokens is not None:
             raise EngineError("mem_fraction and max_total_tokens came together; both size the cache: leave one out")
 

@@ -63,9 +63,12 @@ class LLM:
     target: the demo's name, a hub id, a directory or a .gguf file; None takes the one that the draft directory names.
     draft: a draft directory, "ngram" (no head: what followed the same words earlier is drafted), or None for plain
     decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
-    of 4. token_map: a freq_N.pt for heads that share the target's output matrix. revision: of a target on a hub.
+    of 4. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was given. verify:
+    "follow", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's output
+    matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
-    max_total_tokens, prefix_cache: what answers and kept prefixes hold at most, and whether any are kept (Engine).
+    max_total_tokens, prefix_cache, chunked_prefill_size: what answers and kept prefixes hold at most, whether any are
+    kept, and how many tokens of prompts are read between two rounds of running answers.
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
     none, or auto (as the draft directory states it). torch_compile: layers run compiled, which the first start pays
     with half a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
@@ -83,11 +86,14 @@ class LLM:
         draft: str | Path | None = None,
         *,
         shape: DraftShape | str | None = None,
+        adaptive: bool | None = None,
+        verify: str = "follow",
         token_map: str | Path | None = None,
         max_batch: int = 16,
         max_context: int | None = None,
         max_total_tokens: int | None = None,
         prefix_cache: bool = True,
+        chunked_prefill_size: int = 1024,
         dtype: str = "auto",
         quantization: str = "auto",
         torch_compile: bool = False,
@@ -103,6 +109,8 @@ class LLM:
             target=None if target is None else str(target),
             revision=revision,
             shape=shape,
+            adaptive=adaptive,
+            verify=verify,
             token_map=token_map,
             dtype=dtype,
             quantization=quantization,
@@ -112,7 +120,7 @@ class LLM:
             device=device,
             max_batch=max_batch,
             max_context=max_context,
-            memory=MemorySettings(max_total_tokens, prefix_cache),
+            memory=MemorySettings(max_total_tokens, prefix_cache, chunked_prefill_size),
         )
         self.engine, self.target, self.shape = opened.engine, opened.target, opened.shape
         self.tokenizer = opened.target.tokenizer

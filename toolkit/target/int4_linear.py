@@ -2,7 +2,9 @@
 
 The law is that of a float layer whose weight is `(level - 8) * step + middle`, with a step and a middle, in the layer's
 dtype, for every GROUP weights of a row. PyTorch's kernel brings the levels back to floats in registers and adds in
-float32, so a row's result does not depend on how many rows go beside it.
+float32, so a row's result does not depend on how many rows go beside it. (torchao's int4 layout for CPUs calls the same
+kernel.) It is made for few rows: prompts are read about as fast as by the float layer; and for bfloat16: in float32 it
+is slow.
 
 Shapes: K input features, N output features, G = K / GROUP groups a row.
 """

@@ -61,7 +61,9 @@ def load_target(
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
-    wanted = DTYPES.get(dtype) or _auto_dtype(config, batched and str(device) == "cpu" and quantization is None)
+    wanted = DTYPES.get(dtype) or _auto_dtype(
+        config, batched and str(device) == "cpu" and quantization is None, quantization
+    )
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
@@ -245,7 +247,9 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
 
 
-def _auto_dtype(config: PretrainedConfig, fastest: bool) -> torch.dtype:
+def _auto_dtype(config: PretrainedConfig, fastest: bool, quantization: str | None) -> torch.dtype:
+    if quantization == "int4":  # its products in float32 are slow
+        return torch.bfloat16
     if _config_dtype(config) != torch.bfloat16:
         return torch.float32
     return fastest_cpu_dtype() if fastest else torch.bfloat16

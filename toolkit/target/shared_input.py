@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -19,33 +20,45 @@ T = TypeVar("T")
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
+@dataclass
+class _Known(Generic[T]):
+    """An input, what was made of it, and who has read that."""
+
+    inputs: weakref.ref[Tensor]
+    made: T
+    readers: set[int] = field(default_factory=set)
+
+
 class SharedInput(Generic[T]):
     """make: what every one of `readers` layers needs of an input [..., K].
 
-    An input is known by its identity, until every layer has read it, or one of them reads again.
+    An input is known by its identity, until every layer has read it, or one of them reads again: nobody may write to it
+    between the first layer and the last. Threads that share a model may make something twice, never another's.
     """
 
     def __init__(self, readers: int, make: Callable[[Tensor], T]) -> None:
         self._readers, self._make = readers, make
-        self._inputs: weakref.ref[Tensor] | None = None
-        self._made: T | None = None
-        self._read: set[int] = set()
+        self._known: _Known[T] | None = None
 
     def holds(self, inputs: Tensor, reader: nn.Module) -> bool:
         """Whether another layer has made what this one needs."""
-        return self._inputs is not None and self._inputs() is inputs and id(reader) not in self._read
+        return self._found(inputs, reader) is not None
 
     def take(self, inputs: Tensor, reader: nn.Module) -> T:
         """`make(inputs)`, or what another layer made of them."""
-        if not self.holds(inputs, reader):
-            self._inputs, self._read = weakref.ref(inputs), set()
-            self._made = self._make(inputs)
-        made = self._made
-        assert made is not None, "an input is known without what was made of it"
-        self._read.add(id(reader))
-        if len(self._read) == self._readers:  # of a long prompt it is megabytes
-            self._inputs = self._made = None
-        return made
+        known = self._found(inputs, reader)
+        if known is None:
+            known = self._known = _Known(weakref.ref(inputs), self._make(inputs))
+        known.readers.add(id(reader))
+        if len(known.readers) == self._readers and self._known is known:  # of a long prompt it is megabytes
+            self._known = None
+        return known.made
+
+    def _found(self, inputs: Tensor, reader: nn.Module) -> _Known[T] | None:
+        known = self._known  # read once: another thread may replace it
+        if known is None or known.inputs() is not inputs or id(reader) in known.readers:
+            return None
+        return known
 
 
 class JoinedLinear(nn.Module):

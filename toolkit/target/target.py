@@ -139,7 +139,7 @@ class Target:
     def pack(self) -> None:
         """For decoding on a CPU: linear layers keep their weights as products of few rows read them fastest.
 
-        Not for training.
+        The model then only computes: it can no longer be trained, copied, saved, or brought to another dtype.
         """
         if self.device.type == "cpu" and self.quantization is None:
             pack_linears(self.model, tied=self.embed_tokens.weight)

@@ -89,7 +89,7 @@ def test_each_kind_of_layer_has_its_programs(interpreted, small_target, name, pr
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_quantised_target(interpreted, tiny_target_directory, quantization):
     """Its products choose their kernel by the number of rows, which a program must not fix."""
-    target = load_target(tiny_target_directory, quantization=quantization)
+    target = load_target(tiny_target_directory, quantization=quantization, dtype="float32")
     plain = answers(Engine(target, max_batch=3))
     assert answers(Engine(target, max_batch=3, torch_compile=True)) == plain
 

@@ -157,7 +157,7 @@ def test_a_banned_and_a_forced_token(small_target):
     free = engine.generate([[3, 4]], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
     banned = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={free[0]: -100})
     assert free[0] not in engine.generate([[3, 4]], banned)[0].output_ids
-    forced = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={17: 100}, temperature=1.0)
+    forced = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={17: 100}, temperature=1.0, seed=0)
     assert engine.generate([[3, 4]], forced)[0].output_ids == [17] * 5
 
 

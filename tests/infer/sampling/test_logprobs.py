@@ -32,7 +32,7 @@ def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape,
     params = [
         SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2),
         SamplingParams(max_tokens=30, ignore_eos=True),
-        SamplingParams(max_tokens=35, ignore_eos=True, logprobs=5, temperature=0.8, presence_penalty=1.0),
+        SamplingParams(max_tokens=35, ignore_eos=True, logprobs=5, temperature=0.8, presence_penalty=1.0, seed=0),
     ]
     for rows in (512, 10):
         monkeypatch.setattr("toolkit.infer.sampling.verifiers.LOGIT_ROWS", rows)

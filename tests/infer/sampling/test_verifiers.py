@@ -104,7 +104,7 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
     engine = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify=verify)
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
     hot = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
-    edited = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, presence_penalty=0.5, logprobs=2)
+    edited = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, presence_penalty=0.5, logprobs=2, seed=0)
     wanted = [engine.generate([p], s, speculative=False)[0].output_ids for p in PROMPTS for s in (greedy, hot)]
     requests = []
     for prompt in PROMPTS:
@@ -137,7 +137,7 @@ def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
 @pytest.mark.parametrize("name", ["eagle2", "mtp-three-layers"])
 def test_heads_that_share_the_output_matrix_draw_too(small_target, shared_draft, name):
     """Several MTP layers draft one level each; every level keeps its law."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=0)
     engine = Engine(small_target, shared_draft(name, [0, *range(4, 24)]), DraftShape.chain(4), verify="block")
     got = engine.generate(PROMPTS, params)
     engine.close()

@@ -26,7 +26,7 @@ def merge_products(module: GraphModule) -> None:
     operation on the way to it."""
     first: dict[str, Node] = {}
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or not _is_pure(node.target):
+        if not _may_be_one(node):
             continue
         own = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
         if own is not node:
@@ -35,11 +35,17 @@ def merge_products(module: GraphModule) -> None:
     module.recompile()
 
 
-def _is_pure(target: Any) -> bool:
-    """Whether equal arguments give an equal result that nobody writes to."""
-    if not isinstance(target, torch._ops.OpOverload):
+def _may_be_one(node: Node) -> bool:
+    """Whether equal arguments give an equal result: nothing is drawn, and nobody writes to input or output."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    if _writes(node) or torch.Tag.nondeterministic_seeded in node.target.tags or not node.all_input_nodes:
+        return False
+    return not any(_writes(user) for one in (node, *node.all_input_nodes) for user in one.users)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 @cache

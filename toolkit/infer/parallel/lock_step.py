@@ -72,7 +72,7 @@ class LeadEngine(RankEngine):
         request = super().add_request(
             prompt_ids, params, speculative=speculative, shape=shape, request_id=request_id
         )  # what is refused here is never told
-        self.leader.tell(Add(request.arrival, request.prompt_ids, params, speculative, shape))
+        self.leader.tell(Add(request.arrival, request.prompt_ids, request.params, speculative, shape))
         return request
 
     def abort(self, request: Request) -> None:

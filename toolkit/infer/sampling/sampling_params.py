@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.infer.errors import SamplingError
@@ -30,9 +31,10 @@ class SamplingParams:
     top_k: keep the k most probable tokens (0: all); then top_p: keep the smallest set whose mass reaches it (1: all);
         then min_p: keep what is at least min_p times as probable as the most probable token (0: all; arXiv 2407.01082).
         Tokens exactly as probable as the last one kept are kept too.
-    seed: the draw is a pure function of (seed, index of the token in the sequence, logits), so a speculative run and a
-        plain run with one seed write the same tokens. (Under verify="rejection" and "block" the tokens of a seed also
-        depend on what was drafted, and only their law is that of plain decoding.)
+    seed: of a request's draws; None: each request gets one of its own, at random. A draw is a pure function of (seed,
+        index of the token in the sequence, logits), so a speculative run and a plain run with one seed write the same
+        tokens. (Under verify="rejection" and "block" the tokens of a seed also depend on what was drafted, and only
+        their law is that of plain decoding.)
 
     What ends the answer:
     max_tokens: tokens written at most. The run also ends at the target's context limit.
@@ -50,7 +52,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0
+    seed: int | None = None
     max_tokens: int = 128
     ignore_eos: bool = False
     stop_ids: Sequence[int] = ()
@@ -64,12 +66,19 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         self._set("logit_bias", tuple(sorted((int(token), float(value)) for token, value in bias)))
         self._set("stop_ids", tuple(int(token) for token in self.stop_ids))
         self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         self._check_law()
         self._check_end()
+
+    def seeded(self) -> SamplingParams:
+        """These settings with a seed: a random one where none was given and something is drawn."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(63) if self.temperature > 0 else 0)
 
     @property
     def biases(self) -> dict[int, float]:
@@ -89,6 +98,15 @@ class SamplingParams:
         if not holds:
             raise SamplingError(name, f"{name} is {getattr(self, name)}; {needed}")
 
+    def _check_types(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._need(isinstance(value, (int, float)) and not isinstance(value, bool), name, "it must be a number")
+        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+            value, optional = getattr(self, name), name in ("seed", "logprobs")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            self._need(whole or (optional and value is None), name, "it must be a whole number")
+
     def _check_law(self) -> None:
         self._need(
             self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
@@ -98,7 +116,7 @@ class SamplingParams:
         self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
         self._need(self.top_k >= 0, "top_k", "it must be 0 (keep every token) or a positive count")
         self._need(0 <= self.min_p <= 1, "min_p", "it must lie in [0, 1]; 0 keeps every token")
-        self._need(-(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
+        self._need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
         within = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY
         self._need(within, "repetition_penalty", f"it must lie in [{1 / MOST_PENALTY:g}, {MOST_PENALTY:g}]; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -45,6 +45,7 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
     """The settings of the request's answer number `index`: its seed is `index` higher, within 64 bits."""
+    assert params.seed is not None, "a request without a seed was given one"
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 
 
