@@ -104,7 +104,8 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
     graphs = None
     if mode.how != "eager":
         compiled = CompileSettings(sizes.batch, sizes.backend) if mode.how == "compiled" else None
-        graphs = GraphSettings(sizes.batch, capture, compiled)
+        # Only what is measured is recorded: every graph takes time and memory.
+        graphs = GraphSettings(sizes.batch, capture, compiled, at_start=False)
     engine = Engine(
         subject.target,
         None if mode.shape is None else subject.draft,

@@ -20,6 +20,7 @@ from torch import Tensor
 from toolkit.recipe import LossName
 
 BLOCK = 4096  # scores read at once
+WARPS = 16  # with fewer, registers do not hold a block's sums
 SOFT, HARD, VARIATION, HYBRID = (tl.constexpr(kind) for kind in range(4))
 KINDS: dict[LossName, int] = {
     "soft_cross_entropy": 0,
@@ -101,6 +102,7 @@ def _score_rows(
         loss = share * (information + tl.log(norm) - shifted) + (1.0 - share) * apart
     tl.store(losses + row, loss)
 
+    tl.debug_barrier()  # the label's score is read before any part of the block overwrites it
     for start in range(0, vocabulary, block):
         here = start + tl.arange(0, block)
         inside = here < vocabulary
@@ -132,6 +134,6 @@ def score_rows(
         _score_rows[(len(scores),)](
             scores, probs, offsets, choice, weight, losses, best,
             scores.stride(0), probs.stride(0), scores.shape[1], float(eta),
-            kind=KINDS[name], block=BLOCK,
+            kind=KINDS[name], block=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return losses, best

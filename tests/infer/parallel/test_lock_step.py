@@ -72,12 +72,14 @@ def test_no_ranks(family, capsys):
 
 
 def test_a_follower_drafts_what_rank_0_chose():
-    """Its own rounds take other times: with them it would draft other shapes, and wait in other collectives."""
+    """Its own rounds take other times: with them it would draft other shapes, or look when rank 0 does not, and wait in
+    other collectives."""
     most = DraftShape.chain(4)
-    chooser = LeadersShape(most, Told([most, None, most]))
-    assert [chooser.choose([]) for _ in range(3)] == [most, None, most]
+    chooser = LeadersShape(most, Told([(most, False), (None, True), (None, False)]))
+    assert [(chooser.choose([]), chooser.look_due) for _ in range(3)] == [(most, False), (None, True), (None, False)]
     chooser.record([], most, [], 1e9, 1e9)  # says nothing
-    assert chooser._costs.seconds(1, most) is None
+    with pytest.raises(AssertionError, match="no plain round was measured"):
+        chooser._costs.seconds(1, most)
 
 
 def test_caches_are_of_one_size():

@@ -64,7 +64,8 @@ class GraphRounds:
         self._state = RoundState(self._most_rows, self.cache.pool, shape.device)
         machine = Machine(self.target, self.forward, self.cache, ops, self._head, self.max_context, self._state)
         self._recordings = Recordings(machine, buckets, self.max_batch, self.settings.capture, self._compile())
-        self._record_all()
+        if self.settings.at_start:
+            self._record_all()
 
     @torch.inference_mode()
     def _record_all(self) -> None:

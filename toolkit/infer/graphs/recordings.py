@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.infer.compiled.compiled_rounds import CompiledRounds, CompileSettings
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import CompileError, EngineError
-from toolkit.infer.graphs.cuda_capture import Capture, CudaCapture, Run
+from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
 from toolkit.infer.graphs.device_round import DeviceRound, Machine
 from toolkit.infer.graphs.fixed_laws import FixedLaws
 from toolkit.log import get_logger, progress
@@ -28,12 +28,13 @@ LAWS = {True: "sampled from cut laws", False: "sampled", None: "greedy"}
 class GraphSettings:
     """max_rows: rounds of more rows run eagerly. capture: how a round is recorded; None: as a CUDA graph. compiled:
     rounds are recorded with compiled layers. overlap: a round is launched before the host has read what the one before
-    it has found (overlap.py)."""
+    it has found (overlap.py). at_start: all are recorded when the engine is made, not when they are first needed."""
 
     max_rows: int
     capture: Capture | None = None
     compiled: CompileSettings | None = None
     overlap: bool = True
+    at_start: bool = True
 
     def check(self, device: torch.device) -> None:
         """Raises EngineError for settings that nothing can be recorded with on this device."""
@@ -88,6 +89,7 @@ class Recordings:
     compiled: CompiledRounds | None
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
+    _broken: BrokenCaptureError | None = None  # why nothing more is recorded
     _held: Tensor | None = None  # the pending features that were recorded
 
     def __post_init__(self) -> None:
@@ -127,13 +129,17 @@ class Recordings:
 
     def _try(self, kind: Kind) -> EngineError | None:
         """Why it could not be recorded. Raises CompileError."""
+        if self._broken is not None:
+            self._failed.add(kind)
+            return self._broken
         try:
             self._made[kind] = self._record(kind)
         except CompileError:
             raise
         except EngineError as error:
             self._failed.add(kind)
-            self._capture = self.capture or CudaCapture()  # what has failed may have left its pool unusable
+            if isinstance(error, BrokenCaptureError):
+                self._broken = error
             return error
         return None
 

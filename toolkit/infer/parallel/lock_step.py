@@ -37,14 +37,19 @@ class RankEngine(Engine):
 
 
 class LeadersShape(AdaptiveShape):
-    """Chooses on rank 0; the others do as it chose, whatever their own rounds took."""
+    """Chooses on rank 0, and when the head is to look; the others do as it chose, whatever their own rounds took."""
 
     def __init__(self, most: DraftShape, ranks: Ranks) -> None:
         super().__init__(most)
         self._ranks = ranks
 
     def choose(self, requests: Sequence[Request]) -> Arm:
-        return self._ranks.agree(lambda: super(LeadersShape, self).choose(requests))
+        def decide() -> tuple[Arm, bool]:
+            arm = super(LeadersShape, self).choose(requests)
+            return arm, self.look_due
+
+        arm, self.look_due = self._ranks.agree(decide)
+        return arm
 
     def record(
         self, requests: Sequence[Request], arm: Arm, ranks: Sequence[Sequence[int]], draft_s: float, verify_s: float

@@ -1,0 +1,85 @@
+"""What a recording leaves behind, on a stand-in for the device: the real one is for `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.infer.errors import EngineError
+from toolkit.infer.graphs import cuda_capture
+from toolkit.infer.graphs.cuda_capture import WARM_UPS, BrokenCaptureError, CudaCapture
+
+
+@pytest.fixture
+def device(monkeypatch) -> SimpleNamespace:
+    """torch.cuda as far as it is used, with torch's own fault: a capture that fails is left on its stream."""
+    state = SimpleNamespace(current="default", used=[], graphs=0)
+
+    class Stream:
+        def wait_stream(self, other) -> None:
+            pass
+
+    default = Stream()
+    state.current = default
+
+    class Graph:
+        def pool(self) -> str:
+            return "pool"
+
+        def replay(self) -> None:
+            state.used.append("replay")
+
+    @contextmanager
+    def stream(one):
+        before, state.current = state.current, one
+        try:
+            yield
+        finally:
+            state.current = before
+
+    @contextmanager
+    def graph(_graph, pool, stream):
+        before, state.current = state.current, stream
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("capture was invalidated") from None
+        state.used.append((pool, stream))
+        state.current = before
+
+    cuda = SimpleNamespace(
+        Stream=Stream, CUDAGraph=Graph, stream=stream, graph=graph, current_stream=lambda: state.current,
+        set_stream=lambda one: setattr(state, "current", one),
+    )  # fmt: skip
+    monkeypatch.setattr(cuda_capture.torch, "cuda", cuda)
+    state.default = default
+    return state
+
+
+def test_recordings_share_a_pool_and_a_stream(device) -> None:
+    """A stream of its own for each would cost a workspace of each library; a pool of its own, its memory."""
+    capture, ran = CudaCapture(), []
+    for _ in range(2):
+        capture(lambda: ran.append(device.current))()
+    (first_pool, first), _, (second_pool, second), _ = device.used
+    assert (first_pool, second_pool) == (None, "pool") and first is second is ran[0] is not device.default
+    assert len(ran) == 2 * (WARM_UPS + 1) and set(ran) == {first} and device.current is device.default
+
+
+@pytest.mark.parametrize("fails_in", [1, WARM_UPS + 1])
+def test_a_failure_tells_its_cause_and_leaves_the_stream(device, fails_in) -> None:
+    """What runs next would else run beside the default stream, unordered; only a failure inside the capture ends all
+    recording."""
+    runs = []
+
+    def run() -> None:
+        runs.append(1)
+        if len(runs) == fails_in:
+            raise RuntimeError("somebody read a number")
+
+    with pytest.raises(EngineError, match="somebody read a number.* --cuda-graph-max-bs") as found:
+        CudaCapture()(run)
+    assert isinstance(found.value, BrokenCaptureError) == (fails_in > WARM_UPS)
+    assert device.current is device.default
