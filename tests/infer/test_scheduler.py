@@ -24,9 +24,10 @@ def names(requests) -> str:
     return "".join(one.id for one in requests)
 
 
-def empty(max_batch: int, chunk: int = 64, capacity: int | None = None) -> Scheduler:
+def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, even: bool = False) -> Scheduler:
     pool = PagePool(max_batch, 64, capacity, page_size=4)
-    return Scheduler(max_batch, chunk, KVMemory(pool, max_context=20, lookahead=0, slack=1, reuse=False))
+    memory = KVMemory(pool, max_context=20, lookahead=0, slack=1, reuse=False)
+    return Scheduler(max_batch, chunk, memory, even=even)
 
 
 def scheduler(waiting: str, running: str, max_batch: int) -> Scheduler:
@@ -69,6 +70,16 @@ def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
     assert made.next_group(12) == []
     assert names([made.reading_is_complete()]) == "d" and names(made.running) == "abcd"
     assert names(made.next_group(12)) == "e"
+
+
+@pytest.mark.parametrize(("even", "groups"), [(True, ["ab", "cd", "e"]), (False, ["abcde", "", ""])])
+def test_prompts_of_about_one_length_are_read_together(monkeypatch, even, groups):
+    """Where padding costs as much as tokens do; order of arrival stays."""
+    monkeypatch.setattr("toolkit.infer.scheduler.LEAST_PADDING", 2)
+    made = empty(8, even=even)
+    made.waiting.extend(request(name, tokens) for name, tokens in zip("abcde", (6, 5, 2, 3, 9), strict=True))
+    assert [names(made.next_group(64)) for _ in range(3)] == groups
+    assert names(made.running) == "abcde" and made.memory.pool.held > 0
 
 
 @pytest.mark.parametrize(("ended", "rows", "moves"), [("b", "adc", [(1, 3)]), ("d", "abc", []), ("abcd", "", [])])

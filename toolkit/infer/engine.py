@@ -92,7 +92,8 @@ class Engine:
         self._memory = KVMemory(
             pool, self.max_context, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
         )
-        self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory)
+        even = target.device.type == "cpu"
+        self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory, even=even)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
         self._verifying = TreeVerifier(self._forward, self._cache, self.verifier, self.max_context)
         parts = (self._forward, self._cache, self.drafter, self.verifier, max_batch, self.max_context)

@@ -13,16 +13,19 @@ from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_memory import KVMemory
 from toolkit.infer.request import Request
 
+# Padding in a forward of prompts that are to be of about one length: tokens that hardly cost, and a share of the rest.
+LEAST_PADDING, MOST_PADDING = 32, 0.1
 Move = tuple[int, int]  # row, and the row whose place it takes over
 
 
 class Scheduler:
-    """The queue and the rows of one engine. chunk: padded prompt tokens read in one forward, at most."""
+    """The queue and the rows of one engine. chunk: padded prompt tokens read in one forward, at most. even: prompts of
+    about one length are read together, because padding costs as much as tokens do (a CPU); else as many as fit."""
 
-    def __init__(self, max_batch: int, chunk: int, memory: KVMemory) -> None:
+    def __init__(self, max_batch: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
         if chunk < 1:
             raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 token must be read at a time")
-        self.max_batch, self.chunk, self.memory = max_batch, chunk, memory
+        self.max_batch, self.chunk, self.memory, self._even = max_batch, chunk, memory, even
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
@@ -41,10 +44,12 @@ class Scheduler:
         if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
-        longest = 0
+        longest = tokens = 0
         while self.waiting and len(group) < free and self._admit(self.waiting[0]):
-            longest = max(longest, self.waiting[0].unread)
-            if longest * (len(group) + 1) > budget:
+            longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
+            padded = longest * (len(group) + 1)
+            uneven = self._even and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
+            if padded > budget or uneven:
                 if group:
                     self.memory.release(len(self.running))
                 else:
