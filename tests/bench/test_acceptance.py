@@ -74,14 +74,14 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
     """The comparison must be able to fail: an engine whose accepted tokens are shifted by one is not lossless."""
-    from toolkit.infer import engine as engine_module
+    from toolkit.infer import tree_verifier
 
-    honest = engine_module.walk
+    honest = tree_verifier.walk
 
     def dishonest(tree, chosen, along):
         return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size, along)
 
-    monkeypatch.setattr(engine_module, "walk", dishonest)
+    monkeypatch.setattr(tree_verifier, "walk", dishonest)
     record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], max_tokens=8)
     row = best_row(record)
     assert row["tokens_equal"] is False and row["unequal"] == 4 and len(record["divergences"]) == 4

@@ -73,7 +73,18 @@ def test_short_name(tmp_path):
 @pytest.fixture(scope="module")
 def process(tiny_draft_directory):
     """`python -m toolkit serve --draft DIR` in a process of its own, and the text that it printed when ready."""
-    command = [sys.executable, "-m", "toolkit", "serve", "--draft", str(tiny_draft_directory), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "serve",
+        "--draft",
+        str(tiny_draft_directory),
+        "--port",
+        "0",
+        "--shape",
+        "4,1,5",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
