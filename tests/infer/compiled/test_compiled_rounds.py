@@ -27,6 +27,13 @@ LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill
 CUDA = torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def compiling():
+    """A training with Muon on a CPU tells torch to compile nothing in its process, which tests share."""
+    with torch.compiler.set_stance("default"):
+        yield
+
+
 def again(run):
     run()
     return run
