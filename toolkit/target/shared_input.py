@@ -6,6 +6,7 @@ Shapes: K input features, N output features.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -61,7 +62,7 @@ class SharedInput(Generic[T]):
         return known
 
 
-class JoinedLinear(nn.Module):
+class JoinedLinear(nn.Module, ABC):
     """A linear layer for inference whose weight can lie together with those of layers that read the same input.
 
     One large product is faster than several small ones. `product`, a subclass's, multiplies by all that lies together.
@@ -74,9 +75,9 @@ class JoinedLinear(nn.Module):
         self.rows = slice(0, self.out_features)  # its own, of all that lie together
         self._products: SharedInput[Tensor] | None = None
 
+    @abstractmethod
     def product(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N of all layers that lie together], biases added."""
-        raise NotImplementedError
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the inputs' dtype."""
