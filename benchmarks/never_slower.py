@@ -36,7 +36,7 @@ from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine import Engine
-from toolkit.infer.open_draft import fit_draft, open_draft
+from toolkit.infer.open_draft import fit_draft, open_draft, pack
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
@@ -166,15 +166,20 @@ def row_of(entrant: Entrant, plain: Entrant, draft: str, shape: DraftShape, batc
 def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict[str, Any]]:
     """One head and shape: a row for plain decoding, one for adaptive drafting, and one for the fixed shape if asked."""
 
-    def build(adaptive: bool) -> Engine:
-        target = load_target(args.target, dtype=args.dtype)
-        draft: Draft = random_head(target, args.random_vocab) if name == RANDOM else open_draft(name)
-        return Engine(target, fit_draft(draft, target), shape, max_batch=args.batch, adaptive=adaptive)
+    def build(drafts: bool, adaptive: bool = False) -> Engine:
+        """As open_engine does it, with a head that lies in no directory."""
+        target, draft = load_target(args.target, dtype=args.dtype), None
+        if drafts:
+            unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else open_draft(name)
+            draft = fit_draft(unfitted, target)
+        pack(target, draft)
+        options: dict[str, Any] = {"max_batch": args.batch, "torch_compile": args.torch_compile}
+        return Engine(target, draft, shape if drafts else None, adaptive=adaptive, **options)
 
     entrants = [
-        Entrant("ours-plain", Engine(load_target(args.target, dtype=args.dtype), max_batch=args.batch)),
-        Entrant("ours-adaptive", build(True)),
-        *([Entrant("ours-fixed-shape", build(False))] if args.fixed else []),
+        Entrant("ours-plain", build(False)),
+        Entrant("ours-adaptive", build(True, adaptive=True)),
+        *([Entrant("ours-fixed-shape", build(True))] if args.fixed else []),
     ]
     tokenizer = entrants[0].engine.target.tokenizer
     prompts = [
@@ -184,7 +189,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
     groups = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
     print(f"{name}, {shape.name}, batch {args.batch}", file=sys.stderr)
     for one in entrants:  # first forwards of a process are slow; the adaptive engine's own first rounds do count
-        warm = Engine(one.engine.target, max_batch=args.batch)
+        warm = Engine(one.engine.target, max_batch=args.batch, torch_compile=args.torch_compile)
         warm.generate(groups[0], SamplingParams(max_tokens=WARMUP_TOKENS))
     race(entrants, groups, args.max_tokens)
     for one in entrants:
@@ -237,6 +242,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--limit", type=int, default=16, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--torch-compile", action="store_true", help="all of them with compiled layers")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--random-vocab", type=int, default=8192, help="ids that the random head drafts from")
     parser.add_argument("--out", type=Path)
