@@ -89,3 +89,26 @@ def test_another_size_of_batch_is_scaled_by_what_both_have_run():
     costs.add(16, None, 0.0, 20.0)
     assert costs.seconds(16, CHAIN_4) == pytest.approx(32.0)
     assert costs.seconds(1, None) == 10.0, "the nearest size"
+
+
+def test_a_draft_measured_in_a_busy_time_is_compared_with_the_plain_rounds_of_that_time():
+    """All takes twice as long for a while, and a chain is tried just then: later it costs 1.5 plain rounds, not 3."""
+    costs = StepCosts()
+    for _ in range(WINDOW):
+        costs.add(1, None, 0.0, 20.0)
+    costs.add(1, CHAIN_2, 4.0, 26.0)
+    assert costs.seconds(1, CHAIN_2) == 30.0
+    for _ in range(WINDOW):
+        costs.add(1, None, 0.0, 10.0)
+    assert costs.seconds(1, CHAIN_2) == pytest.approx(15.0)
+
+
+def test_plain_rounds_of_long_ago_say_nothing_of_a_draft():
+    """The last plain round lies WINDOW drafts back: what the chain costs stands as measured, whatever they took."""
+    costs = StepCosts()
+    costs.add(1, None, 0.0, 10.0)
+    for _ in range(3 * WINDOW):
+        costs.add(1, CHAIN_2, 4.0, 26.0)
+    for _ in range(WINDOW):
+        costs.add(1, None, 0.0, 20.0)
+    assert costs.seconds(1, CHAIN_2) == 30.0

@@ -1,4 +1,8 @@
-"""What a round costs, by what is drafted in it and for how many rows: measured, and guessed where it is not yet."""
+"""What a round costs, by what is drafted in it and for how many rows: measured, and guessed where it is not yet.
+
+What drafts cost is kept beside what plain rounds cost at that time, where some ran shortly before: on a machine that is
+busy now and free a moment later, only the two of one time can be compared.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,21 @@ class Seconds:
     """The last rounds of one kind, in two parts: drafting, and all that follows it."""
 
     def __init__(self) -> None:
-        self._rounds: tuple[deque[float], deque[float]] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
+        self._rounds: deque[tuple[float, float, float | None]] = deque(maxlen=WINDOW)
+        self._plain: float | None = None
         self.draft = self.verify = 0.0
 
-    def add(self, draft: float, verify: float) -> None:
-        for seen, seconds in zip(self._rounds, (draft, verify), strict=True):
-            seen.append(seconds)
-        self.draft, self.verify = map(_typical, self._rounds)
+    def add(self, draft: float, verify: float, plain: float | None = None) -> None:
+        """plain: what a plain round takes at that time; None: nothing says so."""
+        self._rounds.append((draft, verify, plain))
+        self.scale_to(self._plain if plain is None else plain)
+
+    def scale_to(self, plain: float | None) -> None:
+        """A plain round takes `plain` by now."""
+        self._plain = plain
+        factors = [plain / then if plain and then else 1.0 for _, _, then in self._rounds]
+        self.draft = _typical([draft * by for (draft, _, _), by in zip(self._rounds, factors, strict=True)])
+        self.verify = _typical([verify * by for (_, verify, _), by in zip(self._rounds, factors, strict=True)])
 
     @property
     def total(self) -> float:
@@ -34,9 +46,22 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[Arm, Seconds]] = {}
+        self._since_plain: dict[int, int] = {}  # rounds with so many rows
 
     def add(self, batch: int, arm: Arm, draft: float, verify: float) -> None:
-        self._seen.setdefault(_bucket(batch), {}).setdefault(arm, Seconds()).add(draft, verify)
+        size = _bucket(batch)
+        seen = self._seen.setdefault(size, {})
+        if arm is None:
+            self._since_plain[size] = 0
+            plain = seen.setdefault(None, Seconds())
+            before = plain.verify
+            plain.add(draft, verify)
+            if plain.verify != before:
+                for shape in seen.keys() - {None}:
+                    seen[shape].scale_to(plain.verify)
+        else:
+            self._since_plain[size] = since = self._since_plain.get(size, WINDOW) + 1
+            seen.setdefault(arm, Seconds()).add(draft, verify, seen[None].verify if since < WINDOW else None)
 
     def all(self, batch: int, arms: Sequence[Arm]) -> dict[Arm, float]:
         """Seconds of a round for those arms that are not much larger than what ran with so many rows: of twice its
@@ -91,7 +116,7 @@ def _nodes(arm: Arm) -> int:
     return 1 if arm is None else arm.num_draft_tokens
 
 
-def _typical(seconds: deque[float]) -> float:
+def _typical(seconds: Sequence[float]) -> float:
     """The lower median: a machine that is busy for a moment makes a round slower, never faster."""
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
