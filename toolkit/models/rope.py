@@ -32,6 +32,9 @@ class Rope:
         self._inv_freq = source.inv_freq.float().cpu()
         self._scaling = float(source.attention_scaling)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        # A recorded graph reads the table it was recorded with, at its address. Sizes double: all the old ones together
+        # are smaller than the newest.
+        self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head_dim] for `positions` [T] on `like`'s device, in its dtype; positions < `reach`."""
@@ -40,6 +43,8 @@ class Rope:
             size = max(512, 1 << (reach - 1).bit_length())
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self._inv_freq.to("cpu"))
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+            if key in self._tables:
+                self._outgrown.append(self._tables[key])
             self._tables[key] = (
                 (angles.cos() * self._scaling).to(*key),
                 (angles.sin() * self._scaling).to(*key),

@@ -1,19 +1,22 @@
 """What a CUDA graph does, on a CPU: the operations of one run, at the addresses they had, done again.
 
 Numbers that the host had then are part of the recording. Whatever a capture refuses is refused here: values that reach
-the host, and tensors made from the host's own numbers.
+the host, and tensors made from the host's own numbers. Of tensors from outside it knows the address alone, as a graph
+does: one that nobody else kept is found gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 
@@ -28,9 +31,12 @@ class Recording(TorchDispatchMode):
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         run()  # as a capture, after a run that makes tables
         self._done: list[tuple[Any, tuple, dict, list[Tensor]]] = []
+        self._numbers: set[int] = set()  # of the host, which are part of what a kernel is launched with
         with self:
             run()
-        done = self._done
+        inside = {_address(one) for *_, own in self._done for one in own if one is not None} | self._numbers
+        done = [(call[0], *(_by_address(part, inside) for part in call[1:3]), call[3]) for call in self._done]
+        self._done.clear()
         self.recorded += 1
         return lambda: _again(done)
 
@@ -42,6 +48,8 @@ class Recording(TorchDispatchMode):
         )
         from_host = name == "aten::lift_fresh" and args[0].dim() > 0
         assert name not in REFUSED and not by_mask and not from_host, f"{name} cannot be captured"
+        if name == "aten::lift_fresh":
+            self._numbers.add(_address(args[0]))
         out = function(*args, **kwargs)
         given = {_address(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         # Results of their own; views and what was written in place lie at addresses that were given.
@@ -50,8 +58,36 @@ class Recording(TorchDispatchMode):
         return out
 
 
+@dataclass(frozen=True)
+class _Outside:
+    """A tensor that the recording does not own. Its memory is kept by whoever else has it, or by nobody."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    layout: tuple[int, torch.Size, tuple[int, ...]]  # offset, shape, strides
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Outside:
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return cls(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, layout)
+
+    def there(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        assert storage is not None, f"a recorded round reads memory that was let go: {self.dtype}, {self.layout}"
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.layout)
+
+
+def _by_address(values: Any, inside: set[int]) -> Any:
+    """args or kwargs of a recorded operation, with the tensors from outside held weakly (of empty ones nothing is
+    read)."""
+    return tree_map_only(
+        Tensor, lambda one: one if _address(one) in inside or not one.numel() else _Outside.of(one), values
+    )
+
+
 def _again(done: list[tuple[Any, tuple, dict, list[Tensor]]]) -> None:
     for function, args, kwargs, own in done:
+        args, kwargs = (tree_map_only(_Outside, _Outside.there, part) for part in (args, kwargs))
         fresh = [one for one in tree_leaves(function(*args, **kwargs)) if isinstance(one, Tensor)]
         for old, new in zip(own, fresh, strict=True):
             if old is not None:

@@ -119,6 +119,21 @@ def test_another_shape_is_another_recording(small_target, build, recording):
     engine.close(), eager.close()
 
 
+def test_a_second_engine_on_the_same_head_leaves_recordings_alone(small_target, build, recording):
+    """Its longer rows need longer tables of the head's rotation than those whose addresses the first one recorded."""
+    draft = build("eagle2")
+    draft = replace(draft, head=copy.deepcopy(draft.head))  # nobody else has made its tables yet
+    first = engine_with(small_target, draft, "3,3,8", GraphSettings(ROWS, recording), tokens=640)
+    wanted = answers(first, "greedy")
+    longer = MemorySettings(chunked_prefill_size=4096, scattered_pages=True)
+    second = Engine(
+        small_target, draft, DraftShape.parse("3,3,8"), max_batch=2, graphs=GraphSettings(1, recording), memory=longer
+    )
+    assert len(draft.head.rope._outgrown) == 1
+    assert answers(first, "greedy") == wanted
+    first.close(), second.close()
+
+
 def _lengths_of_then(self, tree):
     """A round whose target reads the lengths that rows had when it was recorded."""
     kept = self._lengths
