@@ -9,7 +9,9 @@ import torch
 
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
+from toolkit.infer.errors import EngineError
 from toolkit.infer.feature_recorder import record_features
+from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -77,3 +79,14 @@ def test_a_text_out_of_the_prefix_cache_has_none(small_target):
     engine.close()
     assert second.cached_tokens > 0 and recorder.take(second) is None
     assert recorder.take(first).shape == (44, 4 * small_target.hidden_size)
+
+
+def test_an_engine_with_graphs_is_refused(small_target):
+    """A replayed round calls no hook: most states would be missing, and nobody would be told."""
+    engine = Engine(
+        small_target, max_batch=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
+        memory=MemorySettings(scattered_pages=True),
+    )  # fmt: skip
+    with pytest.raises(EngineError, match="without cuda_graph_max_bs"):
+        record_features(engine, LAYERS)
+    engine.close()

@@ -155,6 +155,11 @@ class Engine:
     def _running(self) -> list[Request]:
         return self.scheduler.running
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether rounds run as recorded graphs, beside whose forwards no code of the host runs."""
+        return self._launches.graphs is not None
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.engine import Engine
+from toolkit.infer.errors import EngineError
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.features import AuxCapture, LastCapture
@@ -131,7 +132,13 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     """Let a recorder stand before the engine's drafter from now on; closing the engine ends it.
 
     layer_ids: indices into HF `hidden_states`, ascending. The engine's prefix cache should be off: see the class.
+    Raises EngineError where rounds run as graphs: a replay brings no states to anybody's hooks.
     """
+    if engine.has_graphs:
+        raise EngineError(
+            "features were to be recorded of an engine whose rounds run as CUDA graphs, which leave their hidden states "
+            "to nobody; open it without cuda_graph_max_bs (Engine: graphs=None)"
+        )
     assert not engine.has_work(), "texts that are half read would have no states of their beginnings"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)
     return recorder

@@ -104,7 +104,7 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, mo
     assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
-    rows = [kind.bucket for kind in engine._launches._graphs._recordings._made]
+    rows = [kind.bucket for kind in engine._launches.graphs._recordings._made]
     assert list(recorded.values()) == [bucket <= 2 for bucket in rows] and set(rows) == {1, 2, 4}
     assert kinds == {"LlamaDecoderLayer", "DraftLayer"}
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"

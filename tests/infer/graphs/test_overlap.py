@@ -46,7 +46,7 @@ class Watch:
     def check_pages(self) -> None:
         """Every row that is not past its end has pages for what it writes, wherever the device has got meanwhile."""
         engine = self.engine
-        pool, state = engine._memory.pool, engine._launches._graphs._state
+        pool, state = engine._memory.pool, engine._launches.graphs._state
         for row, request in enumerate(engine._running):
             read = int(state.standing[1, row])
             self.counts["ahead"] += read > request.length - 1
@@ -191,7 +191,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
             )
             written = [len(one.output_ids) for one in requests]
     assert reads.found == ["launch", "tolist"] * 12
-    lengths = engine._launches._graphs._state.standing[1].tolist()
+    lengths = engine._launches.graphs._state.standing[1].tolist()
     ahead = [length + 1 > one.length for length, one in zip(lengths, requests, strict=True)]
     assert ahead == [overlap] * 3  # what was read is the round before the one that was launched
     late = engine.add_request([9, 8, 7], SamplingParams())

@@ -31,7 +31,7 @@ class Launches:
     """Rounds of what runs, one after the other, as graphs; None: an engine without graphs launches nothing."""
 
     def __init__(self, graphs: GraphRounds | None, scheduler: Scheduler) -> None:
-        self._graphs, self._scheduler = graphs, scheduler
+        self.graphs, self._scheduler = graphs, scheduler
         self._flight: Flight | None = None
         self.overlap = graphs is not None and graphs.settings.overlap
 
@@ -43,17 +43,17 @@ class Launches:
     def launch(self) -> bool:
         """The round of all rows, none being in flight; False where it has to run eagerly."""
         assert self._flight is None, "a round whose results nobody has read would be lost"
-        self._flight = None if self._graphs is None else self._graphs.launch(self._scheduler.running)
+        self._flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
         return self.in_flight
 
     def land(self) -> tuple[Walk, float] | None:
         """What the round in flight has found, and when it began (perf_counter). The next one is in flight then, if it
         may be launched before. None: no round was in flight."""
         landing, self._flight = self._flight, None  # where anything fails, nothing is in flight
-        if landing is None or self._graphs is None:
+        if landing is None or self.graphs is None:
             return None
-        behind = self._next(self._graphs, landing) if self.overlap else None
-        found = self._graphs.land(landing, behind)
+        behind = self._next(self.graphs, landing) if self.overlap else None
+        found = self.graphs.land(landing, behind)
         self._flight = behind
         return found, landing.began
 
