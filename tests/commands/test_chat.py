@@ -7,11 +7,15 @@ import io
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from toolkit.commands import chat
 from toolkit.infer.engine import Engine
+from toolkit.infer.parallel import open_parallel
+from toolkit.infer.parallel.open_parallel import closing
+from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 from toolkit.infer.server.conversation import Conversation, ConversationError
 
 
@@ -143,6 +147,33 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
 
     chat.talk(answer, lambda: None, io.StringIO("one\ntwo\n"))
     assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2
+
+
+def test_a_lost_rank_ends_the_chat_with_a_message():
+    """Another process of several has ended: a traceback of ours would tell a user nothing."""
+    closed = []
+    opened = SimpleNamespace(engine=SimpleNamespace(close=lambda: closed.append(1)))
+    with pytest.raises(ParallelError, match="rank 1 of 2"), closing(opened):
+        raise RankLostError("rank 1 of 2 has ended")
+    assert closed == [1]
+
+
+def test_two_processes_answer_as_one_does(tiny_target_directory, capsys, monkeypatch):
+    """--tp that does not reach the engine would go unseen; a follower that stays would hold a GPU."""
+    processes = []
+
+    class Noted(open_parallel.Leader):
+        def __init__(self, *given):
+            super().__init__(*given)
+            processes.extend(self._processes)
+
+    monkeypatch.setattr(open_parallel, "Leader", Noted)
+    arguments = ["--target", str(tiny_target_directory), "--prompt", "hello", "--max-tokens", "8", "--device", "cpu"]
+    said = []
+    for more in (["--dtype", "float32"], ["--dtype", "float32", "--tp", "2"]):
+        assert run([*arguments, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != "" and [one.returncode for one in processes] == [0]
 
 
 def run(arguments):

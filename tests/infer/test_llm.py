@@ -91,10 +91,16 @@ def test_details_come_only_where_there_are_any(llm):
 
 @pytest.mark.parametrize(
     ("bounds", "says"),
-    [({"cuda_graph_max_bs": 3}, "graphs need a GPU"), ({"torch_compile_max_bs": 3}, "max-bs 3 came without")],
+    [
+        ({"cuda_graph_max_bs": 3}, "graphs need a GPU"),
+        ({"torch_compile_max_bs": 3}, "max-bs 3 came without"),
+        ({"disable_overlap_schedule": True}, "disable-overlap-schedule came without"),
+        ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
+        ({"mem_fraction": 0.5, "max_total_tokens": 640}, "mem_fraction and max_total_tokens came together"),
+    ],
 )
-def test_bounds_of_graphs_and_compiler_reach_the_engine(bounds, says):
-    """Left out on the way, rounds would run eagerly on a GPU, and nobody would be told."""
+def test_settings_of_a_gpu_reach_the_engine(bounds, says):
+    """Left out on the way, rounds would run eagerly on a GPU, or beside one another, and nobody would be told."""
     with pytest.raises((EngineError, OpenError), match=says):
         LLM("x", device="cpu", **bounds)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
 
 if TYPE_CHECKING:
+    from toolkit.infer.open_engine import Opened
     from toolkit.infer.server.conversation import Exchange
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
@@ -42,9 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until /quit."""
-    from toolkit.infer.server.conversation import Conversation
+    from toolkit.infer.parallel.open_parallel import closing
 
     opened = open_from(args, max_batch=1)
+    with closing(opened):
+        converse(args, opened)
+    return 0
+
+
+def converse(args: argparse.Namespace, opened: Opened) -> None:
+    """Raises ValueError with a message for the user, RankLostError when another process of several ends."""
+    from toolkit.infer.server.conversation import Conversation
+
     conversation = Conversation(
         opened.engine,
         opened.target.tokenizer,
@@ -66,13 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prompt is not None:
         answer(args.prompt)
-        return 0
+        return
     target = opened.target
     print(f"{target.name} ({target.precision}); draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
     if painter.mark and shape is not None:
         print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
     talk(answer, conversation.reset, sys.stdin)
-    return 0
 
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:

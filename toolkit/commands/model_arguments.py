@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --quantization,
-    --torch-compile, --torch-compile-max-bs, --cuda-graph-max-bs, --device."""
+    --torch-compile, --torch-compile-max-bs, --cuda-graph-max-bs, --disable-overlap-schedule, --tensor-parallel-size,
+    --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -78,6 +79,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --cuda-graph-max-bs: launch a round only when the results of the one before it are read (default: "
         "before that, so that the GPU does not wait for the host)",
     )
+    add_parallel_argument(group)
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
 
 
@@ -103,14 +105,27 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
     )
 
 
-def open_from(args: argparse.Namespace, max_batch: int, *, tensor_parallel_size: int = 1, **options: Any) -> Opened:
+def add_parallel_argument(group: argparse._ActionsContainer) -> None:
+    """--tensor-parallel-size; of the commands that open one engine for as long as they run."""
+    group.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide target, head and cache among N processes of this machine, each on a GPU of its own, or on the CPU "
+        "(default: 1)",
+    )
+
+
+def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opened:
     """Opens the engine that the arguments name; options: further ones of open_engine.
 
     Raises ValueError with a message for the user."""
     from toolkit.infer.parallel.open_parallel import open_parallel
 
     return open_parallel(
-        tensor_parallel_size,
+        args.tensor_parallel_size,
         draft=args.draft,
         target=args.target,
         shape=args.shape,

@@ -57,15 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-prefix-cache", action="store_true", help="read every prompt whole, also its known beginning"
     )
     group.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="divide target, head and cache among N processes of this machine, each on a GPU of its own, or on the CPU "
-        "(default: 1)",
-    )
-    group.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the target's)"
     )
     parser.epilog = (
@@ -87,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         memory = MemorySettings(
             args.max_total_tokens, not args.no_prefix_cache, args.chunked_prefill_size, fraction=args.mem_fraction
         )
-        opened = open_from(args, args.max_batch, memory=memory, tensor_parallel_size=args.tensor_parallel_size)
+        opened = open_from(args, args.max_batch, memory=memory)
         defaults = DefaultSampling.of(opened.target)
         served = Served(
             model_name=args.served_model_name or short_name(opened.target.name),

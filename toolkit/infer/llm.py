@@ -68,11 +68,13 @@ class LLM:
     matrix. revision: of a target on a hub.
     max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
     max_total_tokens, prefix_cache, chunked_prefill_size: what answers and kept prefixes hold at most, whether any are
-    kept, and how many tokens of prompts are read between two rounds of running answers.
+    kept, and how many tokens of prompts are read between two rounds of running answers. mem_fraction: in place of
+    max_total_tokens, the cache's share of a GPU's free memory (None: 0.8), or of the machine's (0.125).
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
     none, or auto (as the draft directory states it). torch_compile: layers run compiled, which the first start pays
     with half a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
-    cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU). device: auto (a GPU if there is
+    cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU); disable_overlap_schedule: each is
+    launched only when the results of the one before it are read. device: auto (a GPU if there is
     one), cpu, cuda, cuda:1. tensor_parallel_size: processes of this machine that divide the weights and the cache, each
     on a GPU of its own (or on the CPU).
 
@@ -92,6 +94,7 @@ class LLM:
         max_batch: int = 16,
         max_context: int | None = None,
         max_total_tokens: int | None = None,
+        mem_fraction: float | None = None,
         prefix_cache: bool = True,
         chunked_prefill_size: int = 1024,
         dtype: str = "auto",
@@ -99,6 +102,7 @@ class LLM:
         torch_compile: bool = False,
         torch_compile_max_bs: int | None = None,
         cuda_graph_max_bs: int | None = None,
+        disable_overlap_schedule: bool = False,
         device: str = "auto",
         revision: str | None = None,
         tensor_parallel_size: int = 1,
@@ -117,10 +121,11 @@ class LLM:
             torch_compile=torch_compile,
             torch_compile_max_bs=torch_compile_max_bs,
             cuda_graph_max_bs=cuda_graph_max_bs,
+            overlap_schedule=not disable_overlap_schedule,
             device=device,
             max_batch=max_batch,
             max_context=max_context,
-            memory=MemorySettings(max_total_tokens, prefix_cache, chunked_prefill_size),
+            memory=MemorySettings(max_total_tokens, prefix_cache, chunked_prefill_size, fraction=mem_fraction),
         )
         self.engine, self.target, self.shape = opened.engine, opened.target, opened.shape
         self.tokenizer = opened.target.tokenizer

@@ -33,6 +33,17 @@ def open_parallel(tensor_parallel_size: int, **options: Any) -> Opened:
 
 
 @contextlib.contextmanager
+def closing(opened: Opened) -> Iterator[None]:
+    """Closes the engine at the end. Raises ParallelError that says which rank was lost."""
+    try:
+        yield
+    except RankLostError as error:
+        raise ParallelError(str(error)) from error
+    finally:
+        opened.engine.close()
+
+
+@contextlib.contextmanager
 def interrupted_by_loss(opened: Opened) -> Iterator[None]:
     """Around a server's life: a lost rank ends it as Ctrl-C does. The engine is closed at the end.
 
