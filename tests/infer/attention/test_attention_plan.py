@@ -12,6 +12,7 @@ from toolkit.infer.attention.attention_plan import prompt_plan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.kernels.choose import REFERENCE
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 1.0, -0.5, 2.0])
@@ -77,7 +78,7 @@ def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
     k, v = (torch.randn(2, 2, 9, width, generator=generator) for width in (8, value_dim))
     cache = make_cache(value_dim)
     before = [row_of(cache, cache.keys[0], row) for row in range(3)]
-    out = prompt_plan(cache, 1, starts, 9).attend(0, q, k, v, 0.3, window, softcap, sinks)
+    out = prompt_plan(cache, 1, starts, 9).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     assert torch.equal(row_of(cache, cache.keys[0], 0), before[0])
     for row, start in enumerate(starts):
         all_keys, all_values = (row_of(cache, store[0], 1 + row) for store in (cache.keys, cache.values))
@@ -100,7 +101,7 @@ def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
     mask = ancestor_mask(parents, 4)
     q = torch.randn(2, 6, 6, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, width, generator=generator) for width in (8, value_dim))
-    out = tree_plan(cache, lengths, mask, depths).attend(0, q, k, v, 0.3, window, softcap, sinks)
+    out = tree_plan(cache, lengths, mask, depths).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     for row, length in enumerate(lengths):
         for node in range(6):
             at = length + depths[row, node].item()

@@ -21,27 +21,15 @@ from torch import Tensor
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.paged_plan import PagedPromptPlan, PagedTreePlan
 from toolkit.infer.kernels.choose import Ops, ops_for
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 
 
 class AttentionPlan(Protocol):
     """Stores a layer's new keys and values and attends over what its queries may see."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv].
-
-        Keys `window` or more places back are not seen; softcap and sinks [Hq] as in `kernels.reference.attend`.
-        """
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
         ...
 
 
@@ -56,17 +44,8 @@ class PromptPlan:
         self._tokens = tokens
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        scaling, window, softcap, sinks = scoring
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         if softcap is None and sinks is None and (window is None or window >= self._tokens):
             return attend_causal(q, k, v, scaling=scaling)
@@ -103,17 +82,8 @@ class TreePlan:
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        scaling, window, softcap, sinks = scoring
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window is not None and window >= self._span:

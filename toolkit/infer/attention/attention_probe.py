@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 
 from toolkit.infer.attention.kv_cache import KVShape
+from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 
 PROBE = "toolkit-probe"
@@ -61,37 +63,24 @@ class AttentionProbe:
         return KVShape(layers, kv_heads, key_dim, dtype, device, value_dim)
 
 
-def _probed_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    plan: AttentionProbe | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Called by transformers in every layer of the probe's forward; the keywords taken here are those honoured."""
-    name = type(module).__name__
+def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
+    """What a layer asks for that is neither in `scoring` nor harmless is not honoured, so it is refused."""
+    name, others = type(module).__name__, dict(call.others)
+    plan: AttentionProbe | None = others.pop("plan", None)
     if plan is None:
         raise UnsupportedTargetError(
             f"{name} does not hand the keywords of the model's forward on to its attention, so the engine's cache does "
             "not reach it; use a target of another family, or Hugging Face's generate"
         )
     unknown = [key for key, setting in others.items() if setting is not None and key not in HARMLESS]
-    if unknown or dropout:
+    if unknown or call.dropout:
         raise UnsupportedTargetError(
-            f"{name} calls its attention with {', '.join(unknown) or f'dropout {dropout}'}, which the engine does not "
-            "implement; use a target without it, or Hugging Face's generate"
+            f"{name} calls its attention with {', '.join(unknown) or f'dropout {call.dropout}'}, which the engine does "
+            "not implement; use a target without it, or Hugging Face's generate"
         )
-    _check_mask(module, attention_mask, sliding_window, plan.max_context)
-    plan.see(module.layer_idx, query, key, value, s_aux)
-    return attend_causal(query, key, value, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    _check_mask(module, call.mask, scoring.window, plan.max_context)
+    plan.see(module.layer_idx, q, k, v, scoring.sinks)
+    return attend_causal(q, k, v, scaling=scoring.scaling)
 
 
 def _noted_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **settings: Any) -> Tensor:
@@ -101,7 +90,7 @@ def _noted_mask(batch_size: int, q_length: int, kv_length: int, mask_function: A
     return mask
 
 
-AttentionInterface.register(PROBE, _probed_attention)
+register_attention(PROBE, _probe)
 AttentionMaskInterface.register(PROBE, _noted_mask)
 
 

@@ -41,21 +41,12 @@ class PagedPromptPlan:
         self._attend_causal, self._tokens, self._whole = ops.attend_causal, tokens, max(starts) == 0
         self._starts = torch.tensor(starts, device=device)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
+        scaling, window, softcap, sinks = scoring
         if self._whole and softcap is None and sinks is None and (window is None or window >= self._tokens):
             return reference.attend_causal(q, k, v, scaling=scaling)  # all it needs was just computed
-        return self._attend_causal(q, pages, self._starts, Scoring(scaling, window, softcap, sinks))
+        return self._attend_causal(q, pages, self._starts, scoring)
 
 
 class PagedTreePlan:
@@ -82,17 +73,6 @@ class PagedTreePlan:
         self._depths = None if depths is None else depths.contiguous()
         self._lengths = lengths
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         pages = self._rows.write(layer, k, v)
-        scoring = Scoring(scaling, window, softcap, sinks)
         return self._attend_tree(q, pages, self._lengths, self._bits, self._nodes, self._depths, scoring)

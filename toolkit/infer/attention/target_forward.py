@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from toolkit.infer.attention.attention_plan import AttentionPlan, prompt_plan, tree_plan
 from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
 from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_layers import CompiledLayers
 from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.target.load import Target, TargetError
 
 ATTENTION = "toolkit"
@@ -32,30 +33,13 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def _planned_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    plan: AttentionPlan,
-    **probed: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: query [B, Hq, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv].
-
-    That `probed` says nothing about who attends to whom was checked once, by the probe.
-    """
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    return plan.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux), None
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
+    """By the forward's plan. That nothing else in `call` says who attends to whom was checked once, by the probe."""
+    plan: AttentionPlan = call.others["plan"]
+    return plan.attend(module.layer_idx, q, k, v, scoring)
 
 
-AttentionInterface.register(ATTENTION, _planned_attention)
+register_attention(ATTENTION, _attend)
 
 
 class TargetForward:
@@ -84,6 +68,11 @@ class TargetForward:
             ) from error
         if torch_compile:
             self._compiled = CompiledLayers(target, self._run, self._own_attention)
+
+    @property
+    def waits_for_positions(self) -> bool:
+        """Whether transformers compares the positions with a length, on the host, in every forward."""
+        return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
@@ -150,11 +139,15 @@ def _attention_configs(body: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
 
 
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rope settings of a model, and of its kinds of layers where they differ."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))]
+
+
 def _context_limit(target: Target) -> int:
     """Positions the target can be used for; ropes that change with the length end where they would change."""
-    config = target.config
-    ropes = getattr(config, "rope_parameters", None) or {}
-    every = [ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))]
+    config, every = target.config, _ropes(target.config)
     if any(rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in every):
         name = "original_max_position_embeddings"
         stated = [rope.get(name) for rope in every] + [getattr(config, name, None)]

@@ -1,9 +1,9 @@
 """The target's decoder layers, compiled: norms, rotation, projections and MLP without an interpreter between them.
 
-The engine's attention stays as it is: to the compiler it is one opaque operator, which finds the forward's plan in this
-module. So a program depends on the number of tokens alone, never on rows, context or mask.
+The engine's attention stays as it is, one opaque operator (opaque_attention.py), and all rows lie side by side. So a
+program depends on the number of tokens alone, never on rows, context or mask.
 
-Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,44 +16,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.compiled.layer_program import Program, compile_layer, tensors_in, weights_of
+from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.log import get_logger
 from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
-COMPILED = "toolkit-compiled"
 # How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Forward = Callable[[str, Tensor, Tensor, Any], Tensor]  # attention's name, input_ids, positions, plan -> hidden
 
 
-class _Now(threading.local):
-    """The forward that runs in this thread: what the operator cannot be handed through a compiled program."""
+class _Inputs(threading.local):
+    """A program's inputs from a layer's keywords; most layers are called with the very ones of the layer before."""
 
-    plan: AttentionPlan
-    layer = 0
-    rows = 1
     _keywords: dict[str, Any] | None = None
-    _inputs: tuple[Tensor, ...] = ()
+    _tensors: tuple[Tensor, ...] = ()
 
-    def inputs_of(self, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
-        """A program's inputs from a layer's keywords; most layers are called with the very ones of the layer before."""
+    def of(self, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
         last = self._keywords
         if last is None or len(last) != len(keywords) or any(last.get(key) is not keywords[key] for key in keywords):
             self._keywords = keywords  # held, so that no other object can take the identity of these
-            self._inputs = tuple(_side_by_side(tensor) for tensor in tensors_in(keywords))
-        return self._inputs
+            self._tensors = tuple(_side_by_side(tensor) for tensor in tensors_in(keywords))
+        return self._tensors
 
     def forget(self) -> None:
-        del self.plan
-        self._keywords, self._inputs = None, ()
+        self._keywords, self._tensors = None, ()
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:
@@ -61,52 +56,7 @@ def _side_by_side(tensor: Tensor) -> Tensor:
     return (tensor if tensor.shape[0] == 1 else tensor.flatten(0, 1)[None]).contiguous()
 
 
-_now = _Now()
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv], by the plan of the forward that runs."""
-    rows = _now.rows
-    if rows > 1:
-        q, k, v = (x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-    out = _now.plan.attend(_now.layer, q, k, v, scaling, window, softcap, sinks).contiguous()
-    return out.view(1, -1, *out.shape[2:])
-
-
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
-    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-
-
-_library = torch.library.Library("toolkit", "FRAGMENT")
-_library.define(
-    "attend(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
-)
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("toolkit::attend", _attend_shape)
-
-
-def _compiled_attention(
-    _module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_probed: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls while a layer is traced. The keywords were checked by the engine's probe."""
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    return torch.ops.toolkit.attend(query, key, value, scaling, sliding_window, softcap, s_aux), None
-
-
-AttentionInterface.register(COMPILED, _compiled_attention)
+_inputs = _Inputs()
 
 
 @dataclass
@@ -125,12 +75,11 @@ class _NotedPlan:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        self.asked.append((layer, scaling, window, softcap, None if sinks is None else sinks.tolist()))
-        return attend_causal(q, k, v, scaling=scaling)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]."""
+        *numbers, sinks = scoring
+        self.asked.append((layer, *numbers, None if sinks is None else sinks.tolist()))
+        return attend_causal(q, k, v, scaling=scoring.scaling)
 
 
 def check_device(device: torch.device) -> None:
@@ -174,22 +123,23 @@ class CompiledLayers:
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
-        _now.plan, _now.rows = plan, rows
+        now.plan, now.rows = plan, rows
         with forwards(self._layers, self._calls):
             try:
                 yield
             finally:
-                _now.forget()
+                now.stop()
+                _inputs.forget()
 
     def _call(self, index: int) -> Callable[..., Tensor]:
         one, several, weights = self._one[index], self._several[index], self._weights[index]
 
         def forward(hidden: Tensor, **keywords: Any) -> Tensor:
-            _now.layer = index
+            now.layer = index
             keywords.pop("plan")
             rows, tokens = hidden.shape[:2]
             program = one if rows * tokens == 1 else several
-            return program([_side_by_side(hidden), *_now.inputs_of(keywords), *weights])[0].view(hidden.shape)
+            return program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0].view(hidden.shape)
 
         return forward
 
@@ -230,9 +180,9 @@ class CompiledLayers:
         """Each layer's program must ask for the same attention and give the same output as the layer."""
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
             plan = _NotedPlan()
-            _now.plan, _now.rows, _now.layer = plan, 1, index
+            now.plan, now.layer = plan, index
             out = programs[index]([note.hidden, *tensors_in(note.keywords), *self._weights[index]])[0]
-            del _now.plan
+            now.stop()
             difference = ((out.float() - note.out.float()).norm() / note.out.float().norm()).item()
             if plan.asked != [note.asked] or not difference <= allowed:
                 raise CompileError(

@@ -2,9 +2,10 @@
 
 A recorded round has fixed sizes, so that each (rows, nodes) is compiled for itself, in the runs before its recording;
 the recording then holds the compiled kernels, and nothing is compiled or looked up while it is replayed. Dynamo shares
-what it compiled between layers of one kind. Attention stays the engine's: to the compiler it is one opaque operator.
+what it compiled between layers of one kind. Attention stays the engine's: to the compiler it is one opaque operator for
+the target (opaque_attention.py), and one for the head.
 
-Shapes: B rows, N tokens a row, T = B * N, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+Shapes: T tokens of all rows, Hq/Hkv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.compiled.compiled_layers import forwards
+from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.errors import CompileError
 from toolkit.models.decoder_layer import Attend, DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
 
-OPAQUE = "toolkit-opaque"
 SIZES = 256  # that one kind of layer may be compiled for; Dynamo's own limit of 8 is for programs that never settle
 DEFAULT_ROWS = 32
 
@@ -44,68 +44,28 @@ class CompileSettings:
             raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
 
 
-class _Now(threading.local):
-    """What the operators cannot be handed through compiled code: the layer that runs in this thread."""
+class _Drafting(threading.local):
+    """The attention that the head's layer which runs in this thread was handed."""
 
-    plan: AttentionPlan
-    layer = 0
     attend: Attend
 
 
-_now = _Now()
-
-
-def _attend_planned(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv], by the plan of the forward that runs."""
-    return _now.plan.attend(_now.layer, q, k, v, scaling, window, softcap, sinks).contiguous()
+_drafting = _Drafting()
 
 
 def _attend_drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D], by the attention that the head was handed."""
-    return _now.attend(q, k, v).contiguous()
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D]."""
+    return _drafting.attend(q, k, v).contiguous()
 
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
-for _name, _run, _arguments in (
-    ("attend_planned", _attend_planned, ", float scaling, int? window, float? softcap, Tensor? sinks"),
-    ("attend_drafting", _attend_drafting, ""),
-):
-    _library.define(f"{_name}(Tensor q, Tensor k, Tensor v{_arguments}) -> Tensor")
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("toolkit::attend_planned")
-def _planned_shape(q: Tensor, k: Tensor, v: Tensor, *_settings: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+_library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
+_library.impl("attend_drafting", _attend_drafting, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("toolkit::attend_drafting")
 def _drafting_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
-
-
-def _opaque_attention(
-    _module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _attention_mask: Tensor | None,
-    scaling: float | None = None,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_probed: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in a target's layer. The keywords were checked by the engine's probe."""
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    return torch.ops.toolkit.attend_planned(query, key, value, scaling, sliding_window, softcap, s_aux), None
-
-
-AttentionInterface.register(OPAQUE, _opaque_attention)
 
 
 class CompiledRounds:
@@ -142,7 +102,7 @@ class CompiledRounds:
     def running(self) -> Iterator[None]:
         """Forwards of target and head inside run their layers compiled; the layers' hooks fire as ever."""
         limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
-        before, self._forward.attention = self._forward.attention, OPAQUE
+        before, self._forward.attention = self._forward.attention, COMPILED
         try:
             with limits, forwards(self._layers, self._calls):
                 yield
@@ -151,21 +111,21 @@ class CompiledRounds:
 
     def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
         def forward(*tensors: Any, plan: AttentionPlan, **keywords: Any) -> Any:
-            _now.plan, _now.layer = plan, index
+            now.plan, now.layer = plan, index
             try:
                 return self._run(layer, *tensors, **keywords)
             finally:
-                del _now.plan
+                now.stop()
 
         return forward
 
     def _draft_call(self, layer: nn.Module) -> Callable[..., Any]:
         def forward(*tensors: Any) -> Any:
-            *inputs, _now.attend = tensors
+            *inputs, _drafting.attend = tensors
             try:
                 return self._run(layer, *inputs, torch.ops.toolkit.attend_drafting)
             finally:
-                del _now.attend
+                del _drafting.attend
 
         return forward
 

@@ -28,6 +28,7 @@ from toolkit.infer.attention.attention_plan import AttentionPlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.drafters.drafting_head import DraftingHead, stage_shape
+from toolkit.infer.kernels.paged_reference import Scoring
 
 
 class HeadReader:
@@ -38,7 +39,7 @@ class HeadReader:
     ) -> None:
         self.head = head
         self._embed = embed
-        self._scaling, self._sees = head.config.head_dim**-0.5, head.config.sliding_window
+        self._scoring = Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
         self.dtype = dtype
         shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
@@ -52,7 +53,7 @@ class HeadReader:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return plan.attend(next(layers), q, k, v, self._scaling, self._sees, None).flatten(0, 1)
+            return plan.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
         out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)

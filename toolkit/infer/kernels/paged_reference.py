@@ -10,6 +10,7 @@ a row has written is never used, whatever it holds; this definition multiplies i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class Pages:
     span: int
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How a query scores keys: as in `reference.attend`. Keys `window` or more positions back are not seen."""
 
     scaling: float
