@@ -136,8 +136,8 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     """
     if engine.has_graphs:
         raise EngineError(
-            "features were to be recorded of an engine whose rounds run as CUDA graphs, which leave their hidden states "
-            "to nobody; open it without cuda_graph_max_bs (Engine: graphs=None)"
+            "features were to be recorded of an engine whose rounds run as CUDA graphs, which leave their hidden "
+            "states to nobody; open it without cuda_graph_max_bs (Engine: graphs=None)"
         )
     assert not engine.has_work(), "texts that are half read would have no states of their beginnings"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import EngineError
+from toolkit.infer.graphs.cuda_capture import BrokenCaptureError
 from toolkit.infer.graphs.device_round import DeviceRound
 from toolkit.infer.graphs.recordings import GraphSettings, buckets_up_to
 from toolkit.infer.kv_memory import MemorySettings
@@ -134,7 +137,7 @@ def test_a_second_engine_on_the_same_head_leaves_recordings_alone(small_target, 
     first.close(), second.close()
 
 
-def _lengths_of_then(self, tree):
+def lengths_of_then(self, tree):
     """A round whose target reads the lengths that rows had when it was recorded."""
     kept = self._lengths
     self._lengths = torch.stack([torch.full((), length) for length in kept.tolist()])
@@ -148,7 +151,7 @@ def _lengths_of_then(self, tree):
 def test_a_number_of_the_host_is_noticed(small_target, build, recording, monkeypatch, shape):
     """Else the tests above would say nothing."""
     monkeypatch.setattr(DeviceRound, "own_forward", DeviceRound._forward, raising=False)
-    monkeypatch.setattr(DeviceRound, "_forward", _lengths_of_then)
+    monkeypatch.setattr(DeviceRound, "_forward", lengths_of_then)
     graphed = engine_with(small_target, build("eagle3"), shape, GraphSettings(ROWS, recording))
     assert answers(graphed, "greedy") != answers(engine_with(small_target, build("eagle3"), shape, None), "greedy")
     for refused in (lambda: torch.tensor([1, 2]), lambda: torch.ones(2).sum().item(), lambda: torch.ones(2).nonzero()):
@@ -190,6 +193,30 @@ def test_a_round_that_cannot_be_recorded_runs_eagerly(small_target, build, recor
     again = recording.recorded - before
     assert (len(said), again) == (1, 0) if shape == "5,3,12" else len(said) > 1 <= again
     graphed.close(), eager.close()
+
+
+@pytest.mark.parametrize("failure, attempts", [(EngineError, 9), (BrokenCaptureError, 1)])
+def test_a_failed_recording_keeps_no_memory(small_target, failure, attempts):
+    """The largest round is tried first; what it took before memory ran out has to be free for the next one, and for
+    eager rounds."""
+    taken: list[weakref.ref] = []
+
+    def out_of_memory(run):
+        assert all(one() is None for one in taken), "tensors of a failed attempt are still there"
+        logits = torch.zeros(9)
+        taken.append(weakref.ref(logits))
+        try:
+            raise RuntimeError("CUDA out of memory")
+        except RuntimeError as error:
+            raise failure("a round could not be recorded") from error
+
+    gc.disable()  # memory must not wait for a cycle to be found
+    try:
+        engine = engine_with(small_target, None, "", GraphSettings(4, out_of_memory))
+        assert len(taken) == attempts and taken[-1]() is None
+    finally:
+        gc.enable()
+    engine.close()
 
 
 def test_what_cannot_be_recorded_is_refused(small_target, recording):

@@ -124,6 +124,8 @@ class GraphRounds:
     def _why_never(self, paged_width: int) -> str | None:
         if not isinstance(self.drafter, (NoDrafter, AutoregressiveDrafter)):
             return f"{type(self.drafter).__name__} decides on the host what is drafted"
+        if self.forward.waits_for_positions:
+            return "the target's rope is dynamic, for which the host reads the positions"
         shapes = [one.shape for one in (self.cache, *(self._head.reader.caches if self._head is not None else ()))]
         widest = max(max(shape.head_dim, shape.value_dim or 0) for shape in shapes)
         if shapes[0].device.type == "cuda" and widest > paged_width:

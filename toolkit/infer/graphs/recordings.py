@@ -89,7 +89,7 @@ class Recordings:
     compiled: CompiledRounds | None
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
-    _broken: BrokenCaptureError | None = None  # why nothing more is recorded
+    _broken: str | None = None  # why nothing more is recorded
     _held: Tensor | None = None  # the pending features that were recorded
 
     def __post_init__(self) -> None:
@@ -104,8 +104,8 @@ class Recordings:
         failed: list[str] = []
         with progress(len(kinds), "recording CUDA graphs", "graph") as bar:
             for kind in kinds:
-                error = self._try(kind)
-                failed += [] if error is None else [f"{kind.name}: {error}"]
+                why = self._try(kind)
+                failed += [] if why is None else [f"{kind.name}: {why}"]
                 bar.update()
         taken = "" if free is None else f", {(free - (self._free_bytes() or 0)) / 2**30:.2f} GiB"
         rows = ", ".join(map(str, self.buckets))
@@ -120,15 +120,16 @@ class Recordings:
         self._hold(kind.shape)
         if kind not in self._made and kind not in self._failed:
             started = time.perf_counter()
-            error = self._try(kind)
-            if error is None:
+            why = self._try(kind)
+            if why is None:
                 logger.info("cuda graphs: %s, recorded in %.1f s", kind.name, time.perf_counter() - started)
             else:
-                logger.warning("cuda graphs: %s: %s; these rounds run eagerly", kind.name, error)
+                logger.warning("cuda graphs: %s: %s; these rounds run eagerly", kind.name, why)
         return self._made.get(kind)
 
-    def _try(self, kind: Kind) -> EngineError | None:
-        """Why it could not be recorded. Raises CompileError."""
+    def _try(self, kind: Kind) -> str | None:
+        """Why it could not be recorded: in words, as the error holds the frames of the round, with tensors that the
+        next attempt needs the memory of. Raises CompileError."""
         if self._broken is not None:
             self._failed.add(kind)
             return self._broken
@@ -138,9 +139,10 @@ class Recordings:
             raise
         except EngineError as error:
             self._failed.add(kind)
+            why = str(error)
             if isinstance(error, BrokenCaptureError):
-                self._broken = error
-            return error
+                self._broken = why
+            return why
         return None
 
     def _hold(self, shape: DraftShape | None) -> None:
