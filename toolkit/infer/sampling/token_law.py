@@ -100,7 +100,9 @@ def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: 
 
     Returns (floors [M, 1], certain [M] bool): False where top-p's mass is not reached inside that width.
     """
-    top = logits.topk(width, dim=-1).values
+    # Where all are looked at: a sort alone, without the search for the k largest that topk begins with.
+    every = width == logits.shape[1]
+    top = (logits.sort(dim=-1, descending=True) if every else logits.topk(width, dim=-1)).values
     # top-k: what lies below the k-th largest goes, and the mass that is left is the new whole.
     kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
     limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
