@@ -59,28 +59,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_quantization_argument(group)
     add_compile_argument(group)
-    group.add_argument(
-        "--torch-compile-max-bs",
-        type=int,
-        metavar="N",
-        help="with --torch-compile on a GPU: rounds of up to N requests run compiled layers, the head's too (default: "
-        "32, or --cuda-graph-max-bs if that is less)",
-    )
-    group.add_argument(
-        "--cuda-graph-max-bs",
-        type=int,
-        metavar="N",
-        help="run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every "
-        "round (default: no graphs)",
-    )
-    group.add_argument(
-        "--disable-overlap-schedule",
-        action="store_true",
-        help="with --cuda-graph-max-bs: launch a round only when the results of the one before it are read (default: "
-        "before that, so that the GPU does not wait for the host)",
-    )
-    add_parallel_argument(group)
-    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+    add_device_arguments(group)
 
 
 def add_quantization_argument(group: argparse._ActionsContainer) -> None:
@@ -105,8 +84,29 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_parallel_argument(group: argparse._ActionsContainer) -> None:
-    """--tensor-parallel-size; of the commands that open one engine for as long as they run."""
+def add_device_arguments(group: argparse._ActionsContainer) -> None:
+    """--device, --tensor-parallel-size, and what a GPU does with rounds."""
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+    group.add_argument(
+        "--torch-compile-max-bs",
+        type=int,
+        metavar="N",
+        help="with --torch-compile on a GPU: rounds of up to N requests run compiled layers, the head's too (default: "
+        "32, or --cuda-graph-max-bs if that is less)",
+    )
+    group.add_argument(
+        "--cuda-graph-max-bs",
+        type=int,
+        metavar="N",
+        help="run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every "
+        "round (default: no graphs)",
+    )
+    group.add_argument(
+        "--disable-overlap-schedule",
+        action="store_true",
+        help="with --cuda-graph-max-bs: launch a round only when the results of the one before it are read (default: "
+        "before that, so that the GPU does not wait for the host)",
+    )
     group.add_argument(
         "--tensor-parallel-size",
         "--tp",
