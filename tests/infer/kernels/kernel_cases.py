@@ -108,6 +108,9 @@ CAUSAL = [
     Attention(3, 3, 64, (0, 5, 37), 1, BF16, compiled=True),  # decoding
     Attention(2, 8, 128, (0, 19), 6, BF16),  # chunks of prompts
     Attention(1, 9, 96, (3, 30), 9, page_size=8, window=5),
+    Attention(2, 9, 96, (28, 4, 11), 2, BF16, softcap=2.0),
+    Attention(1, 6, 256, (21, 40), 5, BF16, page_size=8, window=30, compiled=True),
+    Attention(2, 3, 128, (13, 0), 3),
     Attention(1, 4, 256, (600,), 3, window=400, softcap=2.0, sinks=True, compiled=True),
     Attention(2, 2, 24, (17, 0), 4, page_size=4, value_width=12, sinks=True),  # latent attention
     Attention(1, 3, 96, (9,), 50, BF16, window=16, softcap=3.0),  # more than one tile
@@ -119,12 +122,17 @@ TREES = [
     Attention(3, 3, 64, (33, 2), 4, BF16, nodes=4),
     Attention(2, 8, 128, (20,), 8, BF16, nodes=8, window=2),  # narrower than the tree is deep
     Attention(1, 9, 96, (6, 41), 16, nodes=16, softcap=2.0, page_size=8),
+    Attention(2, 9, 96, (7, 22), 5, BF16, nodes=5, window=6, page_size=8),
+    Attention(1, 6, 256, (20, 3), 32, BF16, nodes=32, softcap=2.0, compiled=True),
+    Attention(2, 3, 128, (2, 17), 7, nodes=7),
     Attention(1, 2, 256, (23,), 11, nodes=11, window=9, softcap=3.0, sinks=True, compiled=True),
     Attention(1, 1, 64, (3, 18), 64, nodes=64, sinks=True),
     Attention(2, 4, 128, (19,), 64, BF16, nodes=64, compiled=True),  # the sign bit of the mask's word
     Attention(1, 2, 64, (5, 9), 6, BF16, nodes=70, window=4),  # the newest of more nodes than a word has bits
     Attention(2, 2, 24, (8, 17), 5, nodes=9, value_width=12, page_size=4),
     Attention(1, 3, 64, (2, 30), 128, nodes=130),
+    # Trees of every size around a tile's and a block's, two ragged rows.
+    *(Attention(1, 2, 16, (5, 18), n, nodes=n, page_size=4) for n in (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64)),
 ]
 
 
@@ -153,7 +161,7 @@ def attention(case: Attention) -> Callable[[Ops, Ops, str], None]:
         sinks = None if scoring.sinks is None else scoring.sinks.to(device)
         tensors = {name: getattr(pages, name).to(device) for name in ("keys", "values", "table")}
         moved = getattr(kernels, op)(
-            q.to(device), replace(pages, **tensors), held.to(device), *there, replace(scoring, sinks=sinks)
+            q.to(device), replace(pages, **tensors), held.to(device), *there, scoring._replace(sinks=sinks)
         )
         assert moved.dtype == case.dtype and moved.shape == want.shape
         close(moved.cpu(), want, device == "cpu")
@@ -293,34 +301,30 @@ def scoring(name: str, rows: int, vocabulary: int, dtype: torch.dtype) -> Callab
     return compare
 
 
+FP32 = torch.float32
+WRITES = (
+    (2, 3, 2, 24, 12, FP32), (3, 5, 3, 64, 64, BF16), (1, 1, 9, 128, 256, FP32), (2, 4, 1, 96, 96, BF16),
+    (1, 2, 5, 256, 256, BF16), (2, 64, 1, 64, 64, FP32),
+)  # fmt: skip
+WALKS = ((2, 1), (3, 2), (5, 4), (6, 16), (4, 32), (3, 63), (9, 64), (3, 70))
+RANKINGS = (
+    (1, 3, (4, 4), False), (3, 3, (9, 9, 9), True), (2, 4, (14, 1, 9), True), (8, 4, (32, 20), False),
+    (2, 2, (2, 2), True), (4, 5, (63, 63), True), (8, 7, (64, 64), True), (8, 3, (64, 2), False),
+)  # fmt: skip
+ROWS_OF_LOGITS = ((1, 7, FP32), (3, 4096, BF16), (5, 9001, FP32), (2, 4097, BF16), (1, 128256, BF16))
+TOPS = ((1, 7, 7, FP32), (3, 4097, 4, BF16), (2, 9001, 10, BF16), (2, 4096, 1, FP32), (1, 128256, 8, BF16))
 GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
-    "write_kv": [
-        (str(case), writing(*case), number == 1)
-        for number, case in enumerate(
-            [(2, 3, 2, 24, 12, torch.float32), (3, 5, 3, 64, 64, BF16), (1, 1, 9, 128, 256, torch.float32)]
-        )
-    ],
+    "write_kv": [(str(case), writing(*case), case[2] == 3) for case in WRITES],
     "attend_causal": [(str(case), attention(case), case.compiled) for case in CAUSAL],
     "attend_tree": [(str(case), attention(case), case.compiled) for case in TREES],
-    "follow_choices": [
-        (str(case), walking(*case), case[1] == 64) for case in ((2, 1), (5, 4), (6, 16), (9, 64), (3, 70))
-    ],
-    "rank_candidates": [
-        (str(case), ranking(*case), case[0] == 8)
-        for case in ((1, 3, (4, 4), False), (3, 3, (9, 9, 9), True), (2, 4, (14, 1, 9), True), (8, 4, (32, 20), False))
-    ],
-    "argmax": [
-        (str(case), greedy(*case), case[1] == 9001)
-        for case in ((1, 7, torch.float32), (3, 4096, BF16), (5, 9001, torch.float32), (2, 4097, BF16))
-    ],
-    "top_log_probs": [
-        (str(case), top(*case), case[1] in (4096, 9001))
-        for case in ((1, 7, 7, torch.float32), (3, 4097, 4, BF16), (2, 9001, 10, BF16), (2, 4096, 1, torch.float32))
-    ],
+    "follow_choices": [(str(case), walking(*case), case[1] == 64) for case in WALKS],
+    "rank_candidates": [(str(case), ranking(*case), case[0] == 8) for case in RANKINGS],
+    "argmax": [(str(case), greedy(*case), case[1] in (9001, 128256)) for case in ROWS_OF_LOGITS],
+    "top_log_probs": [(str(case), top(*case), case[1] in (4096, 9001, 128256)) for case in TOPS],
     "score_rows": [
         (f"{name} {case}", scoring(name, *case), case[1] == 9001)
         for name in ROW_LOSSES
-        for case in ((4, 7, torch.float32), (5, 9001, BF16), (3, 4096, torch.float32))
+        for case in ((4, 7, FP32), (5, 9001, BF16), (3, 4096, FP32))
     ],
 }
 

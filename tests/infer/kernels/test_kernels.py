@@ -19,13 +19,13 @@ from toolkit.infer.kernels.choose import REFERENCE, ops_for
 REPOSITORY = Path(__file__).resolve().parents[3]
 # kernel -> cases that hold it against its reference, and variants of it that are compiled
 GROUPS = {
-    "write_kv": (3, 1),
-    "attend_causal": (9, 4),
-    "attend_tree": (10, 6),
-    "follow_choices": (5, 1),
-    "rank_candidates": (4, 2),
-    "argmax": (4, 1),
-    "top_log_probs": (4, 4),
+    "write_kv": (6, 1),
+    "attend_causal": (12, 5),
+    "attend_tree": (25, 8),
+    "follow_choices": (8, 1),
+    "rank_candidates": (8, 4),
+    "argmax": (5, 2),
+    "top_log_probs": (5, 5),
 }
 TRAINING = {"score_rows": (12, 4)}
 ALL = {**GROUPS, **TRAINING}
