@@ -113,6 +113,73 @@ def test_best_tokens_in_chunks(small_tiles):
     assert torch.equal(best_tokens(states, matrix), (states @ matrix.T).argmax(-1))
 
 
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
+    """A stand-in with the kernel's signature, on a CPU: losses, argmax and gradients are those of tiles. A factor, a
+    row or an argument that got lost on the way would change them; scores with a soft cap stay with the tiles."""
+    states, matrix, teacher, rows, choice = _problem()
+    task = _task(name, teacher, rows, choice)
+    asked: list[str] = []
+
+    def score_rows(name, scores, probs, offsets, choice, weight, eta):
+        assert eta == ETA
+        asked.append(name)
+        top = scores.max(-1)
+        z = scores - top.values[:, None]
+        losses = ROW_LOSSES[name](z, probs[offsets], choice, weight)
+        scores.copy_(z)
+        return losses, top.indices
+
+    def found(**more):
+        total, losses, best = task(states, matrix, **more)
+        return losses, best, *torch.autograd.grad(total, (states, matrix))
+
+    tiled = found()
+    capped = found(finish=torch.tanh)
+    monkeypatch.setattr(loss_module, "fused_rows", lambda device_type: score_rows)
+    for mine, theirs in zip(found(), tiled, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert asked == [name] * 3  # 11 states in chunks of 4
+    for mine, theirs in zip(found(finish=torch.tanh), capped, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(asked) == 3
+
+
+def test_the_kernel_is_taken_on_an_nvidia_gpu_alone(monkeypatch):
+    triton_loss = pytest.importorskip("toolkit.train.triton_loss")
+    choose = loss_module.fused_rows.__wrapped__
+    assert choose("cuda") is triton_loss.score_rows
+    assert choose("cpu") is choose("mps") is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert choose("cuda") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_the_loss_on_a_gpu_is_the_kernel_s(monkeypatch, name):
+    """Tensors on a GPU reach the kernel, whose losses and gradients are those of the tiles on a CPU, in fp32."""
+    from toolkit.train import triton_loss
+
+    own, asked = triton_loss.score_rows, []
+    monkeypatch.setattr(loss_module, "fused_rows", lambda kind: asked.append(kind) or (own if kind == "cuda" else None))
+    results = []
+    for device in ("cpu", "cuda"):
+        states, matrix, teacher, rows, choice = _problem(torch.float32)
+        states, matrix = (x.detach().to(device).requires_grad_() for x in (states, matrix))
+        probs, kept = teacher.states.to(device), teacher.kept.to(device)
+        teacher = TeacherRows(probs, teacher.choice.to(device), kept, lambda hidden: hidden)
+        weight = torch.linspace(0.1, 0.9, STATES, device=device) * kept[rows.to(device)]
+        task = DraftLoss(name, teacher, rows.to(device), choice.to(device), weight)
+        total, losses, best = task(states, matrix)
+        gradients = torch.autograd.grad(total, (states, matrix))
+        kept_rows = kept[rows.to(device)]
+        results.append([one.cpu() for one in (total, losses[kept_rows], best, *gradients)])
+    assert set(asked) == {"cpu", "cuda"}
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_factors_are_not_rounded():
     """bf16: a factor such as 0.8 / 1021, of the loss or from above, would be off by up to 0.4 % in every gradient."""
     torch.manual_seed(0)
