@@ -66,7 +66,8 @@ class LLM:
     of 4. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was given. verify:
     "follow", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's output
     matrix. revision: of a target on a hub.
-    max_batch: answers written at once; more prompts wait. max_context: tokens of prompt and answer together.
+    max_batch: answers written at once (serve's --max-running-requests); more prompts wait. max_context: tokens of
+    prompt and answer together.
     max_total_tokens, prefix_cache, chunked_prefill_size: what answers and kept prefixes hold at most, whether any are
     kept, and how many tokens of prompts are read between two rounds of running answers. mem_fraction: in place of
     max_total_tokens, the cache's share of a GPU's free memory (None: 0.8), or of the machine's (0.125).
@@ -74,9 +75,9 @@ class LLM:
     none, or auto (as the draft directory states it). torch_compile: layers run compiled, which the first start pays
     with half a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
     cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU); disable_overlap_schedule: each is
-    launched only when the results of the one before it are read. device: auto (a GPU if there is
-    one), cpu, cuda, cuda:1. tensor_parallel_size: processes of this machine that divide the weights and the cache, each
-    on a GPU of its own (or on the CPU).
+    launched only when the results of the one before it are read. device: auto (a GPU if there is one), cpu, cuda,
+    cuda:1. tensor_parallel_size: processes of this machine that divide the weights and the cache, each on a GPU of its
+    own (or on the CPU).
 
     Not thread-safe. Raises ValueError: OpenError, DraftDirError, DraftShapeError, TargetError, TokenMapError and other
     errors that say what came and what is needed. `generate` raises RankLostError when another process of several ends.
