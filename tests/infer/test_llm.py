@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import toolkit
 from toolkit import LLM, SamplingParams
+from toolkit.bench.near_tie import compare, plain_logits
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.offline_prompts import OfflinePromptError, read_offline_prompts
@@ -103,6 +105,25 @@ def test_settings_of_a_gpu_reach_the_engine(bounds, says):
     """Left out on the way, rounds would run eagerly on a GPU, or beside one another, and nobody would be told."""
     with pytest.raises((EngineError, OpenError), match=says):
         LLM("x", device="cpu", **bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("more", [{}, {"disable_overlap_schedule": True}, {"torch_compile": True}])
+def test_settings_of_a_gpu_leave_the_answers_alone(tiny_draft_directory, tiny_target, reference, more):
+    """As a user opens it: a GPU's own share of memory, recorded rounds, one after the other, of compiled layers."""
+    settings = {"device": "cuda", "dtype": "float32", "mem_fraction": 0.2, "cuda_graph_max_bs": 2, "max_batch": 2}
+    with LLM(draft=tiny_draft_directory, shape="3,2,6", **settings, **more) as opened:
+        found = opened.generate(TEXTS, SamplingParams(max_tokens=24))
+        assert opened.engine.has_graphs
+    for one in found:
+
+        def logits_after(ids, prompt=one.prompt_ids):
+            return plain_logits(tiny_target, [*prompt, *ids])
+
+        wanted = reference(tiny_target, one.prompt_ids, 24)
+        parted = compare(wanted, one.token_ids, logits_after, torch.float32)
+        assert parted is None or parted.near_tie, parted
 
 
 def test_one_prompt_that_does_not_fit_stops_all(llm):
