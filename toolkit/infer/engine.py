@@ -86,7 +86,8 @@ class Engine:
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
-            self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=self.verifier.draws_drafts)
+            drawn = self.verifier.draws_drafts
+            self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=drawn, torch_compile=torch_compile)
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         self._memory = KVMemory(

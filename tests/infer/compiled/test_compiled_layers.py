@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from toolkit.infer.compiled import layer_program
+from toolkit.infer.compiled import compiled_head, layer_program
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
@@ -84,6 +84,37 @@ def test_each_kind_of_layer_has_its_programs(interpreted, small_target, name, pr
     plain = answers(Engine(target, max_batch=2))
     assert answers(Engine(target, max_batch=2, torch_compile=True)) == plain
     assert len(interpreted) == programs
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers", "mtp-hidden-first"])
+def test_heads_run_compiled_too(interpreted, monkeypatch, small_target, small_draft, shared_draft, kind):
+    """Every kind of head drafts what its own code drafts, by programs for one token and for more."""
+    draft = small_draft if kind == "eagle3" else shared_draft(kind)
+    ran: list[int] = []
+
+    def counted(program, tensors, *others):
+        ran.append(len(tensors[0]))
+        return run(program, tensors, *others)
+
+    def accepted(**compiled: bool) -> list[list[list[int]]]:
+        engine = Engine(small_target, draft, DraftShape.chain(3), max_batch=2, **compiled)
+        requests = engine.generate(prompts(small_target.vocab_size), PARAMS)
+        engine.close()
+        return [[one.output_ids, *([event.offered, event.accepted] for event in one.events)] for one in requests]
+
+    plain, run = accepted(), compiled_head._run
+    monkeypatch.setattr(compiled_head, "_run", counted)
+    assert accepted(torch_compile=True) == plain
+    assert interpreted[-2:] == ["DraftHeadLayer for 1 token", "DraftHeadLayer for 2 and more tokens"]
+    assert 1 in ran[2:] and max(ran) > 3, "the head ran by its own code"
+    assert all("forward" not in vars(module) for module in draft.head.modules())
+
+
+def test_a_head_whose_program_computes_something_else_is_refused(interpreted, monkeypatch, small_target, small_draft):
+    own = compiled_head._run
+    monkeypatch.setattr(compiled_head, "_run", lambda *given: own(*given) * 1.01)
+    with pytest.raises(CompileError, match="DraftLayer of the head, compiled, gives another result: off by 0.01"):
+        Engine(small_target, small_draft, torch_compile=True)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -207,4 +238,4 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
-    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 2
+    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 4, "two of the target's layers, two of the head's"

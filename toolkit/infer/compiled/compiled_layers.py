@@ -34,6 +34,11 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Forward = Callable[[str, Tensor, Tensor, Any], Tensor]  # attention's name, input_ids, positions, plan -> hidden
 
 
+def allowed_difference(dtype: torch.dtype) -> float:
+    """Of a compiled layer's output from the layer's own, of its size."""
+    return ALLOWED.get(dtype, ALLOWED[torch.bfloat16])
+
+
 class _Inputs(threading.local):
     """A program's inputs from a layer's keywords; most layers are called with the very ones of the layer before."""
 
@@ -114,7 +119,7 @@ class CompiledLayers:
                     with own_attention(COMPILED):
                         kinds[kind] = compile_layer(layer, note.hidden, note.keywords)
                 programs.append(kinds[kind])
-            self._check(noted, programs, ALLOWED.get(target.dtype or torch.float32, ALLOWED[torch.bfloat16]))
+            self._check(noted, programs, allowed_difference(target.dtype or torch.float32))
         logger.info(
             "torch_compile: %d layers run by %d programs", len(self._layers), len(set(self._one + self._several))
         )

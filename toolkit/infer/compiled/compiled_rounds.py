@@ -3,29 +3,25 @@
 A recorded round has fixed sizes, so that each (rows, nodes) is compiled for itself, in the runs before its recording;
 the recording then holds the compiled kernels, and nothing is compiled or looked up while it is replayed. Dynamo shares
 what it compiled between layers of one kind. Attention stays the engine's: to the compiler it is one opaque operator for
-the target (opaque_attention.py), and one for the head.
-
-Shapes: T tokens of all rows, Hq/Hkv heads, D head dim.
+the target (opaque_attention.py), and one for the head (drafting_attention.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.compiled.compiled_layers import forwards
+from toolkit.infer.compiled.drafting_attention import drafting, drafting_layers
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.errors import CompileError
-from toolkit.models.decoder_layer import Attend, DecoderLayer
-from toolkit.models.eagle3 import DraftLayer
 
 SIZES = 256  # that one kind of layer may be compiled for; Dynamo's own limit of 8 is for programs that never settle
 DEFAULT_ROWS = 32
@@ -44,30 +40,6 @@ class CompileSettings:
             raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
 
 
-class _Drafting(threading.local):
-    """The attention that the head's layer which runs in this thread was handed."""
-
-    attend: Attend
-
-
-_drafting = _Drafting()
-
-
-def _attend_drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D]."""
-    return _drafting.attend(q, k, v).contiguous()
-
-
-_library = torch.library.Library("toolkit", "FRAGMENT")
-_library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
-_library.impl("attend_drafting", _attend_drafting, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("toolkit::attend_drafting")
-def _drafting_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 class CompiledRounds:
     """A target's layers, and those of a head, compiled by torch.compile. Both are changed only inside `running`.
 
@@ -77,12 +49,10 @@ class CompiledRounds:
     def __init__(self, settings: CompileSettings, forward: TargetForward, head: nn.Module | None) -> None:
         self.settings, self._forward = settings, forward
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layers' own code
-        drafting = (
-            [] if head is None else [one for one in head.modules() if isinstance(one, (DraftLayer, DecoderLayer))]
-        )
-        self._layers: list[nn.Module] = [*forward.target.layers, *drafting]
+        of_head = [] if head is None else drafting_layers(head)
+        self._layers: list[nn.Module] = [*forward.target.layers, *of_head]
         self._calls = [self._target_call(*one) for one in enumerate(forward.target.layers)]
-        self._calls += [self._draft_call(layer) for layer in drafting]
+        self._calls += [self._draft_call(layer) for layer in of_head]
         try:
             with torch.inference_mode():
                 forward.compare_logits(self.running)
@@ -121,11 +91,11 @@ class CompiledRounds:
 
     def _draft_call(self, layer: nn.Module) -> Callable[..., Any]:
         def forward(*tensors: Any) -> Any:
-            *inputs, _drafting.attend = tensors
+            *inputs, drafting.attend = tensors
             try:
                 return self._run(layer, *inputs, torch.ops.toolkit.attend_drafting)
             finally:
-                del _drafting.attend
+                del drafting.attend
 
         return forward
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
+from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
 from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Picks
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
@@ -48,10 +50,16 @@ class AutoregressiveDrafter:
     head itself."""
 
     def __init__(
-        self, target: Target, draft: DraftCheckpoint, shape: DraftShape, pool: PagePool, *, drawn: bool = False
+        self,
+        target: Target,
+        draft: DraftCheckpoint,
+        shape: DraftShape,
+        pool: PagePool,
+        *,
+        drawn: bool = False,
+        torch_compile: bool = False,
     ) -> None:
-        """pool: where the head's caches lie. drawn: requests with a temperature get drafts drawn from the head's law,
-        and the laws with them (chains)."""
+        """As choose_drafter has them; the laws of drawn drafts come with them (chains)."""
         check_draft_matches(draft, target)
         self.module = draft.head
         self._head = drafting_head(draft, target)
@@ -60,7 +68,8 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool)
+        running = CompiledHead(draft.head).running if torch_compile else nullcontext
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, running)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read

@@ -14,15 +14,22 @@ Draft = DraftCheckpoint | NgramLookup
 
 
 def choose_drafter(
-    target: Target, draft: Draft | None, shape: DraftShape | None, pool: PagePool, *, drawn: bool = False
+    target: Target,
+    draft: Draft | None,
+    shape: DraftShape | None,
+    pool: PagePool,
+    *,
+    drawn: bool = False,
+    torch_compile: bool = False,
 ) -> Drafter:
     """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None.
 
     pool: where a head's cache lies. drawn: a head's drafts are drawn from its law, for requests with a temperature.
+    torch_compile: a head's layers run compiled (CPU).
     """
     if draft is None:
         return NoDrafter(target.device)
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
-    return AutoregressiveDrafter(target, draft, shape, pool, drawn=drawn)
+    return AutoregressiveDrafter(target, draft, shape, pool, drawn=drawn, torch_compile=torch_compile)

@@ -18,7 +18,8 @@ all nodes that stage 0 has read. A head of one stage only ever reads its new nod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
 import torch
@@ -32,12 +33,18 @@ from toolkit.infer.kernels.paged_reference import Scoring
 
 
 class HeadReader:
-    """A head with its caches, one for each stage: what is read is also remembered."""
+    """A head with its caches, one for each stage: what is read is also remembered. running: what its passes run in."""
 
     def __init__(
-        self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device, pool: PagePool
+        self,
+        head: DraftingHead,
+        embed: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: PagePool,
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.head = head
+        self.head, self._running = head, running
         self._embed = embed
         self._scoring = Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
         self.dtype = dtype
@@ -56,7 +63,8 @@ class HeadReader:
             return plan.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        with self._running():
+            out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
 
