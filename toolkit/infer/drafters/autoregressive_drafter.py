@@ -46,8 +46,7 @@ CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them 
 
 
 class AutoregressiveDrafter:
-    """Owns the head's caches, the target features it still has to read, and the hooks that bring them. module: the
-    head itself."""
+    """Owns the head's caches, the features it still has to read, and the hooks that bring them. module: the head."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class AutoregressiveDrafter:
         drawn: bool = False,
         torch_compile: bool = False,
     ) -> None:
-        """As choose_drafter has them; the laws of drawn drafts come with them (chains)."""
+        """As choose_drafter has them."""
         check_draft_matches(draft, target)
         self.module = draft.head
         self._head = drafting_head(draft, target)
