@@ -34,7 +34,8 @@ CHAIN = 4
 
 @dataclass(frozen=True)
 class Job:
-    """One line of the record. layout: of a `step` row, else None; tokens: of a step, or of the training."""
+    """One line of the record. layout: of a `step` row, else None; tokens: of a step, or of the training; prompts: at
+    most so many are answered by the engine at its end."""
 
     variant: str
     recipe: Recipe
@@ -169,6 +170,7 @@ def trained_row(job: Job, trainer: Trainer) -> dict[str, Any]:
         **of_both(job, trainer),
         "layout": None,
         "tokens": tokens,
+        "unique_tokens": sum(seen[index] for index in {index for indices in batches for index in indices}),
         "steps": len(batches),
         "seconds_per_step": wall / len(batches),
         "processor_seconds_per_step": processor / len(batches),
@@ -186,7 +188,8 @@ def supervised(example: Example) -> int:
 
 
 def judged(job: Job, trainer: Trainer) -> dict[str, Any]:
-    """Forecast and real accept_length of the head as it is at the end of the training, measured alike for both."""
+    """Forecast and real accept_length of the head as it is at the end of the training, measured alike for both; the
+    real one where the job has prompts."""
     weights = gathered_weights(trainer.accelerator, trainer.model)
     target, side, plan = trainer.target, trainer.side, trainer.plan
     settings = replace(trainer.settings, ttt_steps=CHAIN)
@@ -194,21 +197,25 @@ def judged(job: Job, trainer: Trainer) -> dict[str, Any]:
     forecast = forecast_accept_length(
         trained_head(plan, settings, head, side.teacher).eval(), side, trainer.data.held_out, CHAIN
     )
-    prompts = read_held_out(job.run / ROLLOUTS, job.prompts, target.max_context - job.max_tokens)
-    measurement = Measurement(target, prompts, settings, job.recipe.seed)
-    (real,) = measurement.by_engine(as_draft(weights, plan.config, plan.token_map, target))
-    return {
+    row = {
         "forecast": forecast.accept_length,
         "forecast_interval": forecast.interval,
         "forecast_verify_steps": forecast.verify_steps,
-        "accept_length": real.accept_length,
-        "interval": real.interval,
-        "accept_rate": [None if math.isnan(rate) else rate for rate in real.stats.accept_rate],
         "shape": "chain",
         "num_steps": CHAIN,
         "top_k": 1,
         "num_draft_tokens": CHAIN + 1,
         "temperature": 0.0,
+    }
+    if not job.prompts:
+        return row | {"accept_length": None, "interval": None, "prompts": 0}
+    prompts = read_held_out(job.run / ROLLOUTS, job.prompts, target.max_context - job.max_tokens)
+    measurement = Measurement(target, prompts, settings, job.recipe.seed)
+    (real,) = measurement.by_engine(as_draft(weights, plan.config, plan.token_map, target))
+    return row | {
+        "accept_length": real.accept_length,
+        "interval": real.interval,
+        "accept_rate": [None if math.isnan(rate) else rate for rate in real.stats.accept_rate],
         "prompts": len(prompts.prompts),
         "verify_steps": real.stats.verify_steps,
     }

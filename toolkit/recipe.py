@@ -123,7 +123,7 @@ class TrainSettings:
     clip: float | None = None  # gradient norm under AdamW (null: 0.5); Muon's updates have a size of their own
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    init: Literal["target", "random"] = "target"
+    init: Literal["target", "copied", "random"] = "target"  # copied: without the regression of its fc
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 where the CPU multiplies that faster, else bf16
     save_every: int = passing(50)
     eval_every: int = 25

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,39 +13,12 @@ from accelerate.state import AcceleratorState
 from toolkit.bench.records import read_record
 from toolkit.data.batches import Example, collate, supervised_mask
 from toolkit.recipe import load_recipe
-from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.split_data import read_data
 from toolkit.train.step import TargetSide, micro_step
 
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
-
-
-@pytest.fixture(scope="module")
-def run_folder(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
-    """Rollouts of random ids, a token map, and the recipe of a run."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "rollouts").mkdir()
-    generator = torch.Generator().manual_seed(0)
-    with (folder / "rollouts" / "rollouts.jsonl").open("w") as handle:
-        for index in range(12):
-            ids = torch.randint(3, tiny_target.vocab_size, (12 + index,), generator=generator).tolist()
-            split = "held_out" if index < 3 else "train"
-            row = {"id": f"r{index:02}", "input_ids": ids, "response_spans": [[6, len(ids)]], "split": split}
-            handle.write(json.dumps(row) + "\n")
-    half = TokenMap.from_ids(range(0, tiny_target.vocab_size, 2), tiny_target.vocab_size)
-    save_token_map(folder / "token_map" / "token_map.safetensors", half)
-    train = {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "features": "offline"}
-    recipe = {
-        "name": "tiny",
-        "target": {"model": str(tiny_target_directory), "dtype": "float32"},
-        "run_dir": str(folder),
-        "rollouts": {"keep_features": True},
-        "train": {**train, "ttt_curriculum": [0.5], "lm_head": "frozen"},  # as the demo recipe has them
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
 
 
 def test_published_loss_is_ours_with_a_lagging_mask_over_all_positions(script, tiny_target, run_folder) -> None:
@@ -84,18 +55,6 @@ def test_lagging_mask_stands_two_before_what_it_supervises(script) -> None:
     assert mask[0].nonzero().flatten().tolist() == [3, 4, 5, 6, 7] and not mask[1].any()
     exact = supervised_mask(batch.response, 0)[0]
     assert exact.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Ends the group of one that trainings in this process found: trainings that later tests start would take over
-    its variables, and with them a port that is in use."""
-    before = dict(os.environ)
-    yield
-    torch.distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:

@@ -92,7 +92,7 @@ def start_head(
     stored: StoredFeatures | None = None,
 ) -> DraftHead:
     """A new head on the target's device: random weights, or with `batches` the target's own where they fit, and a
-    regression over as many of the batches as it needs. stored: the batches' features; None: the target's forward."""
+    regression over as many of the batches as it needs (of none: its first layer stays random). stored: the batches' features; None: the target's forward."""
     head = kind_of(plan.config).head_class(plan.config).to(target.device)
     if not plan.own_vocabulary:
         log.info("scored by the target's output matrix over all its ids: the run's token map is not read")
@@ -100,7 +100,8 @@ def start_head(
         initialise_random(head, seed)
     else:
         r2 = _from_target(head, plan, target, seed, batches, stored)
-        log.info("head starts from the target's weights; of what its input should become it explains %.2f", r2 or 0.0)
+        fit = "" if r2 is None else f"; of what its input should become it explains {r2:.2f}"
+        log.info("head starts from the target's weights%s", fit)
     if isinstance(head, Eagle3Head) and settings.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head

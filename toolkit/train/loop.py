@@ -129,10 +129,11 @@ class Trainer:
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
-        fresh = settings.init == "target" and not stored_states(self.directory)
+        start = "random" if stored_states(self.directory) else settings.init
         batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
         stored = self.stored if self.plan.own_vocabulary else None
-        head = start_head(self.plan, settings, self.target, self.recipe.seed, batches if fresh else None, stored)
+        read = {"target": batches, "copied": (), "random": None}[start]
+        head = start_head(self.plan, settings, self.target, self.recipe.seed, read, stored)
         return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:
