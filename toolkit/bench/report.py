@@ -34,6 +34,7 @@ def report_record(data: RunData) -> dict[str, Any]:
     return {
         **record,
         "run": data.run_dir.resolve().name,
+        "further_temperatures": [{key: one[key] for key in ("date", "settings", "rows")} for one in data.further],
         "reported": datetime.now(UTC).isoformat(timespec="seconds"),
         "training": training_summary(data),
         "token_map": data.token_map,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -51,7 +52,8 @@ def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
 def _training(
     training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]
 ) -> str:
-    """Loss above, forecast and what the engine measured first of all (dotted) below, over the same steps."""
+    """Loss above, forecast and what the engine measured (dotted, each shape and temperature) below, over the same
+    steps."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
@@ -71,13 +73,17 @@ def _training(
         steps = [row["step"] for row in forecasts]
         lengths = [row["forecast_accept_length"] for row in forecasts]
         axis.plot(steps, lengths, color=COLOURS[1], linewidth=2, marker="o", markersize=3.5)
-        points = [(row["step"], row["real"][0]["accept_length"]) for row in real if row.get("real")]
-        if points:
-            name = real[-1]["real"][0]["name"]
+        measured: dict[str, list[tuple[int, float]]] = {}
+        for row in real:
+            for one in row.get("real", ()):
+                if one["accept_length"] is not None:
+                    measured.setdefault(one["name"], []).append((row["step"], one["accept_length"]))
+        for colour, (name, points) in zip(cycle((*COLOURS[2:], *COLOURS[:2])), measured.items()):
             axis.plot(
-                *zip(*points, strict=True), ":", color=COLOURS[2], linewidth=2, marker="s", markersize=3.5, label=name
+                *zip(*points, strict=True), ":", color=colour, linewidth=2, marker="s", markersize=3.5, label=name
             )
-            axis.legend(frameon=False, fontsize=8, labelcolor=INK)
+        if measured:
+            axis.legend(frameon=False, fontsize=6.5, labelcolor=INK, ncols=2)
         axis.annotate(
             f"{lengths[-1]:.2f}",
             (steps[-1], lengths[-1]),

@@ -32,8 +32,8 @@ def page(record: Mapping[str, Any], data: RunData, pictures: Mapping[str, str]) 
         best = best_row(dict(record))
         parts += [_cards(best), f"<p class='lead'>{_summary(record, best)}</p>"]
     parts.append(_pictures(pictures))
-    if has_rows:
-        parts += [_shapes(record, best), _tasks(record, best)]
+    for measured in (record, *record["further_temperatures"]) if has_rows else ():
+        parts += _measured(measured)
     parts += [_next(record, data), _provenance(record)]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -119,16 +119,14 @@ def _pictures(pictures: Mapping[str, str]) -> str:
     return f"<section class='figures'>{figures}</section>"
 
 
-def _shapes(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    rows = [row for row in record["rows"] if row["task"] == ALL]
-    return "<h2>By draft shape</h2>" + _table("draft", [(shape_name(row), row) for row in rows], best)
-
-
-def _tasks(record: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+def _measured(record: Mapping[str, Any]) -> list[str]:
+    """The tables of one temperature: every shape, and the best one's tasks."""
+    best, heat = best_row(dict(record)), f"temperature {record['settings']['temperature']:g}"
+    shapes = [(shape_name(row), row) for row in record["rows"] if row["task"] == ALL]
     name = shape_name(dict(best))
-    rows = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == name]
-    heading = f"<h2>By task, {escape(name)}</h2>"
-    return heading + _table("task", [(row["task"], row) for row in rows], None) if rows else ""
+    tasks = [(row["task"], row) for row in record["rows"] if row["task"] != ALL and shape_name(row) == name]
+    parts = [f"<h2>By draft shape, {heat}</h2>", _table("draft", shapes, best)]
+    return [*parts, f"<h2>By task, {heat}, {escape(name)}</h2>", _table("task", tasks, None)] if tasks else parts
 
 
 def _table(first: str, rows: Sequence[tuple[str, dict[str, Any]]], best: Mapping[str, Any] | None) -> str:

@@ -20,6 +20,7 @@ class RunData:
 
     run_dir: Path
     acceptance: dict[str, Any] | None = None
+    further: list[dict[str, Any]] = field(default_factory=list)  # such records of other temperatures, ascending
     training: list[dict[str, Any]] = field(default_factory=list)  # rows with a loss, ascending steps
     forecasts: list[dict[str, Any]] = field(default_factory=list)  # rows with forecast_accept_length, ascending steps
     real: list[dict[str, Any]] = field(default_factory=list)  # rows with real_accept_length, ascending steps
@@ -38,6 +39,8 @@ def read_run(run_dir: str | Path) -> RunData:
     acceptance = run_dir / "bench" / "acceptance.json"
     if acceptance.is_file():
         data.acceptance = read_record(acceptance, "acceptance")
+        others = (read_record(path, "acceptance") for path in acceptance.parent.glob("acceptance-T*.json"))
+        data.further = sorted(others, key=lambda record: record["settings"]["temperature"])
     else:
         data.missing.append(f"no measurement: {acceptance} does not exist; `toolkit bench acceptance` writes it")
     _read_metrics(data, run_dir / "train" / "metrics.jsonl")

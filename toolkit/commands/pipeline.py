@@ -92,6 +92,8 @@ class Run:
         if not recipe.prompts.sources and not recipe.prompts.synthesize:
             raise RecipeError("the recipe names no prompts: set prompts.sources, prompts.synthesize, or both")
         target = {"seed": recipe.seed, "target": result_settings(recipe.target)}
+        heats = recipe.bench.further_temperatures
+        measured = (ACCEPTANCE, *(of_temperature(ACCEPTANCE, heat) for heat in heats))
         return [
             Stage(
                 name="prompts",
@@ -133,7 +135,7 @@ class Run:
             Stage(
                 name="measure",
                 folder="bench",
-                outputs=(ACCEPTANCE, *(of_temperature(ACCEPTANCE, heat) for heat in recipe.bench.further_temperatures)),
+                outputs=measured,
                 settings={**target, "bench": result_settings(recipe.bench)},
                 inputs=lambda: self._inputs(CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
                 work=self._measure,
@@ -143,7 +145,7 @@ class Run:
                 folder="report",
                 outputs=(REPORT, REPORT_PAGE),
                 settings={"name": recipe.name},
-                inputs=lambda: self._inputs(COVERAGE, METRICS, ACCEPTANCE, CKPT_CONFIG, target_too=False),
+                inputs=lambda: self._inputs(COVERAGE, METRICS, *measured, CKPT_CONFIG, target_too=False),
                 work=self._report,
                 makes=(REPORT, REPORT_PAGE),
             ),

@@ -92,7 +92,8 @@ def start_head(
     stored: StoredFeatures | None = None,
 ) -> DraftHead:
     """A new head on the target's device: random weights, or with `batches` the target's own where they fit, and a
-    regression over as many of the batches as it needs (of none: its first layer stays random). stored: the batches' features; None: the target's forward."""
+    regression over as many of the batches as it needs (of none: what it would have solved stays random). stored: the
+    batches' features; None: the target's forward."""
     head = kind_of(plan.config).head_class(plan.config).to(target.device)
     if not plan.own_vocabulary:
         log.info("scored by the target's output matrix over all its ids: the run's token map is not read")
