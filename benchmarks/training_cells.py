@@ -16,7 +16,7 @@ from training_jobs import ROLLOUTS, TOKEN_MAP, Job, borrow_features, work
 
 from toolkit.commands.build_token_map import map_rollouts
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
-from toolkit.recipe import Recipe, result_settings
+from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.load import load_target
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
@@ -38,9 +38,11 @@ class Cell:
 
 
 def cell_of(source: str, job: Job) -> Cell:
-    """The cell of a job. A row counts as done while the recipe, the rollouts and the token map are the same."""
-    recipe = job.recipe
-    sections = [result_settings(section) for section in (recipe.target, recipe.train)]
+    """The cell of a job. A row counts as done while the target, the rollouts, the token map, and the settings that are
+    not a training's defaults are the same: a setting that the package learns in between forgets no rows."""
+    defaults, train = (result_settings(settings) for settings in (TrainSettings(), job.recipe.train))
+    chosen = {key: value for key, value in train.items() if value != defaults[key]}
+    sections = [result_settings(job.recipe.target), chosen]
     files = [sha256_file(job.run / name) for name in (ROLLOUTS, TOKEN_MAP)]
     return Cell(source, job, sha256_json([*sections, *files, job.prompts, job.max_tokens])[:16])
 
