@@ -162,6 +162,20 @@ def test_two_processes_give_the_curve_of_one(tiny_run, uninterrupted, zero2_on_t
     assert all(torch.isfinite(parameter).all() for parameter in draft.head.parameters())
 
 
+def test_zero3_follows_a_curriculum(tiny_run, tmp_path):
+    """DeepSpeed records the order in which a step uses the modules, and fetches weights ahead by it: an unroll that
+    grows, and forecasts deeper than it, must neither end the training nor read weights that are not there yet: a step's
+    losses would be off by what an update changes, hundredths; roundings make 2e-4 of it."""
+    settings = ("train.max_steps=9", "train.ttt_curriculum=[0.34,0.33]", "train.eval_every=2", "train.layers=2")
+    one, two = (
+        _train(_copy_run(tiny_run, tmp_path / str(len(options))), *settings, options=options)
+        for options in ((), _processes(2, "zero3"))
+    )
+    assert [len(row["loss_by_step"]) for row in one] == [1] * 3 + [2] * 3 + [3] * 3
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours["loss_by_step"] == pytest.approx(theirs["loss_by_step"], rel=1e-3)
+
+
 def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):
     """Micro-batches of 1 must add up to the mean over the global batch, not to a mean of means."""
     run = _copy_run(tiny_run, tmp_path / "run")

@@ -37,6 +37,7 @@ from toolkit.train.current_head import as_draft, gathered_weights, in_dtype
 from toolkit.train.engine_generate import engine_generate
 from toolkit.train.passing_engine import with_engine
 from toolkit.train.real_acceptance import shapes_of
+from toolkit.train.rollout_speed import RolloutSpeed
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
 
 log = get_logger(__name__)
@@ -45,7 +46,8 @@ log = get_logger(__name__)
 @dataclass(frozen=True)
 class FreshStats:
     """Of the rollouts written at one step. tokens: response tokens. tokens_per_s: of the processes together, in their
-    last session. accept_length over the verify steps that drafted: None without any."""
+    last session; of its decoding rounds, and of plain ones in their place, as `rollout_speed.py` says.
+    accept_length over the verify steps that drafted: None without any."""
 
     rollouts: int
     skipped: int
@@ -53,6 +55,8 @@ class FreshStats:
     tokens_per_s: float | None
     accept_length: float | None
     verify_steps: int
+    decode_tokens_per_s: float | None = None
+    plain_tokens_per_s: float | None = None
 
 
 class FreshRollouts:
@@ -117,10 +121,12 @@ class FreshRollouts:
             return
         log.info("step %d: the engine answers %d prompts afresh, drafting with the head so far", step, len(chosen))
 
+        speed = RolloutSpeed()
+
         def write(engine: Engine) -> None:
             write_rollouts(
                 mine,
-                engine_generate(engine, f"{self.recipe.name}, step {step}"),
+                engine_generate(engine, f"{self.recipe.name}, step {step}", lambda _, request: speed.add(request)),
                 self.target.tokenizer,
                 settings,
                 self._share_path(step, self.accelerator.process_index),
@@ -133,6 +139,8 @@ class FreshRollouts:
             )
 
         with_engine(write, self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
+        if speed.tokens:  # a session that found all written keeps the speed of the one that wrote
+            write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 
     def _gather_shares(self, step: int) -> None:
         """One file of all shares, then the statistics, then the shares go; done again after a kill at any point."""
@@ -144,12 +152,14 @@ class FreshRollouts:
         ]
         rows = sorted((row for share in shares for _, row in read_rows(share.rows)), key=lambda row: row["id"])
         skipped = [row for share in shares if share.skipped.is_file() for _, row in read_rows(share.skipped)]
-        write_json(_stats_path(path), vars(_stats(rows, len(skipped), [read_json(share.stats) for share in shares])))
+        measured = [read_json(share.stats) for share in shares]
+        speeds = [read_json(file) if (file := _speed_path(share.rows)).is_file() else {} for share in shares]
+        write_json(_stats_path(path), vars(_stats(rows, len(skipped), measured, speeds)))
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
             for row in rows:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
         for one in shares:
-            for done in (one.rows, one.skipped, one.stats):
+            for done in (one.rows, one.skipped, one.stats, _speed_path(one.rows)):
                 done.unlink(missing_ok=True)
         (self.folder / f"{step:06d}.head.safetensors").unlink(missing_ok=True)
 
@@ -161,7 +171,16 @@ def _stats_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}_stats.json")
 
 
-def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Mapping[str, Any]]) -> FreshStats:
+def _speed_path(share: Path) -> Path:
+    return share.with_name(f"{share.stem}_speed.json")
+
+
+def _stats(
+    rows: Sequence[Mapping[str, Any]],
+    skipped: int,
+    shares: Sequence[Mapping[str, Any]],
+    speeds: Sequence[Mapping[str, Any]],
+) -> FreshStats:
     steps = sum(row["drafting"]["verify_steps"] for row in rows)
     accepted = sum(row["drafting"]["accepted"] for row in rows)
     seconds = max((share["last_run"]["seconds"] for share in shares), default=0.0)
@@ -172,4 +191,12 @@ def _stats(rows: Sequence[Mapping[str, Any]], skipped: int, shares: Sequence[Map
         tokens_per_s=sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
         accept_length=1 + accepted / steps if steps else None,
         verify_steps=steps,
+        decode_tokens_per_s=_together(speeds, "decode_tokens_per_s"),
+        plain_tokens_per_s=_together(speeds, "plain_tokens_per_s"),
     )
+
+
+def _together(speeds: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Of processes that write beside each other; None unless all of them know."""
+    known = [speed[name] for speed in speeds if speed.get(name) is not None]
+    return sum(known) if known and len(known) == len(speeds) else None

@@ -126,12 +126,18 @@ def _real_entry(one: RealAcceptance, found: Comparison) -> dict[str, Any]:
 
 
 def rollouts_row(fresh: FreshStats) -> dict[str, Any]:
-    """Fresh rollouts, written with the head as it was at this step: how much faster they get as it improves."""
+    """Fresh rollouts, written with the head as it was at this step: how much faster they get as it improves.
+
+    rollout_tokens_per_s is wall time, prompts included; the other two are of decoding rounds alone, and of plain rounds
+    in their place (`rollout_speed.py`): what the head gains is their ratio.
+    """
     return {
         "rollouts": fresh.rollouts,
         "rollouts_skipped": fresh.skipped,
         "rollout_tokens": fresh.tokens,
         "rollout_tokens_per_s": fresh.tokens_per_s,
+        "rollout_decode_tokens_per_s": fresh.decode_tokens_per_s,
+        "rollout_plain_tokens_per_s": fresh.plain_tokens_per_s,
         "rollout_accept_length": fresh.accept_length,
         "rollout_verify_steps": fresh.verify_steps,
     }

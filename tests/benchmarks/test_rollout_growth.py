@@ -1,0 +1,28 @@
+"""The table of refreshes is what the training measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toolkit.train.fresh_rollouts import FreshStats
+from toolkit.train.metric_rows import rollouts_row
+
+
+def test_rows_of_the_metrics(script, tmp_path) -> None:
+    """Under a key that the training does not write, every speed would be absent; a speedup upside down would be less
+    than one where drafting pays."""
+    stats = [FreshStats(4, 0, 90, 30.0, 1.5, 40, 45.0, 30.0), FreshStats(4, 0, 80, 31.0, None, 0, 32.0, None)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for step, fresh in zip((6, 12), stats, strict=True)
+            for row in ({"step": step, "loss": 1.0, "tokens": 100 * step}, {"step": step, **rollouts_row(fresh)})
+        )
+    )
+    growth = script("rollout_growth")
+    rows = growth.refreshes(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["tokens"], row["accept_length"]) for row in rows] == [(6, 600, 1.5), (12, 1200, None)]
+    assert rows[0]["speedup"] == pytest.approx(1.5) and rows[1]["speedup"] is None
+    growth.show(rows)

@@ -1,0 +1,36 @@
+"""What plain decoding would have taken is told by plain rounds of as many rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.infer.request import VerifyEvent
+from toolkit.train.rollout_speed import RolloutSpeed
+
+
+def _event(offered: int, committed: int, seconds: float, rows: int) -> VerifyEvent:
+    return VerifyEvent(offered, offered, committed - 1, committed, False, seconds / 2, seconds / 4, seconds / 4, rows)
+
+
+def test_plain_speed_at_the_same_number_of_rows() -> None:
+    """A batch's seconds counted once a row, or the pace of one row taken for a batch's, would make drafting look many
+    times better or worse than it is."""
+    speed = RolloutSpeed()
+    for _ in range(
+        4
+    ):  # four rows together: a plain round of 2 s (0.5 s a token), a drafted one of 3 s for 2 tokens each
+        speed.add(SimpleNamespace(events=[_event(0, 1, 2.0, 4), _event(3, 2, 3.0, 4)]))
+    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(2.0)
+    assert speed.summary()["decode_tokens_per_s"] == pytest.approx(12 / 5)
+    # One row that goes on alone: 1 s a plain token, 1.5 s for three drafted ones.
+    speed.add(SimpleNamespace(events=[_event(0, 1, 1.0, 1), _event(3, 3, 1.5, 1)]))
+    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(16 / (12 * 0.5 + 4 * 1.0))
+    assert speed.summary()["decode_tokens_per_s"] == pytest.approx(16 / 7.5)
+
+
+def test_without_a_plain_round_nothing_is_claimed() -> None:
+    speed = RolloutSpeed()
+    speed.add(SimpleNamespace(events=[_event(3, 2, 3.0, 4)]))
+    assert speed.summary() == {"decode_tokens_per_s": pytest.approx(2 / 0.75), "plain_tokens_per_s": None}
