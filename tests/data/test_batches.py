@@ -165,6 +165,7 @@ def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
         ({"id": "x", "split": "train"}, "input_ids, response_spans"),
         (row("x", "train", [1, 2], [[1, 3]]), "outside"),
         (row("x", "held_out", [1, 2, 3], [[1, 3]]), "no usable 'train'"),
+        (row("empty", "train", [], []), "1 without supervised ids"),
     ],
 )
 def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:

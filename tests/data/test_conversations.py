@@ -58,6 +58,8 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
         ({"text": "x"}, "keys text came; one of conversations"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, "role 'tool' came; one of system, user"),
         ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
+        ({"messages": []}, "no message of the user among 0"),
+        ({"conversations": []}, "no message of the user among 0"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no message of the user"),
         ({"messages": [{"role": "user", "content": None}]}, "NoneType; text is needed"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
