@@ -43,7 +43,8 @@ from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
 from toolkit.threads import users_threads
 
-# What each changes of `ours`. "published" is replaced as a whole (training_published.py).
+# What each changes of `ours`. "published" and "fading features" are other trainers (training_published.py, and
+# training_features.py).
 VARIANTS: dict[str, tuple[str, ...]] = {
     "published": (),
     "ours": (),
@@ -53,6 +54,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": ("train.optimizer=muon", "train.learning_rate=1.5e-3", "train.muon_learning_rate=0.02"),
     "no curriculum": ("train.ttt_curriculum=[]",),
     "trained lm_head": ("train.lm_head=target",),
+    "fading features": (),
 }
 ENGINE = ("published", "ours")
 DEFINITIONS = {

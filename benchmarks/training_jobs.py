@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from draft_loss import peak, restart_peak
+from training_features import FadingFeaturesTrainer
 from training_published import PublishedTrainer
 
 from toolkit.data.batches import BatchPlan, Example, load_examples
@@ -27,6 +28,8 @@ from toolkit.train.split_data import Data
 from toolkit.train.step import forecast_accept_length
 
 VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Trainer}
+# Variants of other names differ in their recipe or rollouts.
+TRAINERS = {**VARIANTS, "fading features": FadingFeaturesTrainer}
 LAYOUTS = ("rollouts", "one row")
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
 CHAIN = 4
@@ -57,7 +60,7 @@ def work(job: Job) -> dict[str, Any]:
         recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
         borrow_features(job.run / "features", folder / "features")
         before = time.process_time()
-        kind = VARIANTS.get(job.variant, Trainer)  # variants of other names differ in their rollouts
+        kind = TRAINERS.get(job.variant, Trainer)
         trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
         start = {"start_processor_seconds": time.process_time() - before}
         return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start

@@ -7,11 +7,13 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from toolkit.bench.records import read_record
 from toolkit.jsonl import read_rows
 from toolkit.recipe import load_recipe
+from toolkit.train.trained_head import TrainedHead
 
 
 def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
@@ -99,5 +101,33 @@ def test_the_built_in_variants_are_settings_of_the_demo_recipe(script) -> None:
     """One that a recipe refuses, or that changes nothing, would be found hours into the table."""
     few = script("few_tokens")
     settings = {name: load_recipe(few.default_recipe_path(), changes).train for name, changes in few.VARIANTS.items()}
-    assert len({repr(one) for one in settings.values()}) == len(settings) - 1, "published is another trainer"
+    assert len({repr(one) for one in settings.values()}) == len(settings) - 2, "two are other trainers"
     assert set(few.ENGINE) <= set(settings)
+
+
+def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone) -> None:
+    """Its gradient has to be there at the start; at a weight of 0 the head is that of `ours` to the bit."""
+    features = script("training_features")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    recipe = load_recipe(run_folder / "recipe.yaml", ["train.features=online", "rollouts.keep_features=false"])
+    files = [run_folder / "rollouts/rollouts.jsonl", run_folder / "token_map/token_map.safetensors"]
+    trainer = features.FadingFeaturesTrainer(recipe, *files, tmp_path / "train")
+    trainer.steps = 4
+    batch = trainer.side.inputs(trainer._collate([0, 1]), 3)
+    rows = trainer.side.teacher(batch.teacher_hidden, batch.written, batch.greedy)
+    choice, ones = trainer.side.token_map.to_draft(rows.choice), torch.ones(3)
+    module, found = trainer.model.module, []
+    for weight in (1.0, 0.0):
+        module.unrolled.weight = weight
+        loss, by_step, _ = module(batch.aux, batch.embeds, batch.supervision, rows, choice, ones)
+        found.append((loss.item(), by_step, torch.autograd.grad(loss, module.head.fc.weight)[0]))
+    plain = TrainedHead(module.head, recipe.train.step_decay)(
+        batch.aux, batch.embeds, batch.supervision, rows, choice, ones
+    )
+    assert found[1][0] == plain[0].item() < found[0][0] and torch.equal(found[0][1], plain[1])
+    assert not torch.allclose(found[0][2], found[1][2])
+    weights = []
+    for step in range(4):
+        trainer.optimise(step, [0, 1])
+        weights.append(module.unrolled.weight)
+    assert weights == [10.0, 5.0, 0.0, 0.0]
