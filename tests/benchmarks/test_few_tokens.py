@@ -42,7 +42,7 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
         "ours",
         "too hot",
         "--variant",
-        "too hot train.learning_rate=1e30",
+        "too hot train.learning_rate=1e30 train.init=copied",
         "--engine",
         "ours",
     ]

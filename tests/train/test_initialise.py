@@ -11,8 +11,10 @@ from toolkit.data.batches import Example, collate
 from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.recipe import TrainSettings
 from toolkit.target.features import AuxCapture
 from toolkit.train.copied_layers import copy_norm
+from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
 
@@ -39,6 +41,18 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
     assert torch.equal(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     assert torch.equal(head.lm_head.weight, tiny_target.lm_head.weight[tiny_draft.token_map.ids])
     torch.testing.assert_close(head.norm.weight, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_draft):
+    """What the regression is worth is told by a start that differs in `fc` alone."""
+    plan = plan_head(TrainSettings(init="copied"), tiny_target, tiny_draft.token_map)
+    starts = {
+        name: start_head(plan, TrainSettings(), tiny_target, 3, batches).state_dict()
+        for name, batches in (("random", None), ("copied", ()), ("target", _batches(tiny_target)))
+    }
+    for name, value in starts["copied"].items():
+        assert torch.equal(value, starts["random" if name == "fc.weight" else "target"][name]), name
+    assert not torch.equal(starts["copied"]["fc.weight"], starts["target"]["fc.weight"])
 
 
 def test_several_layers_start_as_the_last_ones_in_order(tiny_target, tiny_draft):
