@@ -61,6 +61,7 @@ DEFINITIONS = {
     **OF_TRAININGS,
     "asked_tokens": "supervised tokens that the training was to see; it ends with the batch that reaches them",
     "unique_tokens": "supervised tokens of the distinct rollouts it saw: beyond one epoch of a source they repeat",
+    "digest": "of the target, the settings, the rollouts and the token map: rows of others are not in this record",
     "mean": "over seeds",
     "spread": "sample standard deviation over seeds; null with fewer than two",
     "diverged": "what the trainer said of a training that ended in no finite number; else null",
