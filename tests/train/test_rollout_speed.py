@@ -15,22 +15,25 @@ def _event(offered: int, committed: int, seconds: float, rows: int) -> VerifyEve
 
 
 def test_plain_speed_at_the_same_number_of_rows() -> None:
-    """A batch's seconds counted once a row, or the pace of one row taken for a batch's, would make drafting look many
-    times better or worse than it is."""
+    """A batch's seconds counted once a row, the pace of one row taken for a batch's, or a row without drafts in a
+    drafted round taken for a plain one would make drafting look better or worse than it is."""
     speed = RolloutSpeed()
-    for _ in range(
-        4
-    ):  # four rows together: a plain round of 2 s (0.5 s a token), a drafted one of 3 s for 2 tokens each
-        speed.add(SimpleNamespace(events=[_event(0, 1, 2.0, 4), _event(3, 2, 3.0, 4)]))
-    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(2.0)
-    assert speed.summary()["decode_tokens_per_s"] == pytest.approx(12 / 5)
-    # One row that goes on alone: 1 s a plain token, 1.5 s for three drafted ones.
+    assert not speed
+    for row in range(4):  # together: a plain round of 2 s (0.5 s a token), a drafted one of 3 s for seven tokens
+        speed.add(SimpleNamespace(events=[_event(0, 1, 2.0, 4), _event(3, 2, 3.0, 4) if row else _event(0, 1, 3.0, 4)]))
+    assert speed.summary() == {
+        "plain_tokens_per_s": pytest.approx(2.0),
+        "decode_tokens_per_s": pytest.approx(11 / 5),
+    }
+    # One row goes on alone: 1 s a plain token, 1.5 s for three drafted ones.
     speed.add(SimpleNamespace(events=[_event(0, 1, 1.0, 1), _event(3, 3, 1.5, 1)]))
-    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(16 / (12 * 0.5 + 4 * 1.0))
-    assert speed.summary()["decode_tokens_per_s"] == pytest.approx(16 / 7.5)
+    assert speed and speed.summary() == {
+        "plain_tokens_per_s": pytest.approx(15 / (11 * 0.5 + 4 * 1.0)),
+        "decode_tokens_per_s": pytest.approx(15 / 7.5),
+    }
 
 
 def test_without_a_plain_round_nothing_is_claimed() -> None:
     speed = RolloutSpeed()
     speed.add(SimpleNamespace(events=[_event(3, 2, 3.0, 4)]))
-    assert speed.summary() == {"decode_tokens_per_s": pytest.approx(2 / 0.75), "plain_tokens_per_s": None}
+    assert speed.summary() == {"decode_tokens_per_s": pytest.approx(2 / 3), "plain_tokens_per_s": None}

@@ -185,8 +185,8 @@ def measure_run(job: Run) -> str:
     write_json(ckpt / "measured.json", measured_summary(record))
     write_record(job.folder / ACCEPTANCE, record)
     print_acceptance(record)
-    for other_head in (job.folder / ACCEPTANCE).parent.glob("acceptance-T*.json"):
-        other_head.unlink()
+    for earlier in (job.folder / ACCEPTANCE).parent.glob("acceptance-T*.json"):
+        earlier.unlink()  # perhaps of another head, and the report shows what lies there
     for temperature in job.recipe.bench.further_temperatures:
         wanted = replace(job.recipe.bench, temperature=temperature, further_temperatures=())
         rounds, out = (job.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))

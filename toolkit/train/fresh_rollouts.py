@@ -46,8 +46,8 @@ log = get_logger(__name__)
 @dataclass(frozen=True)
 class FreshStats:
     """Of the rollouts written at one step. tokens: response tokens. tokens_per_s: of the processes together, in their
-    last session; of its decoding rounds, and of plain ones in their place, as `rollout_speed.py` says.
-    accept_length over the verify steps that drafted: None without any."""
+    last session; decode_tokens_per_s and plain_tokens_per_s: see `rollout_speed.py`. accept_length over the verify
+    steps that drafted: None without any."""
 
     rollouts: int
     skipped: int
@@ -139,7 +139,7 @@ class FreshRollouts:
             )
 
         with_engine(write, self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
-        if speed.tokens:  # a session that found all written keeps the speed of the one that wrote
+        if speed:  # a session that found all written keeps the speed of the one that wrote
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 
     def _gather_shares(self, step: int) -> None:
