@@ -15,6 +15,7 @@ from typing import Any
 from training_jobs import ROLLOUTS, TOKEN_MAP, Job, borrow_features, work
 
 from toolkit.commands.build_token_map import map_rollouts
+from toolkit.commands.pipeline import best_device
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.load import load_target
@@ -69,6 +70,7 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
         chosen.model,
         dtype=chosen.dtype,
         revision=chosen.revision,
+        device=best_device(),
         quantization=chosen.quantization,
         batched=True,
     )
