@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from training import DEFINITIONS as OF_TRAININGS
 from training_cells import Cell, cell_of, ended_by_signal, in_processes, key_of, ordered, prepare
-from training_jobs import CHAIN, Job
+from training_jobs import CHAIN, ROLLOUTS, Job
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
@@ -199,8 +199,8 @@ def named_sources(given: Sequence[str]) -> dict[str, Path]:
         name, colon, path = one.partition(":")
         where = Path(path if colon else one)
         name = name if colon else (where.resolve().name if where.is_dir() else where.stem)
-        if not where.exists():
-            raise SystemExit(f"{where} does not exist; a run folder or a rollouts file is needed")
+        if not (where / ROLLOUTS if where.is_dir() else where).is_file():
+            raise SystemExit(f"{where}: a run folder with {ROLLOUTS}, or a rollouts file, is needed")
         if name in found:
             raise SystemExit(f"two sources are called {name}; write OTHER-NAME:{where}")
         found[name] = where

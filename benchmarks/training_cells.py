@@ -57,12 +57,16 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
     once. Meant for a process of its own.
 
     given: a run folder, or a rollouts file, whose token map is built as the recipe says. Nothing is written in it.
+    Raises `ValueError` where the folder is that of other rollouts.
     """
     run = given if given.is_dir() else None
-    for name, file in ((ROLLOUTS, run / ROLLOUTS if run else given), (TOKEN_MAP, run / TOKEN_MAP if run else None)):
-        if file is not None and file.is_file() and not (place / name).exists():
+    found = {ROLLOUTS: run / ROLLOUTS, TOKEN_MAP: run / TOKEN_MAP} if run else {ROLLOUTS: given}
+    for name, file in found.items():
+        if file.is_file() and not (place / name).exists():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).symlink_to(file.resolve())
+    if (place / ROLLOUTS).resolve() != found[ROLLOUTS].resolve():
+        raise ValueError(f"{place} is of {(place / ROLLOUTS).resolve()}; call {given} otherwise, or delete that folder")
     if not (place / "features").exists():
         borrow_features((run or place) / "features", place / "features")
     chosen = recipe.target

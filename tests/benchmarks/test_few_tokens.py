@@ -54,6 +54,8 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
     assert len(list(read_rows(rows))) == 3
     with rows.open("a") as handle:
         handle.write('{"torn')
+    with pytest.raises(ValueError, match="is of .*rollouts.jsonl; call .* otherwise"):
+        cells.prepare(tmp_path / "rows-sources" / "file", run_folder / "recipe.yaml", few.load_recipe(recipe[1]))
     monkeypatch.setattr(sys, "argv", [*command, "--minutes", "0"])
     assert few.main() == 0 and sum(trained.values()) == 3, "out of minutes at once"
     monkeypatch.setattr(sys, "argv", command)
