@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from results_folder import leave
@@ -30,15 +31,20 @@ from toolkit.data.batches import Example, load_examples
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
-from toolkit.infer.llm import Completion
-from toolkit.infer.request import Request
+from toolkit.infer.request import VerifyEvent
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.recipe import load_recipe
 from toolkit.target.load import load_target
 
-Answered = Request | Completion  # with the log of its verify steps
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")
+
+
+class Answered(Protocol):
+    """What has the log of its verify steps."""
+
+    @property
+    def events(self) -> list[VerifyEvent]: ...
 
 
 def train_variant(recipe: str, overrides: list[str], run: Path, folder: Path, shift: int) -> None:
