@@ -105,7 +105,7 @@ def main() -> int:
     shape = DraftShape.chain(recipe.train.ttt_steps)
     examples, _ = load_examples(run / "rollouts" / "rollouts.jsonl", "held_out", recipe.train.max_length)
     prompts = [prompt_of(example) for example in examples]
-    answers: dict[str, list[Request]] = {}
+    answers: dict[str, list[Answered]] = {}
     target = load_target(recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision)
     for name, shift in (("exact", 0), ("lagging by one", 1)):
         folder = run / "mask_shift" / name.split()[0]
