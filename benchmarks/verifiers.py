@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chain", type=int, default=4, metavar="N", help="tokens drafted a step (default: 4)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0], metavar="T", help="default: 1")
     parser.add_argument("--limit", type=int, default=24, metavar="N", help="built-in prompts (default: 24)")
-    parser.add_argument("--answers", type=int, default=4, metavar="N", help="answers to each prompt (default: 4)")
+    parser.add_argument("--answers", type=int, default=2, metavar="N", help="answers to each prompt (default: 2)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of an answer at most (default: 64)")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args(argv)

@@ -53,11 +53,12 @@ class ScriptedEngine:
         params: SamplingParams,
         *,
         speculative: bool = True,
+        shape: DraftShape | None = None,
         request_id: str | None = None,
     ) -> Request:
         if len(prompt_ids) >= self.max_context:
             raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.max_context} fit")
-        request = Request(request_id or "r", list(prompt_ids), params, speculative)
+        request = Request(request_id or "r", list(prompt_ids), params, speculative, shape)
         request.stop_set = frozenset([self.stop_id])
         request.token_limit = min(params.max_tokens, self.max_context - len(prompt_ids))
         self.waiting.append(request)

@@ -136,6 +136,24 @@ def test_one_prompt_that_does_not_fit_stops_all(llm):
         llm.generate([[5], [6]], [SamplingParams()])
 
 
+def test_each_prompt_may_have_a_draft_shape_of_its_own(llm):
+    """Side by side, in all the forms; a shape that is dropped on the way would be that of the LLM, of 5 drafts."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    done = llm.generate(TEXTS, params, shape=["2,1,3", None, DraftShape(2, 2, 4), DraftShape.chain(1)])
+    assert [{event.offered for event in one.events} for one in done] == [{2}, {5}, {3}, {1}]
+    plain = llm.generate(TEXTS, params, speculative=False)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    for shape, says in (
+        ("4,1,5", r"engine drafts tree 3x2/6 \(3,2,6\)"),
+        (["1,1,2"], "4 prompts came with 1 draft shapes"),
+        ("2", "needed are three numbers"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            llm.generate(TEXTS, params, shape=shape)
+    with pytest.raises(ValueError, match="2,1,3 and speculative false"):
+        llm.generate(TEXTS, params, shape="2,1,3", speculative=False)
+
+
 def test_a_closed_llm_leaves_the_target_as_it_was(tiny_draft_directory):
     """Hooks that stay would make every later forward of the target slower, and keep the head alive."""
     with LLM(draft=tiny_draft_directory, shape=DraftShape.chain(2), max_context=64) as opened:

@@ -71,8 +71,14 @@ class DraftShape:
         """No deeper, wider or larger than `limit`."""
         return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
 
-    def check_asked(self, limit: DraftShape | None) -> None:
-        """Raises DraftShapeError where a request asks for this and the engine drafts `limit`, or nothing (None)."""
+    def check_asked(self, limit: DraftShape | None, speculative: bool) -> None:
+        """Raises DraftShapeError where a request asks for this and the engine drafts `limit`, or nothing (None), and
+        where the same request asks for no drafts (speculative False)."""
+        if not speculative:
+            raise DraftShapeError(
+                f"a request came with draft shape {self.as_text()} and speculative false, which drafts nothing; leave "
+                "one of them out"
+            )
         if limit is None or not self.fits_in(limit):
             most = "nothing: it has no drafter" if limit is None else f"{limit.name} ({limit.as_text()})"
             raise DraftShapeError(

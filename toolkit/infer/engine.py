@@ -25,7 +25,7 @@ from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.choose import use_device
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.prompt_reader import PromptReader
-from toolkit.infer.request import PromptTooLongError, Request, checked_prompt
+from toolkit.infer.request import PromptTooLongError, Request, checked_prompt, one_for_each
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.logprobs import NodeLogprobs
 from toolkit.infer.sampling.sampler import Choices
@@ -121,7 +121,7 @@ class Engine:
         """
         prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.max_context)
         if shape is not None:
-            shape.check_asked(self.shape)
+            shape.check_asked(self.shape, speculative)
         params.check_ids(self.target.vocab_size)
         params = params.seeded()
         request = Request(
@@ -196,21 +196,19 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         on_finish: Callable[[Request], None] | None = None,
         speculative: bool = True,
+        shape: DraftShape | None | Sequence[DraftShape | None] = None,
     ) -> list[Request]:
         """Run prompts to their ends; the answers come back in the prompts' order. `on_finish` sees each as it ends.
 
-        Raises what add_request raises, before anything has run.
+        params, shape: one for all prompts, or one for each. Raises what add_request raises, before anything has run.
         """
-        settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(settings) != len(prompts):
-            raise EngineError(
-                f"{len(prompts)} prompts came with {len(settings)} sampling settings; give one, or one for each"
-            )
+        settings = one_for_each(params, SamplingParams, len(prompts), "sampling settings")
+        shapes = one_for_each(shape, DraftShape | None, len(prompts), "draft shapes")
         requests: list[Request] = []
         try:
-            for place, (prompt, one) in enumerate(zip(prompts, settings, strict=True)):
+            for place, (prompt, one, asked) in enumerate(zip(prompts, settings, shapes, strict=True)):
                 try:
-                    requests.append(self.add_request(prompt, one, speculative=speculative))
+                    requests.append(self.add_request(prompt, one, speculative=speculative, shape=asked))
                 except ValueError as error:
                     error.add_note(f"this was prompt {place} of {len(prompts)} (counted from 0)")
                     raise

@@ -17,9 +17,11 @@ from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.offline_prompts import read_offline_prompts
 from toolkit.infer.parallel.open_parallel import open_parallel
-from toolkit.infer.request import Request, TokenLogprob, VerifyEvent
+from toolkit.infer.request import Request, TokenLogprob, VerifyEvent, one_for_each
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.server.engine_thread import Update
+
+Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
 
 
 @dataclass(frozen=True)
@@ -139,20 +141,23 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculative: bool = True,
+        shape: Shape | Sequence[Shape] = None,
     ) -> list[Completion]:
         """Answer prompts, many at once; the completions come back in the prompts' order.
 
         prompts: a list of texts (raw completions), of lists of token ids (the same, tokenised already), or of
         conversations, lists of {"role", "content"} messages, to which the chat template is applied as the server does
         it; or one of these alone. params: one for all, or one for each; None is greedy, 128 tokens at most.
-        speculative False decodes plainly. Nothing runs before all prompts have been checked.
-        Raises EngineError (OfflinePromptError, PromptTooLongError), SamplingError.
+        speculative False decodes plainly. shape: what is drafted for all prompts, or for each, in the forms that LLM
+        takes: at most the LLM's own shape, which None stands for. Nothing runs before all prompts have been checked.
+        Raises EngineError (OfflinePromptError, PromptTooLongError), DraftShapeError, SamplingError.
         """
         if self._closed:
             raise EngineError("this LLM is closed; open another one")
         read = read_offline_prompts(prompts, self.tokenizer)
         settings = SamplingParams() if params is None else params
-        requests = self.engine.generate(read.ids, settings, speculative=speculative)
+        shapes = [_shape(one) for one in one_for_each(shape, Shape, len(read.ids), "draft shapes")]
+        requests = self.engine.generate(read.ids, settings, speculative=speculative, shape=shapes)
         return [self._completion(request, read.raw) for request in requests]
 
     def close(self) -> None:
@@ -190,3 +195,7 @@ class LLM:
             first_token_s=request.first_token_at - request.submitted_at,
             seconds=request.finished_at - request.submitted_at,
         )
+
+
+def _shape(given: Shape) -> DraftShape | None:
+    return DraftShape.parse(given) if isinstance(given, str) else given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from toolkit.infer.detokenize import TextStream
 from toolkit.infer.draft_tree import DraftShape
@@ -148,3 +148,13 @@ def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int)
             f"shorten the prompt to at most {max_context - 1} tokens"
         )
     return prompt
+
+
+def one_for_each(given: Any, kind: Any, count: int, what: str) -> list[Any]:
+    """`given` for every one of `count` prompts, where it is a single one of `kind`; else one of its items for each.
+
+    Raises EngineError for another number of them."""
+    items = [given] * count if isinstance(given, kind) else list(given)
+    if len(items) != count:
+        raise EngineError(f"{count} prompts came with {len(items)} {what}; give one, or one for each")
+    return items

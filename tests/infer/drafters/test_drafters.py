@@ -59,7 +59,8 @@ def test_requests_of_one_batch_have_shapes_of_their_own(small_target, build, pla
     engine = Engine(small_target, build(name), DraftShape(5, 3, 12), max_batch=6)
     requests = []
     for i, (prompt, params) in enumerate(zip(ragged_prompts(), settings(), strict=True)):
-        requests.append(engine.add_request(prompt, params, shape=shapes[i % 5], speculative=i % 7 != 6))
+        shape, drafted = shapes[i % 5], i % 7 != 6
+        requests.append(engine.add_request(prompt, params, shape=shape if drafted else None, speculative=drafted))
     assert finished(engine, requests) == plain
     for i, request in enumerate(requests):
         shape = shapes[i % 5] or engine.shape

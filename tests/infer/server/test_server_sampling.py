@@ -147,6 +147,33 @@ def test_n_answers(client, stream):
     assert usage.prompt_tokens == alone[0].usage.prompt_tokens
 
 
+def test_a_request_may_have_a_draft_shape_of_its_own(client, engine, monkeypatch):
+    """The engine drafts it, for that request alone; what the engine does not draft is a 400 that names the field."""
+    taken, add_request = [], engine.add_request
+
+    def watched(*args, **named):
+        taken.append(add_request(*args, **named))
+        return taken[-1]
+
+    monkeypatch.setattr(engine, "add_request", watched)
+    fields = {"max_tokens": 8, "temperature": 0.0}
+    texts = [
+        ask(client, **fields, extra_body={"ignore_eos": True, **extra}).choices[0].message.content
+        for extra in ({}, {"shape": "2,1,3"}, {"shape": "3,2,6"}, {"speculative": False})
+    ]
+    assert len(set(texts)) == 1
+    assert [{event.offered for event in request.events} for request in taken] == [{5}, {2}, {5}, {0}]
+    for extra, says in (
+        ({"shape": "4,1,5"}, r"engine drafts tree 3x2/6 \(3,2,6\)"),
+        ({"shape": "wide"}, "needed are three numbers"),
+        ({"shape": "2,1,3", "speculative": False}, "leave one of them out"),
+        ({"shape": [2, 1, 3]}, "valid string"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says) as caught:
+            ask(client, **fields, extra_body=extra)
+        assert caught.value.param == "shape"
+
+
 def test_ids_outside_the_vocabulary_are_a_400(client):
     """Found by the engine, named by the client's field."""
     for fields, param in (

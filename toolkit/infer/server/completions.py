@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, Response
 from toolkit.infer.answer import Answer, usage
 from toolkit.infer.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids
 from toolkit.infer.detokenize import Detokenizer
-from toolkit.infer.errors import SamplingError
+from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.errors import DraftShapeError, SamplingError
 from toolkit.infer.request import TokenLogprob
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded
 from toolkit.infer.server.default_sampling import DefaultSampling
@@ -120,15 +121,18 @@ class Completions:
         context = () if isinstance(body, ChatRequest) else ids
         writing: list[_Writing] = []
         try:
+            shape = None if body.shape is None else DraftShape.parse(body.shape)
             for index in range(body.n):
                 settings = for_answer(params, index)
-                ticket = await self.engine.submit(ids, settings, speculative=body.speculative)
+                ticket = await self.engine.submit(ids, settings, speculative=body.speculative, shape=shape)
                 text = self._detokenizer.stream(body.stops, context, unsearched=body.min_tokens)
                 writing.append(_Writing(index, ticket, Answer(text)))
         except BaseException as error:
             self._end(writing)
             if isinstance(error, SamplingError):
                 raise wrong_setting(error) from error
+            if isinstance(error, DraftShapeError):
+                raise ApiError(400, str(error), param="shape", code="invalid_value") from error
             if isinstance(error, ValueError):  # the engine's other checks, e.g. ids outside the vocabulary
                 raise ApiError(400, str(error), param=param, code="invalid_value") from error
             raise

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.request import Request, TokenLogprob
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.log import get_logger
@@ -56,10 +57,12 @@ class Update:
 class Ticket:
     """One submitted request, seen from asyncio. Iterate `updates()` to its end, or call `abort()`."""
 
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, speculative: bool) -> None:
+    def __init__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, speculative: bool, shape: DraftShape | None
+    ) -> None:
         self.prompt_ids = list(prompt_ids)
         self.params = params
-        self.speculative = speculative
+        self.speculative, self.shape = speculative, shape
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._accepted: asyncio.Future[Request] = self._loop.create_future()
@@ -142,10 +145,17 @@ class EngineThread:
             self._commands.put(("close", None))
             self._thread.join(timeout_s)
 
-    async def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, speculative: bool = True) -> Ticket:
+    async def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        speculative: bool = True,
+        shape: DraftShape | None = None,
+    ) -> Ticket:
         """Hands a request to the engine and waits until it is accepted. Raises what `add_request` raises (a
         ValueError for a bad or too long prompt), EngineFailure when the engine does not run."""
-        ticket = Ticket(prompt_ids, params, speculative)
+        ticket = Ticket(prompt_ids, params, speculative, shape)
         self._put("submit", ticket)
         try:
             await ticket._accepted
@@ -193,7 +203,9 @@ class EngineThread:
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            request = self._engine.add_request(ticket.prompt_ids, ticket.params, speculative=ticket.speculative)
+            request = self._engine.add_request(
+                ticket.prompt_ids, ticket.params, speculative=ticket.speculative, shape=ticket.shape
+            )
         except ValueError as error:  # the user's: a prompt that is too long, ids outside the vocabulary
             ticket._fail(error)
             return

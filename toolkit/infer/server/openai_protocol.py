@@ -3,7 +3,7 @@
 Strict on purpose: a field that the engine does not honour is refused by name unless it carries its neutral
 value (best_of=1, tools=[], ...), so that nobody gets an answer to another question than the one asked.
 Extensions, named as SGLang and vLLM name them: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos; and `speculative` (false: plain decoding).
+ignore_eos; and `speculative` (false: plain decoding), `shape` (what is drafted for this request, as --shape has it).
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ class GenerationFields(_Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     speculative: bool = True
+    shape: str | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
 
