@@ -302,13 +302,14 @@ class AnyChoice:
 
     widest = 3
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, most: DraftShape) -> None:
         self._chance = chance
+        own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
+        self._shapes = (None, *(shape.within(most) for shape in own))
 
     def choose(self, requests):
         self.look_due = self._chance.random() < 0.2
-        shapes = (None, DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
-        return None if self.look_due else self._chance.choice(shapes)
+        return None if self.look_due else self._chance.choice(self._shapes)
 
     def looked(self, requests, ranks) -> None:
         pass
@@ -317,53 +318,90 @@ class AnyChoice:
         pass
 
 
-def check_answer(request, answer) -> None:
-    assert request.output_ids == answer[: len(request.output_ids)]
-    assert request.finish_reason == "abort" or request.output_ids == answer
+def check_answer(request, wanted, *, same: bool) -> None:
+    """`same`: it is plain decoding's answer, or the beginning of it."""
+    assert len(request.output_ids) <= request.params.max_tokens
+    if not same:
+        return
+    assert request.output_ids == wanted.output_ids[: len(request.output_ids)]
+    assert [one.token_id for one in request.logprobs] == (request.output_ids if wanted.logprobs else [])
+    for ours, theirs in zip(request.logprobs, wanted.logprobs, strict=False):
+        assert abs(ours.logprob - theirs.logprob) < 1e-3 and len(ours.top) == len(theirs.top)
+    if request.finish_reason != "abort":
+        ended = (request.output_ids, request.finish_reason, request.stop_reason)
+        assert ended == (wanted.output_ids, wanted.finish_reason, wanted.stop_reason)
 
 
-@pytest.mark.parametrize(("scattered", "count"), [
-    (False, 200), pytest.param(False, 5000, marks=pytest.mark.slow), pytest.param(True, 5000, marks=pytest.mark.slow)
+def any_settings(chance: random.Random, seed: int) -> SamplingParams:
+    """Of one short request: mostly plain ones, and each further setting in one of six."""
+
+    def now_and_then(*values):
+        return chance.choice(values) if chance.random() < 1 / 6 else values[0]
+
+    most = chance.choice((1, 4, 8, 12, 40, 80))
+    return SamplingParams(
+        temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=seed, ignore_eos=seed % 2 == 0,
+        max_tokens=most, min_tokens=min(most, now_and_then(0, 6)), top_k=now_and_then(0, 5),
+        min_p=now_and_then(0.0, 0.05), repetition_penalty=now_and_then(1.0, 1.3), presence_penalty=now_and_then(0.0, 0.8),
+        frequency_penalty=now_and_then(0.0, 0.5), logit_bias=now_and_then({}, {5: 3.0, 9: -100.0}),
+        stop_ids=now_and_then((), (7, 19)), stop=now_and_then((), ("w12", "w5"), "w3 w"), logprobs=now_and_then(None, 0, 3),
+    )  # fmt: skip
+
+
+def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
+    """Most requests draft what the engine does; some chains or smaller trees of their own, some nothing."""
+    if chance.random() < 0.2:
+        return {"speculative": False}
+    own = (DraftShape.chain(1), DraftShape.chain(3), DraftShape(2, 2, 4), widest)
+    return {"shape": chance.choice([one for one in own if one.fits_in(widest)]) if chance.random() < 0.3 else None}
+
+
+@pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
+    (False, 200, "follow", "3,3,8"),
+    (True, 100, "rejection", "3,1,4"),
+    (False, 100, "block", "3,1,4"),
+    pytest.param(False, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
+    pytest.param(True, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_soak(small_target, small_draft, scattered, count):
-    """Many short requests of every kind, aborts and preemptions at random: no page leaks, no answer changes, and of
-    the last 4,000 of 5,000 at most 16 MiB stay in memory, 4 KiB a request."""
-    chance = random.Random(11)
+def test_soak(small_target, small_draft, scattered, count, verify, shape):
+    """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page
+    leaks, no answer changes (drafts that are drawn change those with a temperature: these end as they must), and of the
+    last 4,000 of 5,000 at most 16 MiB stay in memory, 4 KiB a request."""
+    chance, widest = random.Random(11), DraftShape.parse(shape)
     prompts = families(3, count, chance)
-    params = [
-        SamplingParams(
-            temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=i, ignore_eos=i % 2 == 0,
-            max_tokens=chance.choice((1, 4, 8, 12, 40, 80)),
-        )
-        for i in range(len(prompts))
-    ]  # fmt: skip
+    params = [any_settings(chance, i) for i in range(len(prompts))]
     plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
-    wanted = [one.output_ids for one in plain.generate(prompts, params)]
+    wanted = plain.generate(prompts, params)
     engine = Engine(
-        small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=16, max_context=168, adaptive=True,
+        small_target, small_draft, widest, max_batch=16, max_context=168, adaptive=True, verify=verify,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
-    engine.drafter.chooser = AnyChoice(chance)
+    engine.drafter.chooser = AnyChoice(chance, widest)
     left, live = list(range(len(prompts))), {}  # by number: those that have not ended
     seen: Counter[str] = Counter()
     while left or engine.has_work():
         for _ in range(min(len(left), chance.randint(0, 6))):
             i = left.pop(0)
-            live[i] = engine.add_request(prompts[i], params[i], speculative=chance.random() < 0.8)
+            live[i] = engine.add_request(prompts[i], params[i], **any_drafts(chance, widest))
         if live and chance.random() < 0.12:
             engine.abort(chance.choice(list(live.values())[-24:]))
         engine.step()
         engine.check_integrity()
         for i, request in [(i, request) for i, request in live.items() if request.finished]:
-            check_answer(live.pop(i), wanted[i])
+            drawn = verify != "follow" and request.speculative and params[i].temperature > 0
+            check_answer(live.pop(i), wanted[i], same=not drawn)
             seen["aborted"] += request.finish_reason == "abort"
             seen["preempted"] += request.preemptions
             seen["cached"] += request.cached_tokens
+            seen["chains"] += any(event.offered == event.depth_offered > 0 for event in request.events)
+            seen["trees"] += any(event.offered > event.depth_offered for event in request.events)
+            seen["stop strings"] += isinstance(request.stop_reason, str)
             seen["ended"] += 1
             if seen["ended"] == count // 5:
                 before = resident_bytes()
     assert seen["ended"] == count and seen["aborted"] > count / 50 and seen["cached"] > count / 5
-    assert seen["preempted"] > count / 200
+    assert seen["preempted"] > count / 200 and seen["chains"] > count / 10 and seen["stop strings"] > 0
+    assert (seen["trees"] > count / 10) == (widest.top_k > 1)
     if count >= 5000:
         assert resident_bytes() - before < 16 * 2**20
     engine.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from toolkit.target.fixed_linear import FixedLinear
 from toolkit.target.shared_input import SharedInput
 
 # 8-bit planes of an input: as much precision as its dtype has. bfloat16 keeps more below the row's largest value.
@@ -30,7 +31,7 @@ TILE_SUMS, LEAST_TILE = 2**19, 256
 MOST_INPUTS = 2**31 // 128**2 - 1
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(FixedLinear):
     """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
 
     Raises ValueError for other dtypes and for more than 131071 input features.

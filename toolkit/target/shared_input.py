@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from toolkit.target.fixed_linear import FixedLinear
+
 # Layers of one module that its forward gives the same tensor, one after the other.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -62,7 +64,7 @@ class SharedInput(Generic[T]):
         return known
 
 
-class JoinedLinear(nn.Module, ABC):
+class JoinedLinear(FixedLinear, ABC):
     """A linear layer for inference whose weight can lie together with those of layers that read the same input.
 
     One large product is faster than several small ones. `product`, a subclass's, multiplies by all that lies together.
