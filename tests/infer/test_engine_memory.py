@@ -342,9 +342,10 @@ def any_settings(chance: random.Random, seed: int) -> SamplingParams:
     return SamplingParams(
         temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=seed, ignore_eos=seed % 2 == 0,
         max_tokens=most, min_tokens=min(most, now_and_then(0, 6)), top_k=now_and_then(0, 5),
-        min_p=now_and_then(0.0, 0.05), repetition_penalty=now_and_then(1.0, 1.3), presence_penalty=now_and_then(0.0, 0.8),
-        frequency_penalty=now_and_then(0.0, 0.5), logit_bias=now_and_then({}, {5: 3.0, 9: -100.0}),
-        stop_ids=now_and_then((), (7, 19)), stop=now_and_then((), ("w12", "w5"), "w3 w"), logprobs=now_and_then(None, 0, 3),
+        min_p=now_and_then(0.0, 0.05), repetition_penalty=now_and_then(1.0, 1.3),
+        presence_penalty=now_and_then(0.0, 0.8), frequency_penalty=now_and_then(0.0, 0.5),
+        logit_bias=now_and_then({}, {5: 3.0, 9: -100.0}), stop_ids=now_and_then((), (7, 19)),
+        stop=now_and_then((), ("w12", "w5"), "w3 w"), logprobs=now_and_then(None, 0, 3),
     )  # fmt: skip
 
 
