@@ -21,15 +21,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch, speedup: float) -> list[float]:
         return {"float32_speedup": speedup}
 
     monkeypatch.setattr(cpu_dtype, "_measure", measure)
-    cpu_dtype.fastest_cpu_dtype.cache_clear()  # as a new process has it
+    forget()  # as a new process has it
     return taken
 
 
+def forget() -> None:
+    cpu_dtype.fastest_cpu_dtype.cache_clear()
+    cpu_dtype.float32_speedup.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def forget():
+def pretend_no_longer():
     """No pretended CPU outlives its test."""
     yield
-    cpu_dtype.fastest_cpu_dtype.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("speedup, expected", [(1.6, torch.float32), (0.3, torch.bfloat16), (1.0, torch.bfloat16)])
@@ -49,7 +54,7 @@ def test_a_cache_that_cannot_be_kept_still_gives_an_answer(monkeypatch, own_cach
     pretend(monkeypatch, 2.0)
     assert cpu_dtype.fastest_cpu_dtype() == torch.float32
     monkeypatch.setenv("TOOLKIT_CACHE", "/proc/nowhere")
-    cpu_dtype.fastest_cpu_dtype.cache_clear()
+    forget()
     assert cpu_dtype.fastest_cpu_dtype() == torch.float32
 
 

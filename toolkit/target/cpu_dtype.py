@@ -29,6 +29,16 @@ def fastest_cpu_dtype() -> torch.dtype:
 
     Kept, so that a pipeline started again finds the target it began with.
     """
+    speedup = float32_speedup()
+    if speedup <= 1:
+        return torch.bfloat16
+    log.info("float32 target: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
+    return torch.float32
+
+
+@functools.cache
+def float32_speedup() -> float:
+    """How many times as fast this CPU multiplies float32 as bfloat16, in batches; measured once, then kept."""
     key = f"{_cpu_name()} | torch {torch.__version__}"
     path = cache_root() / "cpu_products.json"
     try:
@@ -41,11 +51,7 @@ def fastest_cpu_dtype() -> torch.dtype:
             write_json(path, known)
         except OSError as error:
             log.debug("%s cannot be written (%s): the measurement of this CPU is not kept", path, error)
-    speedup = known[key]["float32_speedup"]
-    if speedup <= 1:
-        return torch.bfloat16
-    log.info("float32 target: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
-    return torch.float32
+    return float(known[key]["float32_speedup"])
 
 
 @torch.inference_mode()

@@ -131,7 +131,7 @@ def test_nothing_is_compiled_while_serving(interpreted, small_target, small_draf
     compiled = engine._forward._compiled
     before, graphs = len(interpreted), dict(counters["stats"])
     calls = []
-    for index, programs in enumerate(zip(compiled._one, compiled._several, strict=True)):
+    for index, programs in enumerate(zip(*compiled._programs.values(), strict=True)):
         assert len(set(programs)) == 2, f"layer {index} has one program for all"
     engine.generate(prompts(24), PARAMS)
     for shape in ("2,1,3", "3,2,5"):

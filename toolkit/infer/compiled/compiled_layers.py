@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
-from toolkit.infer.compiled.layer_program import Program, compile_layer, tensors_in, weights_of
+from toolkit.infer.compiled.layer_program import Program, TokenRange, compile_layer, tensors_in, weights_of
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
@@ -26,6 +26,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.log import get_logger
 from toolkit.target.load import Target
+from toolkit.target.packed_linear import MANY_ROWS, PackedLinear
 
 logger = get_logger(__name__)
 
@@ -99,30 +100,29 @@ def check_device(device: torch.device) -> None:
 class CompiledLayers:
     """Programs for all layers of a target on the CPU. The target itself is changed only inside `running`.
 
-    run: runs the target's body on a named attention. Every layer's program is compared with the layer's own code, on
-    1 token and on several. Raises CompileError where that cannot be had.
+    run: runs the target's body on a named attention. Every layer's programs, one a range of numbers of tokens, are
+    compared with the layer's own code. Raises CompileError where that cannot be had.
     """
 
     def __init__(self, target: Target, run: Forward, own_attention: Callable[[str], Any]) -> None:
         check_device(target.device)
         self._layers = list(target.layers)
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
-        self._one: list[Program] = []
-        self._several: list[Program] = []
         self._check_inputs(self._note(target, run, rows=2, tokens=3))
-        for tokens, programs in ((1, self._one), (3, self._several)):
-            noted = self._note(target, run, 1, tokens)
+        self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
+        for tokens in _ranges(self._layers):
+            self._programs[tokens] = programs = []
+            noted = self._note(target, run, 1, tokens.example)
             kinds: dict[Any, Program] = {}
             for layer, note in zip(self._layers, noted, strict=True):
                 kind = _kind(layer, note)
                 if kind not in kinds:
                     with own_attention(COMPILED):
-                        kinds[kind] = compile_layer(layer, note.hidden, note.keywords)
+                        kinds[kind] = compile_layer(layer, note.hidden, note.keywords, tokens)
                 programs.append(kinds[kind])
             self._check(noted, programs, allowed_difference(target.dtype or torch.float32))
-        logger.info(
-            "torch_compile: %d layers run by %d programs", len(self._layers), len(set(self._one + self._several))
-        )
+        different = {program for programs in self._programs.values() for program in programs}
+        logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
         self._calls = [self._call(index) for index in range(len(self._layers))]
 
     @contextmanager
@@ -137,13 +137,14 @@ class CompiledLayers:
                 _inputs.forget()
 
     def _call(self, index: int) -> Callable[..., Tensor]:
-        one, several, weights = self._one[index], self._several[index], self._weights[index]
+        programs = [(tokens.first, of_layer[index]) for tokens, of_layer in reversed(self._programs.items())]
+        weights = self._weights[index]
 
         def forward(hidden: Tensor, **keywords: Any) -> Tensor:
             now.layer = index
             keywords.pop("plan")
-            rows, tokens = hidden.shape[:2]
-            program = one if rows * tokens == 1 else several
+            tokens = hidden.shape[0] * hidden.shape[1]
+            program = next(program for first, program in programs if first <= tokens)
             return program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0].view(hidden.shape)
 
         return forward
@@ -166,7 +167,7 @@ class CompiledLayers:
             return forward
 
         plan = _NotedPlan()
-        at = torch.arange(1, tokens + 1, device=target.device).expand(rows, tokens)
+        at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
         with forwards(self._layers, [noting(layer) for layer in self._layers]):
             run("toolkit", at * 7919 % target.vocab_size, at, plan)
         return [_Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
@@ -211,6 +212,15 @@ def forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Ite
                 del layer.__dict__["forward"]
             else:
                 layer.__dict__["forward"] = own
+
+
+def _ranges(layers: list[nn.Module]) -> list[TokenRange]:
+    """One token; several; and many, where products of many rows are others (see packed_linear.py)."""
+    one, most = TokenRange(1, 1), MANY_ROWS - 1
+    for layer in layers:
+        if any(isinstance(part, PackedLinear) and part.packed_float32 is not None for part in layer.modules()):
+            return [one, TokenRange(2, most), TokenRange(MANY_ROWS, None)]
+    return [one, TokenRange(2, None)]
 
 
 def _kind(layer: nn.Module, note: _Noted) -> Any:

@@ -1,7 +1,7 @@
 """One kind of decoder layer as a program: exported once, compiled by Inductor, kept on disk for the next start.
 
 The layer's weights are inputs of the program, so that one serves all layers of its kind. A program has no guards and
-never compiles again: it is for one number of tokens, or for all from 2 on.
+never compiles again: it is for one token, or for a range of numbers of tokens.
 
 Shapes: T tokens of all rows, side by side; H hidden size.
 """
@@ -14,6 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,24 @@ logger = get_logger(__name__)
 
 PACKAGE = "layer.pt2"
 Program = Callable[[list[Tensor]], list[Tensor]]  # hidden, the tensors of its keywords, its weights -> [hidden]
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The numbers of tokens that a program is for; last None: any from `first` on."""
+
+    first: int
+    last: int | None
+
+    @property
+    def example(self) -> int:
+        """The number that a program is traced with and compared on."""
+        return self.first if self.first == self.last else self.first + 1
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return f"{self.first} token{'s' if self.first > 1 else ''}"
+        return f"{self.first} {'and more' if self.last is None else f'to {self.last}'} tokens"
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -85,17 +104,17 @@ class _Call(nn.Module):
         return torch.func.functional_call(self._held[0], weights, (hidden,), keywords)
 
 
-def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any]) -> Program:
-    """The program of a layer that is called as layer(hidden, **keywords), hidden [1, T, H].
+def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], tokens: TokenRange) -> Program:
+    """The program of a layer that is called as layer(hidden, **keywords), hidden [1, T, H] with T in `tokens`.
 
-    For one token if T is 1, else for any number from 2 on. Taken from the cache if an earlier start compiled it.
-    Raises CompileError, which names the layer and what stands in the way.
+    Taken from the cache if an earlier start compiled it. Raises CompileError, which names the layer and what stands in
+    the way.
     """
     inputs = [hidden, *tensors_in(keywords), *(stand_in(weight) for weight in weights_of(layer).values())]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PyTorch about its own code
-        exported = _exported(layer, hidden, keywords, inputs)
-        return _program(exported, inputs, f"{type(layer).__name__} for {_tokens(hidden)}")
+        exported = _exported(layer, hidden, keywords, inputs, tokens)
+        return _program(exported, inputs, f"{type(layer).__name__} for {tokens}")
 
 
 def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
@@ -120,19 +139,20 @@ def check_compiler() -> None:
         )
 
 
-def _exported(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
-    tokens = hidden.shape[1]
+def _exported(
+    layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], inputs: Sequence[Tensor], tokens: TokenRange
+) -> Any:
     n_weights = len(weights_of(layer))
     dynamic: list[Any] = [None] * len(inputs)
-    if tokens > 1:
-        dim = torch.export.Dim("tokens", min=2)
+    if tokens.first != tokens.last:
+        dim = torch.export.Dim("tokens", min=tokens.first, max=tokens.last)
         dynamic = [{1: dim}] * (len(inputs) - n_weights) + [None] * n_weights
     try:
         exported = torch.export.export(
             _Call(layer, keywords), tuple(inputs), dynamic_shapes=(dynamic[0], tuple(dynamic[1:])), strict=False
         )
     except Exception as error:  # whatever the family's own code raises when it is traced
-        raise _refused(layer, f"cannot be traced for {_tokens(hidden)}", error) from error
+        raise _refused(layer, f"cannot be traced for {tokens}", error) from error
     if exported.constants or exported.state_dict:
         raise _refused(layer, f"reads tensors that are not its weights: {', '.join(exported.constants)}", None)
     merge_products(exported.graph_module)
@@ -156,7 +176,7 @@ def _compile(exported: Any, path: Path, what: str) -> None:
 
 def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
     """Of all that decides the machine code: the traced program, torch, this CPU and the threads that will run it."""
-    program = [str(exported.graph), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
+    program = [str(exported.graph), str(exported.range_constraints), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
     layout = [(str(tensor.dtype), tuple(tensor.stride())) for tensor in inputs]
     machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), _cpu_flags(), torch.get_num_threads()]
     return hashlib.sha256(repr((program, layout, machine)).encode()).hexdigest()[:32]
@@ -169,7 +189,3 @@ def _cpu_flags() -> str:
     except OSError:
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _tokens(hidden: Tensor) -> str:
-    return "1 token" if hidden.shape[1] == 1 else "2 and more tokens"
