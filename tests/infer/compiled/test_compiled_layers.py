@@ -21,6 +21,7 @@ from toolkit.infer.engine import Engine
 from toolkit.infer.errors import CompileError
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target import packed_linear
 from toolkit.target.load import Target, load_target
 
 PARAMS = SamplingParams(max_tokens=16)
@@ -222,6 +223,23 @@ def test_layers_that_read_the_same_input_are_one_product(small_target, monkeypat
         Engine(target, torch_compile=True)
     products = [node for node in graphs[0].nodes if node.target is torch.ops.toolkit.packed_product.default]
     assert len(products) == 4 and not any(node.target is torch.ops.aten.linear.default for node in graphs[0].nodes)
+
+
+def test_many_tokens_of_bfloat16_run_a_program_of_their_own(interpreted, tiny_target_directory, monkeypatch):
+    """Its products are in float32 (see packed_linear.py); 63 tokens and fewer keep theirs."""
+    monkeypatch.setattr(packed_linear, "float32_speedup", lambda: 1.6)
+    target = load_target(tiny_target_directory, dtype="bfloat16")
+    target.pack()
+    engine = Engine(target, torch_compile=True)
+    compiled, ran = engine._forward._compiled, []
+    assert [what.rpartition(" for ")[2] for what in interpreted] == ["1 token", "2 to 63 tokens", "64 and more tokens"]
+    for tokens, programs in compiled._programs.items():
+        programs[0] = lambda inputs, own=programs[0], tokens=tokens: ran.append(tokens.first) or own(inputs)
+    compiled._calls[0] = compiled._call(0)
+    for place, count in enumerate((1, 63, 64, 130), start=5):
+        engine.generate([[place] * count], SamplingParams(max_tokens=1))
+    engine.close()
+    assert ran == [1, 2, 64, 64]
 
 
 @pytest.mark.slow

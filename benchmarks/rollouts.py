@@ -1,0 +1,276 @@
+"""Rollouts as a run makes them beside Hugging Face's `generate`: the same prompts, greedy, on a CPU.
+
+    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32 96] [--ends stop|length]
+
+ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` for batches, packed weights, a prompt
+               taken in as soon as others' answers have ended; nothing drafted
+hf-generate    `generate` in bfloat16 and float32, in batches of as many prompts in the file's order, padded on the
+               left; a batch ends with its longest answer
+
+--ends stop: answers end at the target's stop ids, after --max-tokens at most, as rollouts do; --ends length: all have
+--max-tokens. The prompts are dealt into queues of two batches or more. Every engine answers each queue in turns, the
+first one rotating, in one process. Nothing is kept from queue to queue: each has an engine of its own, built before the
+clock starts. Writes benchmarks/results/rollouts-<hardware>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from results_folder import leave
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from toolkit import __version__
+from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.prompts import BUILTIN, builtin_prompts
+from toolkit.bench.records import command_line, make_record
+from toolkit.bench.side_by_side import BenchError, rotated
+from toolkit.data.chat_template import Message, prompt_ids
+from toolkit.data.conversations import read_conversations
+from toolkit.errors import is_for_users
+from toolkit.infer.engine import Engine
+from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.log import get_logger
+from toolkit.target.demo import DEMO_NAME
+from toolkit.target.load import DTYPES, Target, load_target
+from toolkit.threads import physical_cores, users_threads
+
+logger = get_logger(__name__)
+
+OURS = "ours"
+WARMUP_TOKENS = 4
+DEFINITIONS = {
+    "tokens": "tokens written in `seconds`, stop ids included, over all queues and repeats",
+    "seconds": "from the call with token ids to the last answer of a queue; building an engine or a model is not in it",
+    "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "
+    "null for one queue answered once",
+    "equal": "answers with the very tokens of ours (another dtype parts at near-ties, and then writes another text)",
+    "peak_memory_bytes": "null: all engines are in one process",
+}
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What is asked of every engine. to_stop: answers end at stop ids, else they all have `max_tokens` tokens."""
+
+    max_tokens: int
+    to_stop: bool
+
+    def cut(self, written: Ids, stop_ids: frozenset[int]) -> Ids:
+        """An answer without what a batch wrote behind its end."""
+        ends = (place for place, token in enumerate(written) if self.to_stop and token in stop_ids)
+        return written[: next(ends, len(written)) + 1]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A queue of prompts answered once."""
+
+    queue: int
+    seconds: float
+    answers: list[Ids]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+Timed = Callable[[Sequence[Ids], int, Rollouts], tuple[float, list[Ids]]]
+"""(prompts, batch, what is asked) -> seconds, answers."""
+
+
+def by_the_engine(target: Target) -> Timed:
+    """Our engine over a target that is packed."""
+
+    def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
+        engine = Engine(target, max_batch=batch)  # a new one: it remembers no prompt
+        try:
+            began = time.perf_counter()
+            done = engine.generate(prompts, SamplingParams(max_tokens=asked.max_tokens, ignore_eos=not asked.to_stop))
+            return time.perf_counter() - began, [list(one.output_ids) for one in done]
+        finally:
+            engine.close()
+
+    return answer
+
+
+def by_generate(target: Target) -> Timed:
+    """Hugging Face's `generate` over a target that is as transformers loads it."""
+
+    def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
+        stop = sorted(target.stop_ids) if asked.to_stop else None
+        # What a call leaves out is taken from here: the target's own settings would bring stop ids and sampling back.
+        target.model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=stop)
+        answers: list[Ids] = []
+        began = time.perf_counter()
+        for first in range(0, len(prompts), batch):
+            group = prompts[first : first + batch]
+            longest = max(map(len, group))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in group])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in group])
+            written = target.model.generate(ids, attention_mask=mask, max_new_tokens=asked.max_tokens, do_sample=False)
+            answers += [asked.cut(one, target.stop_ids) for one in written[:, longest:].tolist()]
+        return time.perf_counter() - began, answers
+
+    return answer
+
+
+def queues_of(prompts: Sequence[Ids], batch: int) -> list[list[Ids]]:
+    """The prompts dealt into queues of two batches or more, in their order; one queue where they are fewer."""
+    count = max(1, len(prompts) // (2 * batch))
+    return [list(prompts[first::count]) for first in range(count)]
+
+
+def race(
+    engines: dict[str, Timed], prompts: Sequence[Ids], batch: int, asked: Rollouts, repeats: int
+) -> dict[str, list[Turn]]:
+    """Every engine answers every queue `repeats` times. By name of the engine, in the same order of queues."""
+    for answer in engines.values():
+        answer(prompts[:batch], batch, Rollouts(min(WARMUP_TOKENS, asked.max_tokens), asked.to_stop))
+    turns: dict[str, list[Turn]] = {name: [] for name in engines}
+    queues = queues_of(prompts, batch)
+    places = [(repeat, queue) for repeat in range(repeats) for queue in range(len(queues))]
+    began = time.perf_counter()
+    for done, (repeat, queue) in enumerate(places):
+        for name in rotated(list(engines), repeat + queue):
+            turns[name].append(Turn(queue, *engines[name](queues[queue], batch, asked)))
+        left = (time.perf_counter() - began) / (done + 1) * (len(places) - done - 1)
+        logger.info("batch %d: queue %d of %d answered, about %.0f s left", batch, done + 1, len(places), left)
+    return turns
+
+
+def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[dict[str, Any]]:
+    """One row an engine. context: tokens of the longest prompt and the longest answer that was allowed."""
+    ours, rows = turns[OURS], []
+    for name, mine in turns.items():
+        tokens, seconds = sum(turn.tokens for turn in mine), sum(turn.seconds for turn in mine)
+        as_many = [turn.seconds * own.tokens / turn.tokens for own, turn in zip(ours, mine, strict=True)]
+        interval = ratio_interval(as_many, [own.seconds for own in ours])
+        pairs = [
+            pair for own, turn in zip(ours, mine, strict=True) for pair in zip(own.answers, turn.answers, strict=True)
+        ]
+        rows.append(
+            {
+                "engine": name,
+                "version": __version__ if name == OURS else transformers.__version__,
+                "dtype": str(targets[name].dtype).removeprefix("torch."),
+                "weight_bits": targets[name].weight_bits,
+                "batch": batch,
+                "context": context,
+                "queues": len({turn.queue for turn in mine}),
+                "answers": len(pairs),
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_s": tokens / seconds,
+                "ratio": sum(as_many) / sum(own.seconds for own in ours),
+                "interval": [None, None] if interval is None else list(interval),
+                "equal": sum(own == other for own, other in pairs),
+                "accept_length": None,
+                "peak_memory_bytes": None,
+                "parts": {},
+            }
+        )
+    return rows
+
+
+def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("engine", "dtype", "batch", "tokens", "tokens/s", "its time / ours [95 %]", "equal answers"):
+        table.add_column(column, justify="left" if column in ("engine", "dtype") else "right", no_wrap=True)
+    for row in rows:
+        low, high = row["interval"]
+        ratio = f"{row['ratio']:.2f}" + ("" if low is None or row["engine"] == OURS else f" [{low:.2f}, {high:.2f}]")
+        numbers = (str(row["batch"]), str(row["tokens"]), f"{row['tokens_per_s']:.1f}", ratio)
+        table.add_row(row["engine"], row["dtype"], *numbers, f"{row['equal']} of {row['answers']}")
+    return table
+
+
+def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[Ids]:
+    """First user turns, behind their system message; of the built-in prompts every turn as one of its own."""
+    if args.prompts is None:
+        texts = [turn for number in (0, 1) for one in builtin_prompts() for turn in one.turns[number : number + 1]]
+        asked: list[list[Message]] = [[{"role": "user", "content": text}] for text in texts]
+    else:
+        asked = []
+        for one in read_conversations(args.prompts):
+            roles = [message["role"] for message in one.messages]
+            if "user" in roles:
+                asked.append(list(one.messages[: roles.index("user") + 1]))
+    if args.max_tokens < 2 or args.repeats < 1 or min(args.batch) < 1:
+        raise BenchError(
+            f"--max-tokens {args.max_tokens} --repeats {args.repeats} --batch {min(args.batch)}: at least 2, 1 and 1 "
+            "are needed"
+        )
+    if max(args.batch) > min(len(asked), args.limit):
+        raise BenchError(
+            f"--batch {max(args.batch)} needs so many prompts; --limit is {args.limit}, {len(asked)} were found in "
+            f"{args.prompts or 'the built-in ones'}"
+        )
+    return [prompt_ids(tokenizer, messages) for messages in asked[: args.limit]]
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=DEMO_NAME, help=f"default: {DEMO_NAME}")
+    parser.add_argument("--prompts", metavar="FILE", help="as `toolkit rollouts` takes them (default: built-in ones)")
+    parser.add_argument("--limit", type=int, default=64, metavar="N", help="prompts, the file's first (default: 64)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[16, 32], metavar="N", help="answers at a time (default: 16 32)"
+    )
+    parser.add_argument("--ends", choices=("stop", "length"), default="stop", help="what ends answers (default: stop)")
+    parser.add_argument("--max-tokens", type=int, default=160, help="tokens of an answer, at most (default: 160)")
+    parser.add_argument("--repeats", type=int, default=1, help="times that each queue is answered (default: 1)")
+    parser.add_argument(
+        "--hf-dtype", nargs="+", choices=sorted(DTYPES), default=sorted(DTYPES), help="of `generate` (default: both)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    threads = int(users_threads() or physical_cores())
+    torch.set_num_threads(threads)
+    targets = {OURS: load_target(args.target, batched=True)}
+    prompts = prompts_of(args, targets[OURS].tokenizer)
+    targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
+    targets[OURS].pack()
+    engines = {name: (by_the_engine if name == OURS else by_generate)(one) for name, one in targets.items()}
+    asked = Rollouts(args.max_tokens, args.ends == "stop")
+    lengths, rows = sorted(map(len, prompts)), []
+    for batch in sorted(args.batch):
+        turns = race(engines, prompts, batch, asked, args.repeats)
+        rows += rows_of(turns, batch, targets, lengths[-1] + args.max_tokens)
+    settings = {
+        "target": args.target, "prompts": args.prompts or BUILTIN, "limit": args.limit, "temperature": 0.0,
+        "prompt_tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]},
+        "ends": args.ends, "max_tokens": args.max_tokens, "repeats": args.repeats, "threads": threads,
+    }  # fmt: skip
+    record = make_record("engine", command_line(), settings, rows, definitions=DEFINITIONS)
+    until = "to their stop ids" if asked.to_stop else "all as long"
+    title = f"{args.target}, {len(prompts)} prompts, {args.max_tokens} tokens at most, {until}, {threads} threads"
+    Console(width=None if os.isatty(1) else 140).print(table_of(rows, title))
+    leave(record, "rollouts", args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception as error:
+        if not is_for_users(error):
+            raise
+        sys.exit(f"rollouts.py: error: {error}")
