@@ -32,6 +32,7 @@ from engine_process import EngineProcess, EngineProcessError
 from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
 from results_folder import leave
 from rich.console import Console
+from time_left import TimeLeft
 
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, compare, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
@@ -98,15 +99,18 @@ def race(
                 names.append(plan.name)
             else:
                 rivals.left_out[f"{plan.name}, batch {batch}"] = f"it takes {most} prompt at a time"
-        for name in names:
-            _ask(rivals, name, prompts[:batch], min(WARMUP_TOKENS, max_tokens))
+        warmup = min(WARMUP_TOKENS, max_tokens)
+        replies = [_ask(rivals, name, prompts[:batch], warmup) for name in names]
+        once = sum(reply["seconds"] for reply in replies if reply is not None)
+        turns = len(groups) * repeats
+        time_left = TimeLeft(f"batch {batch}, {len(names)} engines", turns, once * turns * max_tokens / warmup)
         for repeat in range(repeats):
-            logger.info("batch %d, repeat %d of %d", batch, repeat + 1, repeats)
             for place, first in enumerate(groups):
                 for name in rotated(names, place + repeat):
                     reply = _ask(rivals, name, prompts[first : first + batch], max_tokens)
                     if reply is not None:
                         runs.append(Run(name, batch, repeat, first, reply))
+                time_left.turn_ended()
     return [run for run in runs if run.engine in rivals.processes]
 
 

@@ -30,6 +30,7 @@ from results_folder import leave
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from time_left import TimeLeft
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import ratio_interval
@@ -41,12 +42,9 @@ from toolkit.data.conversations import read_conversations
 from toolkit.errors import is_for_users
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.log import get_logger
 from toolkit.target.demo import DEMO_NAME
 from toolkit.target.load import DTYPES, Target, load_target
 from toolkit.threads import physical_cores, users_threads
-
-logger = get_logger(__name__)
 
 OURS = "ours"
 WARMUP_TOKENS = 4
@@ -138,17 +136,17 @@ def race(
     engines: dict[str, Timed], prompts: Sequence[Ids], batch: int, asked: Rollouts, repeats: int
 ) -> dict[str, list[Turn]]:
     """Every engine answers every queue `repeats` times. By name of the engine, in the same order of queues."""
+    warmup = Rollouts(min(WARMUP_TOKENS, asked.max_tokens), asked.to_stop)
     for answer in engines.values():
-        answer(prompts[:batch], batch, Rollouts(min(WARMUP_TOKENS, asked.max_tokens), asked.to_stop))
+        answer(prompts[:batch], batch, warmup)
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     queues = queues_of(prompts, batch)
     places = [(repeat, queue) for repeat in range(repeats) for queue in range(len(queues))]
-    began = time.perf_counter()
-    for done, (repeat, queue) in enumerate(places):
+    time_left = TimeLeft(f"batch {batch}", len(places) * len(engines))
+    for repeat, queue in places:
         for name in rotated(list(engines), repeat + queue):
             turns[name].append(Turn(queue, *engines[name](queues[queue], batch, asked)))
-        left = (time.perf_counter() - began) / (done + 1) * (len(places) - done - 1)
-        logger.info("batch %d: queue %d of %d answered, about %.0f s left", batch, done + 1, len(places), left)
+            time_left.turn_ended()
     return turns
 
 
