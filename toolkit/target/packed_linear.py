@@ -65,7 +65,7 @@ class PackedLinear(JoinedLinear):
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         # Traced under a name of ours, see `infer/compiled/packed_products.py`.
         product = torch.ops.toolkit.packed_product if torch.compiler.is_exporting() else packed_product
-        if self.packed_float32 is None or math.prod(inputs.shape[:-1]) < MANY_ROWS:
+        if self.packed_float32 is None or not _many(math.prod(inputs.shape[:-1])):
             return product(inputs, self.packed, self.joint_bias)
         bias = None if self.joint_bias is None else self.joint_bias.float()
         return product(inputs.float(), self.packed_float32, bias).to(inputs.dtype)
@@ -130,7 +130,7 @@ def pack_linears(model: nn.Module, tied: torch.Tensor | None = None) -> int:
 
 
 def hold_float32(layers: Sequence[PackedLinear]) -> None:
-    """Products of many rows in float32 from now on, where that pays here: for all of these bfloat16 layers, or none."""
+    """Products of many rows in float32 from now on, where that pays here and all of these bfloat16 layers have room."""
     layers = [layer for layer in layers if layer.packed.dtype == torch.bfloat16]
     needed = 4 * sum({id(layer.packed): layer.packed.numel() for layer in layers}.values())
     if not layers or (speedup := float32_speedup()) < LEAST_SPEEDUP:
@@ -157,6 +157,15 @@ def _float32_of(layer: PackedLinear) -> torch.Tensor | None:
         return wide
     log.warning("a float32 product of %d features differs from its bfloat16 one; it is not taken", layer.in_features)
     return None
+
+
+def _many(rows: int) -> bool:
+    """Traced for a range of rows: whether all of it is many."""
+    if not torch.compiler.is_exporting():
+        return rows >= MANY_ROWS
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy, which only tracing needs
+
+    return statically_known_true(rows >= MANY_ROWS)
 
 
 def _available() -> bool:

@@ -176,7 +176,8 @@ def _compile(exported: Any, path: Path, what: str) -> None:
 
 def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
     """Of all that decides the machine code: the traced program, torch, this CPU and the threads that will run it."""
-    program = [str(exported.graph), str(exported.range_constraints), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
+    program = [str(exported.graph), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
+    program.append(str(exported.range_constraints))
     layout = [(str(tensor.dtype), tuple(tensor.stride())) for tensor in inputs]
     machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), _cpu_flags(), torch.get_num_threads()]
     return hashlib.sha256(repr((program, layout, machine)).encode()).hexdigest()[:32]
