@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from toolkit.infer.compiled.compiled_layers import allowed_difference, forwards
 from toolkit.infer.compiled.drafting_attention import HeadLayer, drafting, drafting_layers
-from toolkit.infer.compiled.layer_program import Program, compile_layer, weights_of
+from toolkit.infer.compiled.layer_program import (
+    Program,
+    TokenRange,
+    compile_layer,
+    program_for,
+    token_ranges,
+    weights_of,
+)
 from toolkit.infer.errors import CompileError
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.models.decoder_layer import Attend, DecoderLayer
@@ -37,7 +44,7 @@ class DraftHeadLayer(nn.Module):
 class CompiledHead:
     """Programs for all layers of a head on the CPU; the head is changed only inside `running`.
 
-    Every program is compared with the layer's own code, on 1 token and on several. Raises CompileError.
+    Every program is compared with the layer's own code, on each range of numbers of tokens. Raises CompileError.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -54,11 +61,11 @@ class CompiledHead:
 
 def _call(layer: HeadLayer) -> Callable[..., Tensor]:
     weights = list(weights_of(layer).values())
-    one, several = (_checked(layer, weights, tokens) for tokens in (1, 3))
+    programs = {tokens: _checked(layer, weights, tokens) for tokens in token_ranges([layer])}
 
     def forward(*inputs: Any) -> Tensor:
         *tensors, attend = inputs
-        return _run(one if len(tensors[0]) == 1 else several, tensors, weights, attend)
+        return _run(program_for(len(tensors[0]), programs), tensors, weights, attend)
 
     return forward
 
@@ -72,11 +79,11 @@ def _run(program: Program, tensors: list[Tensor], weights: list[Tensor], attend:
         del drafting.attend
 
 
-def _checked(layer: HeadLayer, weights: list[Tensor], tokens: int) -> Program:
-    """The program for 1 token or for several, which gives what the layer gives."""
-    inputs = _inputs(layer, tokens)
+def _checked(layer: HeadLayer, weights: list[Tensor], tokens: TokenRange) -> Program:
+    """The program for so many tokens, which gives what the layer gives."""
+    inputs = _inputs(layer, tokens.example)
     first, *others = (one[None] for one in inputs)
-    program = compile_layer(DraftHeadLayer(layer), first, {"others": tuple(others)})
+    program = compile_layer(DraftHeadLayer(layer), first, {"others": tuple(others)}, tokens)
     own = layer(*inputs, _causal).float()
     difference = ((_run(program, inputs, weights, _causal).float() - own).norm() / own.norm()).item()
     allowed = allowed_difference(inputs[0].dtype)

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
-from toolkit.infer.compiled.layer_program import Program, TokenRange, compile_layer, tensors_in, weights_of
+from toolkit.infer.compiled.layer_program import (
+    Program,
+    TokenRange,
+    compile_layer,
+    program_for,
+    tensors_in,
+    token_ranges,
+    weights_of,
+)
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
@@ -26,7 +34,6 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.log import get_logger
 from toolkit.target.load import Target
-from toolkit.target.packed_linear import MANY_ROWS, PackedLinear
 
 logger = get_logger(__name__)
 
@@ -110,7 +117,7 @@ class CompiledLayers:
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
         self._check_inputs(self._note(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
-        for tokens in _ranges(self._layers):
+        for tokens in token_ranges(self._layers):
             self._programs[tokens] = programs = []
             noted = self._note(target, run, 1, tokens.example)
             kinds: dict[Any, Program] = {}
@@ -137,14 +144,13 @@ class CompiledLayers:
                 _inputs.forget()
 
     def _call(self, index: int) -> Callable[..., Tensor]:
-        programs = [(tokens.first, of_layer[index]) for tokens, of_layer in reversed(self._programs.items())]
+        programs = {tokens: of_layer[index] for tokens, of_layer in self._programs.items()}
         weights = self._weights[index]
 
         def forward(hidden: Tensor, **keywords: Any) -> Tensor:
             now.layer = index
             keywords.pop("plan")
-            tokens = hidden.shape[0] * hidden.shape[1]
-            program = next(program for first, program in programs if first <= tokens)
+            program = program_for(hidden.shape[0] * hidden.shape[1], programs)
             return program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0].view(hidden.shape)
 
         return forward
@@ -212,15 +218,6 @@ def forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Ite
                 del layer.__dict__["forward"]
             else:
                 layer.__dict__["forward"] = own
-
-
-def _ranges(layers: list[nn.Module]) -> list[TokenRange]:
-    """One token; several; and many, where products of many rows are others (see packed_linear.py)."""
-    one, most = TokenRange(1, 1), MANY_ROWS - 1
-    for layer in layers:
-        if any(isinstance(part, PackedLinear) and part.packed_float32 is not None for part in layer.modules()):
-            return [one, TokenRange(2, most), TokenRange(MANY_ROWS, None)]
-    return [one, TokenRange(2, None)]
 
 
 def _kind(layer: nn.Module, note: _Noted) -> Any:

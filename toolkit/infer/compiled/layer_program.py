@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from toolkit.infer.compiled.packed_products import merge_products, stand_in, tea
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
+from toolkit.target.packed_linear import MANY_ROWS, PackedLinear
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,22 @@ class TokenRange:
         if self.first == self.last:
             return f"{self.first} token{'s' if self.first > 1 else ''}"
         return f"{self.first} {'and more' if self.last is None else f'to {self.last}'} tokens"
+
+
+def token_ranges(layers: Iterable[nn.Module]) -> list[TokenRange]:
+    """One token; several; and many, where products of many rows are others (see packed_linear.py)."""
+    one, parts = TokenRange(1, 1), (part for layer in layers for part in layer.modules())
+    if any(isinstance(part, PackedLinear) and part.packed_float32 is not None for part in parts):
+        return [one, TokenRange(2, MANY_ROWS - 1), TokenRange(MANY_ROWS, None)]
+    return [one, TokenRange(2, None)]
+
+
+def program_for(tokens: int, programs: Mapping[TokenRange, Program]) -> Program:
+    """Of programs in the order of their ranges."""
+    for wanted, program in programs.items():
+        if wanted.last is None or tokens <= wanted.last:
+            return program
+    raise AssertionError(f"no program is for {tokens} tokens")
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor]:
