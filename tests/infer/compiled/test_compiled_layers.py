@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from toolkit.infer.compiled import compiled_head, layer_program
+from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
@@ -225,14 +226,17 @@ def test_layers_that_read_the_same_input_are_one_product(small_target, monkeypat
     assert len(products) == 4 and not any(node.target is torch.ops.aten.linear.default for node in graphs[0].nodes)
 
 
-def test_many_tokens_of_bfloat16_run_a_program_of_their_own(interpreted, tiny_target_directory, monkeypatch):
+def test_many_tokens_of_bfloat16_run_a_program_of_their_own(
+    interpreted, tiny_target_directory, tiny_draft, monkeypatch
+):
     """Its products are in float32 (see packed_linear.py); 63 tokens and fewer keep theirs."""
     monkeypatch.setattr(packed_linear, "float32_speedup", lambda: 1.6)
     target = load_target(tiny_target_directory, dtype="bfloat16")
     target.pack()
     engine = Engine(target, torch_compile=True)
     compiled, ran = engine._forward._compiled, []
-    assert [what.rpartition(" for ")[2] for what in interpreted] == ["1 token", "2 to 63 tokens", "64 and more tokens"]
+    ranges = ["1 token", "2 to 63 tokens", "64 and more tokens"]
+    assert [what.rpartition(" for ")[2] for what in interpreted] == ranges
     for tokens, programs in compiled._programs.items():
         programs[0] = lambda inputs, own=programs[0], tokens=tokens: ran.append(tokens.first) or own(inputs)
     compiled._calls[0] = compiled._call(0)
@@ -240,6 +244,10 @@ def test_many_tokens_of_bfloat16_run_a_program_of_their_own(interpreted, tiny_ta
         engine.generate([[place] * count], SamplingParams(max_tokens=1))
     engine.close()
     assert ran == [1, 2, 64, 64]
+    head = copy.deepcopy(tiny_draft.head).to(torch.bfloat16)
+    packed_linear.pack_linears(head)
+    CompiledHead(head)
+    assert [what.rpartition(" for ")[2] for what in interpreted[3:]] == ranges
 
 
 @pytest.mark.slow
