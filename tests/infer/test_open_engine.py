@@ -76,7 +76,7 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
-        ({"target": "x", "verify": "luck"}, "follow, rejection, block"),
+        ({"target": "x", "verify": "luck"}, "auto, follow, rejection, block"),
     ],
 )
 def test_what_cannot_be_opened(arguments, says):

@@ -47,11 +47,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--verify",
-        default="follow",
-        choices=("follow", "rejection", "block"),
-        help="how drafts are accepted at a temperature above 0, the answers' law being the target's with each. follow "
-        "(the default): one seed writes what it writes without drafts. rejection and block: drafts are drawn from the "
-        "head's law (chains only); a seed's tokens then depend on the drafts",
+        default="auto",
+        choices=("auto", "follow", "rejection", "block"),
+        help="how drafts are accepted at a temperature above 0, the answers' law being the target's with each. follow: "
+        "one seed writes what it writes without drafts. rejection and block: drafts are drawn from the head's law "
+        "(chains only); a seed's tokens then depend on the drafts. auto (the default): block, which keeps most "
+        "drafts, for a head's chains and requests that state no seed; follow for the "
+        "rest, and with CUDA graphs or several ranks",
     )
     group.add_argument("--no-draft", action="store_true", help="decode plainly with the target that --draft names")
     group.add_argument(

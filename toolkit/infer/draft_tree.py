@@ -119,11 +119,13 @@ class Proposal:
     """The laws that a chain's drafts were drawn from.
 
     q [B, N-1, D] fp32: the law over the draft vocabulary at the node before each draft; 0 in rows whose drafts were not
-    drawn. ids [D]: the target ids of the draft vocabulary.
+    drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn; None: in
+    all that have a temperature.
     """
 
     q: Tensor
     ids: Tensor
+    drawn: Tensor | None = None
 
     def scattered(self, rows: Tensor, drafted: Tensor, vocab_size: int) -> Tensor:
         """[R, N, V]: the law of the draft behind each node of `rows` [R]; 0 where none is `drafted` [R, N]."""

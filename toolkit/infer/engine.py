@@ -47,7 +47,8 @@ class Engine:
     at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
     made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
-    the others its tokens also depend on what was drafted. Greedy answers are the same with each. adaptive: in every
+    the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
+    no seed, follow for the rest. Greedy answers are the same with each. adaptive: in every
     step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
     always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
     graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which defines what they do.
@@ -86,8 +87,8 @@ class Engine:
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
-            drawn = self.verifier.draws_drafts
-            self.drafter = choose_drafter(target, draft, self.shape, pool, drawn=drawn, torch_compile=torch_compile)
+            draws = self.verifier.draws_for if self.verifier.draws_drafts else None
+            self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws, torch_compile=torch_compile)
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         self._memory = KVMemory(
@@ -123,11 +124,11 @@ class Engine:
         if shape is not None:
             shape.check_asked(self.shape, speculative)
         params.check_ids(self.target.vocab_size)
-        params = params.seeded()
         request = Request(
             id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,
-            params=params,
+            params=params.seeded(),
+            states_seed=params.seed is not None,
             speculative=speculative and self.shape is not None,
             shape=shape,
             arrival=next(self._arrivals),

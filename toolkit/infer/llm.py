@@ -66,8 +66,8 @@ class LLM:
     draft: a draft directory, "ngram" (no head: what followed the same words earlier is drafted), or None for plain
     decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
     of 4. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was given. verify:
-    "follow", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's output
-    matrix. revision: of a target on a hub.
+    "auto", "follow", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's
+    output matrix. revision: of a target on a hub.
     max_batch: answers written at once (serve's --max-running-requests); more prompts wait. max_context: tokens of
     prompt and answer together.
     max_total_tokens, prefix_cache, chunked_prefill_size: what answers and kept prefixes hold at most, whether any are
@@ -92,7 +92,7 @@ class LLM:
         *,
         shape: DraftShape | str | None = None,
         adaptive: bool | None = None,
-        verify: str = "follow",
+        verify: str = "auto",
         token_map: str | Path | None = None,
         max_batch: int = 16,
         max_context: int | None = None,

@@ -55,7 +55,7 @@ def open_engine(
     revision: str | None = None,
     shape: DraftShape | str | None = None,
     token_map: str | Path | None = None,
-    verify: str = "follow",
+    verify: str = "auto",
     use_draft: bool = True,
     dtype: str = "auto",
     device: str = "auto",
@@ -75,7 +75,7 @@ def open_engine(
     draft: a draft directory or a hub id, which may name its own target, or "ngram". target: needed without one, else
     overrides its choice; revision: of a target on a hub. shape: a DraftShape or "num_steps,top_k,num_draft_tokens";
     None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
-    matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
+    matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine); use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
@@ -108,7 +108,7 @@ def open_engine(
         check_nothing_drafts(wanted, adaptive)
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
-    choose_verifier(verify, head, wanted)  # what does not go together is said before the target is loaded
+    verify = verify_for(verify, head, wanted, drawing=graphs is None and ranks is None)
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
     loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
     loaded, head = load_both(name, head, token_map, ranks, **loading)
@@ -118,6 +118,14 @@ def open_engine(
     options |= {"adaptive": adaptive, "torch_compile": torch_compile, "graphs": graphs}
     engine = (Engine if ranks is None else engine_of(ranks))(loaded, head, wanted, **options)
     return Opened(engine, loaded, head, wanted, adaptive)
+
+
+def verify_for(name: str, draft: Draft | None, shape: DraftShape | None, *, drawing: bool) -> str:
+    """The verifier's name. drawing: "auto" may draw drafts; graphs do not record that, and ranks do not tell each other
+    which request stated a seed. What does not go together is said here, before the target is loaded."""
+    name = "follow" if name == "auto" and not drawing else name
+    choose_verifier(name, draft, shape)
+    return name
 
 
 def check_nothing_drafts(shape: DraftShape | None, adaptive: bool | None) -> None:

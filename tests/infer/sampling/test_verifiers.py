@@ -93,7 +93,7 @@ def test_what_does_not_go_together_is_refused(small_target, small_draft):
         with pytest.raises(DraftShapeError, match="it needs a chain"):
             engine.set_shape(DraftShape.parse("4,3,12"))
         engine.close()
-    with pytest.raises(EngineError, match="there are follow, rejection, block"):
+    with pytest.raises(EngineError, match="there are auto, follow, rejection, block"):
         Engine(small_target, small_draft, verify="luck")
 
 
@@ -121,6 +121,42 @@ def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, veri
     assert stats.accepted > 5 and {event.offered for event in beside[2].events} == {2}
     assert len(beside[1].logprobs) == 40
     assert [kept.token_id for kept in beside[1].logprobs] == beside[1].output_ids
+
+
+def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monkeypatch):
+    """In one batch: a stated seed writes the tokens of plain decoding, drafts drawn beside it or not. Requests without
+    one keep more drafts: over 60 of them chance alone would fail this less than once in 1e4 runs, and their seeds are
+    fixed here."""
+    seeds = iter(range(10_000))
+    monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
+    free = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)
+    stated = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
+    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="auto")
+    plain = [engine.generate([p], s, speculative=False)[0].output_ids for p, s in zip(PROMPTS, stated, strict=True)]
+    beside = [engine.add_request(PROMPTS[i % 4], free) for i in range(60)]
+    kept = engine.generate(PROMPTS, stated)
+    while engine.has_work():
+        engine.step()
+    alone = engine.generate(PROMPTS, stated)
+    engine.close()
+    assert [one.output_ids for one in kept] == [one.output_ids for one in alone] == plain
+    assert summarise(event for one in kept for event in one.events).accepted > 0
+    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="follow")
+    followed = follow.generate([PROMPTS[i % 4] for i in range(60)], free)
+    follow.close()
+    lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, followed)]
+    assert lengths[0] > lengths[1]
+
+
+def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
+    """Plainly, with n-gram lookup and in trees; a chain of a head draws."""
+    given = [(None, None), (NgramLookup(), DraftShape.chain(4)), (small_draft, DraftShape.parse("4,3,12"))]
+    names = []
+    for draft, shape in (*given, (small_draft, DraftShape.chain(4))):
+        engine = Engine(small_target, draft, shape, verify="auto")
+        names.append(engine.verifier.name)
+        engine.close()
+    assert names == ["follow", "follow", "follow", "auto"]
 
 
 @pytest.mark.parametrize("verify", DRAWING)

@@ -18,9 +18,9 @@ committed positions and its true ancestors. `expansion.py` says what changes whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
-from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Picks
+from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Draws, Picks
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
@@ -55,7 +55,7 @@ class AutoregressiveDrafter:
         shape: DraftShape,
         pool: PagePool,
         *,
-        drawn: bool = False,
+        draws: Draws | None = None,
         torch_compile: bool = False,
     ) -> None:
         """As choose_drafter has them."""
@@ -73,7 +73,7 @@ class AutoregressiveDrafter:
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
         self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
-        self._picks: type[BestPicks] | type[DrawnPicks] = DrawnPicks if drawn else BestPicks
+        self._picks: Callable[..., Picks] = BestPicks if draws is None else partial(DrawnPicks, draws=draws)
         self.set_shape(shape)
 
     def set_shape(self, shape: DraftShape) -> None:

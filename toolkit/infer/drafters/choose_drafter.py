@@ -6,6 +6,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
+from toolkit.infer.drafters.draft_picks import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
 from toolkit.target.load import Target
@@ -19,12 +20,12 @@ def choose_drafter(
     shape: DraftShape | None,
     pool: PagePool,
     *,
-    drawn: bool = False,
+    draws: Draws | None = None,
     torch_compile: bool = False,
 ) -> Drafter:
     """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None.
 
-    pool: where a head's cache lies. drawn: a head's drafts are drawn from its law, for requests with a temperature.
+    pool: where a head's cache lies. draws: the requests whose drafts are drawn from a head's law; None: none.
     torch_compile: a head's layers run compiled (CPU).
     """
     if draft is None:
@@ -32,4 +33,4 @@ def choose_drafter(
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
-    return AutoregressiveDrafter(target, draft, shape, pool, drawn=drawn, torch_compile=torch_compile)
+    return AutoregressiveDrafter(target, draft, shape, pool, draws=draws, torch_compile=torch_compile)

@@ -5,7 +5,7 @@ Shapes: B rows, R of them draw, n levels drafted, D ids drafted from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,8 @@ from toolkit.infer.draft_tree import Proposal
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.seeded_uniform import Stream
 from toolkit.infer.sampling.token_law import RowLaws, draw_from
+
+Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
 
 
 class Picks(Protocol):
@@ -43,15 +45,16 @@ class BestPicks:
 
 
 class DrawnPicks:
-    """Rows with a temperature draw from the head's law under their own settings; the others take the most probable.
+    """Rows that `draws` draw from the head's law under their own settings; the others take the most probable.
 
     Any q keeps the answers' law; with top-k, top-p and min-p in it too it lies nearer to the target's p. The draws
     share nothing with those of the target, nor with those of other rounds.
     """
 
-    def __init__(self, requests: Sequence[Request], ids: Tensor) -> None:
-        hot = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    def __init__(self, requests: Sequence[Request], ids: Tensor, draws: Draws) -> None:
+        hot = [row for row, request in enumerate(requests) if draws(request)]
         self._ids, self._batch = ids, len(requests)
+        self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
         self._hot = torch.tensor(hot, dtype=torch.long, device=ids.device)
         self._laws = RowLaws([requests[row].params for row in hot], ids.device)
         self._roots = torch.tensor([requests[row].length for row in hot], dtype=torch.long, device=ids.device)[:, None]
@@ -71,4 +74,7 @@ class DrawnPicks:
         if not self._drawn_from:
             return None
         q = torch.cat(self._drawn_from, dim=1)
-        return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._hot, q), self._ids)
+        drawn = None if self._all else torch.zeros(self._batch, dtype=torch.bool, device=q.device)
+        if drawn is not None:
+            drawn[self._hot] = True
+        return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._hot, q), self._ids, drawn)

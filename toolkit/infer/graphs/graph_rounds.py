@@ -156,7 +156,7 @@ class GraphRounds:
             return "a request has penalties, biases or min_tokens, or asks for log-probabilities"
         if head is None:
             return None
-        if self.verifier.draws_drafts and any(one.params.temperature > 0 for one in requests):
+        if any(map(self.verifier.draws_for, requests)):
             return f'drafts are drawn (verify="{self.verifier.name}")'
         if any(head.shape_of(one) != head.shape for one in requests):
             return "a request is not drafted for in the engine's own shape"

@@ -10,6 +10,7 @@ block        the same chains, accepted together from their end, so that never fe
              (Sun et al., arXiv 2403.10444, algorithm 2).
 
 With the last two a speculative run writes other tokens than a plain run of the same seed: only the law is the same.
+`auto` is block, and follow for requests that state a seed, whose tokens then depend on nothing else.
 
 A rule gives a token for every node; `verify.walk` steps to the child that carries it. In a chain of two drafts a, b of
 which a is kept, and y is drawn behind it:
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftShape, DraftTree
 from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.request import Request
 from toolkit.infer.sampling.seeded_uniform import Stream
 from toolkit.infer.sampling.token_law import RowLaws, draw_from
 
@@ -125,21 +127,35 @@ def by(rule: Rule) -> Choose:
         assert logits.shape[1] == tree.nodes, "a chain is accepted as a whole"
         drafts = torch.nn.functional.pad(tree.tokens[rows, 1:], (0, 1))
         drafted = torch.nn.functional.pad(tree.valid[rows, 1:], (0, 1))
+        drawn = None if tree.proposal.drawn is None else tree.proposal.drawn[rows][:, None]
+        if drawn is not None:
+            drafted = drafted & drawn
         q = tree.proposal.scattered(rows, drafted, logits.shape[2])
         coins = laws.round_uniform(positions[:, :1], positions, Stream.COIN)
         chains = DrawnChains(laws.written_out(logits), q, drafts, drafted, coins)
-        return settle(rule, chains, laws.target_uniform(positions))
+        settled = settle(rule, chains, laws.target_uniform(positions))
+        return settled if drawn is None else torch.where(drawn, settled, laws.draw(logits, positions))
 
     return choose
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A rule with what it needs. draws_drafts: the head has to draw its drafts, and to keep q with them."""
+    """A rule with what it needs.
+
+    draws_drafts: the head has to draw its drafts, and to keep q with them. keeps_seeds: not those of requests that
+    state a seed, which are followed.
+    """
 
     name: str
     choose: Choose
     draws_drafts: bool
+    keeps_seeds: bool = False
+
+    def draws_for(self, request: Request) -> bool:
+        """Whether the drafts of a request are drawn."""
+        drawn = self.draws_drafts and request.params.temperature > 0
+        return drawn and not (self.keeps_seeds and request.states_seed)
 
     def nodes_at_once(self, rows: int, nodes: int) -> int:
         """How many nodes of `rows` trees to look at together. (A chain's q is held for all its nodes in any case.)"""
@@ -157,4 +173,5 @@ class Verifier:
 FOLLOW = Verifier("follow", follow, draws_drafts=False)
 REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
 BLOCK = Verifier("block", by(block), draws_drafts=True)
-VERIFIERS = {verifier.name: verifier for verifier in (FOLLOW, REJECTION, BLOCK)}
+AUTO = Verifier("auto", by(block), draws_drafts=True, keeps_seeds=True)
+VERIFIERS = {verifier.name: verifier for verifier in (AUTO, FOLLOW, REJECTION, BLOCK)}
