@@ -75,7 +75,7 @@ def open_engine(
     draft: a draft directory or a hub id, which may name its own target, or "ngram". target: needed without one, else
     overrides its choice; revision: of a target on a hub. shape: a DraftShape or "num_steps,top_k,num_draft_tokens";
     None takes the best measured one, else a chain of 4. token_map: a freq_N.pt; heads that share the target's output
-    matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine); use_draft False
+    matrix use only its rows. verify: how drafts are accepted at a temperature above 0 (see Engine). use_draft False
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
