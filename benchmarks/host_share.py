@@ -10,8 +10,8 @@ compiled layers, which are wrapped as one); the host is what is left of the roun
     inside                                     |-python-|aten::bmm|-python-|           operators of ours are Python too
     host    |~~~~~~~~~~|            |~~~~~~~~~~|~~~~~~~~|         |~~~~~~~~|~~~~~~~~~~|
 
-An operator's own dispatch and checks count as operator. The profiler takes its time with every operator, half of it in
-the operator's range and half before and behind: rounds are timed without it too, and what it added is taken off.
+An operator's own dispatch and checks count as operator. The profiler takes its time with every range it notes, half of
+it in the range and half before and behind: rounds are timed without it too, and what it added is taken off.
 Times are the thread's own, so that processes beside it add little; a quiet machine is still the place to measure.
 """
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +35,31 @@ from toolkit import LLM, SamplingParams, __version__
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import load_draft
+from toolkit.infer.compiled import compiled_head, compiled_layers
+from toolkit.infer.compiled.layer_program import program_for
 from toolkit.infer.engine import Engine
 
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
 ROUND, OURS, PROGRAM = "round", "toolkit::", "compiled layer"
+NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")
+COMPILED: tuple[Any, ...] = (compiled_layers, compiled_head)  # both ask for a program by `program_for`
 WARM_UP = 8
 
 
 @dataclass
 class Share:
-    """Of rounds, or of a part of them: seconds under the profiler, those in operators, and how many events told so."""
+    """Of rounds, or of a part of them: seconds under the profiler and those in operators; and what the profiler added
+    to either, in events: half of its time with one lies within the event's range, half around it."""
 
     seconds: float = 0.0
     operators: float = 0.0
-    events: int = 0
+    events: float = 0.0
+    in_operators: float = 0.0
     outer: int = 0  # operators that Python called
 
     def host(self, an_event: float) -> float:
         """Seconds outside of operators; `an_event`: what the profiler adds for each."""
-        inside = an_event * (self.events - self.outer / 2)
-        return self.seconds - an_event * self.events - (self.operators - inside)
+        return self.seconds - an_event * self.events - (self.operators - an_event * self.in_operators)
 
 
 def is_python(name: str) -> bool:
@@ -67,6 +72,7 @@ def share_of(events: Sequence[Any], running: float) -> Share:
     found = Share()
     for event in events:
         found.seconds += event.time_range.elapsed_us() / 1e6
+        found.events += 0.5
         for child in event.cpu_children:
             _add(found, child)
     found.seconds, found.operators = running * found.seconds, running * found.operators
@@ -74,40 +80,44 @@ def share_of(events: Sequence[Any], running: float) -> Share:
 
 
 def _add(found: Share, event: Any) -> None:
+    """What Python calls."""
+    found.events += 1
     if not is_python(event.name):
         found.operators += event.time_range.elapsed_us() / 1e6
         found.outer += 1
+        found.in_operators += 0.5
         _add_inside(found, event)
         return
-    found.events += 1
     for child in event.cpu_children:
         _add(found, child)
 
 
 def _add_inside(found: Share, event: Any) -> None:
     """What an operator calls is its own, but for operators of ours, which come back to Python."""
-    found.events += 1
     for child in event.cpu_children:
         if is_python(child.name):
             found.operators -= child.time_range.elapsed_us() / 1e6
+            found.in_operators += 0.5
             _add(found, child)
         else:
+            found.events += 1
+            found.in_operators += 1
             _add_inside(found, child)
 
 
 @contextmanager
 def named_parts(engine: Engine) -> Iterator[None]:
-    """The engine's verbs and its compiled layers say when they run."""
+    """The engine's verbs, and the programs of its target's and its head's compiled layers, say when they run."""
     for name, part in PARTS.items():
         setattr(engine, name, _named(getattr(engine, name), part))
-    compiled = engine._forward._compiled
-    if compiled is not None:
-        for programs in (compiled._one, compiled._several):
-            programs[:] = [_named(program, PROGRAM) for program in programs]
-        compiled._calls = [compiled._call(index) for index in range(len(compiled._calls))]
+    named = cache(lambda program: _named(program, PROGRAM))
+    for module in COMPILED:
+        module.program_for = lambda tokens, programs: named(program_for(tokens, programs))
     try:
         yield
     finally:
+        for module in COMPILED:
+            module.program_for = program_for
         for name in PARTS:
             delattr(engine, name)
 
@@ -136,7 +146,9 @@ def measure(llm: LLM, rounds: int) -> dict[str, Any]:
         [{"role": "user", "content": builtin_prompts()[0].turns[0]}], add_generation_prompt=True, tokenize=False
     )
     ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
-    request = engine.add_request(ids, SamplingParams(max_tokens=16 * rounds, ignore_eos=True))
+    steps = WARM_UP + 1 + 3 * rounds
+    deepest = 0 if engine.shape is None else engine.shape.num_steps
+    request = engine.add_request(ids, SamplingParams(max_tokens=2 + steps * (1 + deepest), ignore_eos=True))
     seconds_of(engine.step, WARM_UP)
     before = seconds_of(engine.step, rounds)
     with named_parts(engine), profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -147,6 +159,8 @@ def measure(llm: LLM, rounds: int) -> dict[str, Any]:
                 engine.step()
         running = (time.thread_time() - own) / (time.perf_counter() - began)
     alone = (before + seconds_of(engine.step, rounds)) / 2
+    if not engine.has_work():
+        raise SystemExit(f"--rounds {rounds}: the target's context ended before {steps} rounds did; ask for fewer")
     engine.abort(request)
     tops = [event for event in seen.events() if event.name == ROUND]
     whole = share_of(tops, running)
@@ -155,6 +169,9 @@ def measure(llm: LLM, rounds: int) -> dict[str, Any]:
     by_part = {part: share_of(events, running).host(an_event) / rounds for part, events in parts.items()}
     host = whole.host(an_event) / rounds
     return {
+        **dict.fromkeys(NOT_MEASURED),
+        "context": request.length,
+        "parts": {},
         "round_seconds": alone,
         "profiled_round_seconds": whole.seconds / rounds,
         "profiler_seconds_per_event": an_event,
@@ -194,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     settings = {"rounds": args.rounds, "threads": 1, "quantization": args.quantization}
     if args.out is not None:
-        leave(make_record("engine", command_line(), settings, rows), "host-share", args.out)
+        leave(make_record("engine", f"python benchmarks/{command_line()}", settings, rows), "host-share", args.out)
     return 0
 
 
