@@ -33,6 +33,16 @@ def test_plain_speed_at_the_same_number_of_rows() -> None:
     }
 
 
+def test_a_round_of_other_rows_is_priced_by_the_nearest_plain_round() -> None:
+    """A tail of two rows takes almost as long as the batch did: by seconds a token it would seem four times as fast."""
+    speed = RolloutSpeed()
+    for row in range(8):
+        speed.add(SimpleNamespace(events=[_event(0, 1, 2.0, 8), *([_event(3, 3, 1.75, 2)] if row < 2 else [])]))
+    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(14 / (2.0 + 3 * 2.0)), "three as of eight rows"
+    speed.add(SimpleNamespace(events=[_event(0, 1, 1.0, 1)]))
+    assert speed.summary()["plain_tokens_per_s"] == pytest.approx(15 / (2.0 + 3 * 1.0 + 1.0)), "one is nearer to two"
+
+
 def test_without_a_plain_round_nothing_is_claimed() -> None:
     speed = RolloutSpeed()
     speed.add(SimpleNamespace(events=[_event(3, 2, 3.0, 4)]))
