@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows[-1] |= {"change": change, "change_interval": interval}
             print(f"aux ids {ids}: accept_length {rows[-1]['accept_length']:.3f}, {change:+.1%} {interval}")
     settings = {"prompts": "built-in", "limit": args.limit, "max_tokens": args.max_tokens, "dtype": "float32"}
-    record = make_record("acceptance", command_line(), {**settings, "target": stated["name"]}, rows)
+    settings["target"] = stated["name"]
+    record = make_record("acceptance", f"python benchmarks/{command_line()}", settings, rows)
     leave(record, "acceptance-aux-shift", args.out)
     return 0
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.table import decimal
 from toolkit.jsonl import read_rows
+from toolkit.weights import read_json
 
 DEFINITIONS = {
     "step": "optimiser steps that the head had seen when it drafted",
@@ -57,6 +58,15 @@ def refreshes(metrics: Path) -> list[dict[str, Any]]:
                 "verify_steps": row["rollout_verify_steps"],
             }
         )
+    return found
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """Seed, target, prompts, rollouts and training as the run's recipe had them; null for a stage that was not run."""
+    found: dict[str, Any] = dict.fromkeys(("seed", "target", "prompts", "rollouts", "train"))
+    for stage in ("prompts", "rollouts", "train"):
+        manifest = run / stage / "manifest.json"
+        found |= read_json(manifest)["settings"] if manifest.is_file() else {}
     return found
 
 
@@ -96,7 +106,8 @@ def main() -> int:
         raise SystemExit(f"{args.run} holds no fresh rollouts: train it with train.rollout_every")
     show(rows)
     command = f"python benchmarks/{command_line()}"
-    record = make_record("training", command, {}, rows, definitions=DEFINITIONS, note=args.note)
+    settings = settings_of(args.run)
+    record = make_record("training", command, settings, rows, definitions=DEFINITIONS, note=args.note)
     leave(record, "training-rollout-growth", args.out)
     return 0
 

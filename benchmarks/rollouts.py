@@ -1,6 +1,6 @@
 """Rollouts as a run makes them beside Hugging Face's `generate`: the same prompts, greedy, on a CPU.
 
-    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32 96] [--ends stop|length]
+    python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32] [--ends stop|length]
 
 ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` for batches, packed weights, a prompt
                taken in as soon as others' answers have ended; nothing drafted
@@ -48,11 +48,12 @@ from toolkit.threads import physical_cores, users_threads
 
 OURS = "ours"
 WARMUP_TOKENS = 4
+LEAST_QUEUES = 5
 DEFINITIONS = {
     "tokens": "tokens written in `seconds`, stop ids included, over all queues and repeats",
     "seconds": "from the call with token ids to the last answer of a queue; building an engine or a model is not in it",
     "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "
-    "null for one queue answered once",
+    f"each with all its repeats; null below {LEAST_QUEUES} queues, whose spread says little",
     "equal": "answers with the very tokens of ours (another dtype parts at near-ties, and then writes another text)",
     "peak_memory_bytes": "null: all engines are in one process",
 }
@@ -150,13 +151,23 @@ def race(
     return turns
 
 
+def interval_of(seconds: Sequence[float], ours: Sequence[Turn]) -> tuple[float, float] | None:
+    """Of the ratio of all seconds to ours. Queues are drawn, each with all its repeats: those are no new prompts."""
+    queues = sorted({turn.queue for turn in ours})
+    if len(queues) < LEAST_QUEUES:
+        return None
+    pairs = [(mine, own.seconds, own.queue) for mine, own in zip(seconds, ours, strict=True)]
+    sums = [[sum(pair[side] for pair in pairs if pair[2] == queue) for queue in queues] for side in (0, 1)]
+    return ratio_interval(*sums)
+
+
 def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[dict[str, Any]]:
     """One row an engine. context: tokens of the longest prompt and the longest answer that was allowed."""
     ours, rows = turns[OURS], []
     for name, mine in turns.items():
         tokens, seconds = sum(turn.tokens for turn in mine), sum(turn.seconds for turn in mine)
         as_many = [turn.seconds * own.tokens / turn.tokens for own, turn in zip(ours, mine, strict=True)]
-        interval = ratio_interval(as_many, [own.seconds for own in ours])
+        interval = interval_of(as_many, ours)
         pairs = [
             pair for own, turn in zip(ours, mine, strict=True) for pair in zip(own.answers, turn.answers, strict=True)
         ]
@@ -257,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prompt_tokens": {"least": lengths[0], "median": lengths[len(lengths) // 2], "most": lengths[-1]},
         "ends": args.ends, "max_tokens": args.max_tokens, "repeats": args.repeats, "threads": threads,
     }  # fmt: skip
-    record = make_record("engine", command_line(), settings, rows, definitions=DEFINITIONS)
+    record = make_record("engine", f"python benchmarks/{command_line()}", settings, rows, definitions=DEFINITIONS)
     until = "to their stop ids" if asked.to_stop else "all as long"
     title = f"{args.target}, {len(prompts)} prompts, {args.max_tokens} tokens at most, {until}, {threads} threads"
     Console(width=None if os.isatty(1) else 140).print(table_of(rows, title))

@@ -25,6 +25,7 @@ from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.rows import number
+from toolkit.bench.table import decimal
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.llm import Completion
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = row_of(verify, shape, temperature, ours)
         change, interval = paired_gain(ours, found[temperature, FIRST])
         rows.append(row | {"change": change, "change_interval": interval})
-        low, high = row["interval"]
-        print(f"T={temperature:g} {verify}: accept_length {row['accept_length']:.3f} [{low:.3f}, {high:.3f}]", change)
+        length, low, high = (decimal(one, 3) for one in (row["accept_length"], *row["interval"]))
+        print(f"T={temperature:g} {verify}: accept_length {length} [{low}, {high}]", change)
     settings = {
         "prompts": "built-in",
         "limit": args.limit,
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": str(target.dtype),
         "target": target.name,
     }
-    leave(make_record("acceptance", command_line(), settings, rows), "acceptance-verifiers", args.out)
+    record = make_record("acceptance", f"python benchmarks/{command_line()}", settings, rows)
+    leave(record, "acceptance-verifiers", args.out)
     return 0
 
 

@@ -26,3 +26,12 @@ def test_rows_of_the_metrics(script, tmp_path) -> None:
     assert [(row["step"], row["tokens"], row["accept_length"]) for row in rows] == [(6, 600, 1.5), (12, 1200, None)]
     assert rows[0]["speedup"] == pytest.approx(1.5) and rows[1]["speedup"] is None
     growth.show(rows)
+
+
+def test_settings_are_those_of_the_run(script, tmp_path) -> None:
+    """A record without target and temperatures could not be set beside another."""
+    settings = {"seed": 3, "target": {"model": "m"}, "train": {"rollout_prompts": 4}}
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "manifest.json").write_text(json.dumps({"settings": settings}))
+    found = script("rollout_growth").settings_of(tmp_path)
+    assert found.pop("prompts") is found.pop("rollouts") is None and found == settings

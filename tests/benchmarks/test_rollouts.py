@@ -55,7 +55,7 @@ def test_both_write_the_same_answers_and_count_them_alike(bench, monkeypatch, sc
     ]  # fmt: skip
     for row in rows:
         assert row["answers"] == row["equal"] == 18, "float32: the answers must be equal"
-        assert row["interval"][0] <= row["ratio"] <= row["interval"][1]
+        assert row["interval"] == [None, None], "two queues say nothing about spread"
     assert len({row["tokens"] for row in rows}) == 1
     assert (rows[0]["tokens"] == 18 * 12) == (ends == "length"), "stop ids end answers, or nothing does"
     assert rows[0]["ratio"] == 1
@@ -76,6 +76,18 @@ def test_a_ratio_is_of_equal_numbers_of_tokens(script):
     rows = rollouts.rows_of(turns, 2, dict.fromkeys(turns, Loaded()), 10)
     assert [row["ratio"] for row in rows] == [1, 1, 3] and [row["equal"] for row in rows] == [2, 0, 1]
     assert rows[0]["interval"] == [None, None] and rows[1]["tokens_per_s"] == 1
+
+
+def test_repeats_of_a_queue_are_no_further_units(script):
+    """Taken for queues of their own, six repeats of two queues would look like a measurement of twelve."""
+    rollouts = script("rollouts")
+
+    def found(queues: int, repeats: int) -> tuple[float, float] | None:
+        ours = [rollouts.Turn(queue, 1.0 + queue, []) for _ in range(repeats) for queue in range(queues)]
+        return rollouts.interval_of([2.0 * (1 + turn.queue % 2) * turn.seconds for turn in ours], ours)
+
+    assert found(2, 6) is None and found(4, 3) is None
+    assert found(6, 4) == pytest.approx(found(6, 1)) and 2 <= found(6, 1)[0] < found(6, 1)[1] <= 4
 
 
 def test_first_user_turns_of_a_file_are_asked(script, tmp_path, tiny_target):
