@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -61,7 +61,8 @@ DEFINITIONS = {
     **OF_TRAININGS,
     "asked_tokens": "supervised tokens that the training was to see; it ends with the batch that reaches them",
     "unique_tokens": "supervised tokens of the distinct rollouts it saw: beyond one epoch of a source they repeat",
-    "digest": "of the target, the settings, the rollouts and the token map: rows of others are not in this record",
+    "digest": "of the target, all settings, the rollouts and the token map: rows of others are not in this record",
+    "commit": "of this row, as date and machine, when its training began; the record's own are of its writing",
     "mean": "over seeds",
     "spread": "sample standard deviation over seeds; null with fewer than two",
     "diverged": "what the trainer said of a training that ended in no finite number; else null",
@@ -187,6 +188,9 @@ def arguments() -> argparse.Namespace:
     args.overrides = [one for one in args.given if "=" in one]
     args.sources = named_sources([one for one in args.given if "=" not in one])
     args.variants = chosen_variants(args.variant, args.only)
+    check_names(args.engine, VARIANTS | args.variants)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1 is needed")
     args.features = args.features or args.rows.with_name(f"{args.rows.stem}-sources")
     args.threads = int(users_threads() or 1)
     return args
@@ -218,17 +222,32 @@ def chosen_variants(more: Sequence[str], only: Sequence[str] | None) -> dict[str
         name = " ".join(word for word in words if "=" not in word)
         if not name or not changes or name in VARIANTS:
             raise SystemExit(f"--variant {one!r}: a new name and settings such as train.learning_rate=2e-3 are needed")
+        idle = [word for word in changes if not word.startswith("train.")]
+        if idle:
+            raise SystemExit(f"--variant {one!r}: {idle[0]} is no setting of the training, train.a=b")
         every[name] = changes
-    unknown = [name for name in only or () if name not in every]
+    check_names(only or (), every)
+    return {name: every[name] for name in only or every}
+
+
+def check_names(names: Sequence[str], every: Mapping[str, Any]) -> None:
+    unknown = [name for name in names if name not in every]
     if unknown:
         raise SystemExit(f"no variant is called {', '.join(unknown)}; there are {', '.join(every)}")
-    return {name: every[name] for name in only or every}
 
 
 def in_own_process(*arguments: Any) -> str:
     """A source prepared in a process whose memory ends with it."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(prepare, *arguments).result()
+
+
+def warn_of_mixed(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows of several sessions may come from other code, or from a machine that rounds otherwise."""
+    for name in ("commit", "machine"):
+        found = sorted({str(row.get(name, "unknown")) for row in rows})
+        if len(found) > 1:
+            print(f"warning: rows of several {name}s stand side by side: {', '.join(found)}", file=sys.stderr)
 
 
 def write_record(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
@@ -240,6 +259,7 @@ def write_record(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> No
         "published": result_settings(published_settings(base.train)),
         "ours": result_settings(base.train),
     }
+    warn_of_mixed(rows)
     cells = summary(rows)
     command = f"python benchmarks/{command_line()}"
     record = make_record("training", command, settings, rows, cells=cells, definitions=DEFINITIONS, note=args.note)

@@ -44,6 +44,7 @@ DEFINITIONS = {
     "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their mean",
     "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
     "start_processor_seconds": "loading the target, and where the head starts from it, fitting it; not in the steps",
+    "start_tokens": "answer tokens that the head's start was fitted on (train.init=target), perhaps more than `tokens`",
     "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
     "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU, tensors on a GPU",
     "held_before_bytes": "held before the first step: programs, target and head",

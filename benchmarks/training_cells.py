@@ -7,22 +7,30 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from training_jobs import ROLLOUTS, TOKEN_MAP, Job, borrow_features, work
+import training_features
+from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, work
+from training_published import published_settings
 
+from toolkit.bench.records import git_commit, hardware, machine_name
 from toolkit.commands.build_token_map import map_rollouts
 from toolkit.commands.pipeline import best_device
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
-from toolkit.recipe import Recipe, TrainSettings, result_settings
+from toolkit.recipe import Recipe, result_settings
 from toolkit.target.load import load_target
+from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
 from toolkit.train.split_data import read_data
 from toolkit.weights import sha256_file, sha256_json
+
+# Settings of a training that a job of so many tokens does not ask: what ends it and what it measures meanwhile.
+IDLE = ("epochs", "max_steps", "eval_every", "patience", "real_prompts", "rollout_prompts", "rollout_temperatures")
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,22 @@ class Cell:
 
 
 def cell_of(source: str, job: Job) -> Cell:
-    """The cell of a job. A row counts as done while the target, the rollouts, the token map, and the settings that are
-    not a training's defaults are the same: a setting that the package learns in between forgets no rows."""
-    defaults, train = (result_settings(settings) for settings in (TrainSettings(), job.recipe.train))
-    chosen = {key: value for key, value in train.items() if value != defaults[key]}
-    sections = [result_settings(job.recipe.target), chosen]
+    """The cell of a job. A row counts as done while the target, the rollouts, the token map, every setting of the
+    training and its trainer's constants are the same, whether they were chosen or are the defaults of the day."""
     files = [sha256_file(job.run / name) for name in (ROLLOUTS, TOKEN_MAP)]
-    return Cell(source, job, sha256_json([*sections, *files, job.prompts, job.max_tokens])[:16])
+    decides = [result_settings(job.recipe.target), training_of(job), *files, job.prompts, job.max_tokens]
+    return Cell(source, job, sha256_json(decides)[:16])
+
+
+def training_of(job: Job) -> dict[str, Any]:
+    """What decides the head that a job trains, beside its data: resolved settings and constants of the trainer."""
+    train = benched(job)
+    if job.variant == "published":
+        train = published_settings(train)
+    found = {name: value for name, value in result_settings(train).items() if name not in IDLE}
+    if job.variant == "fading features":
+        found |= {"feature weight": training_features.WEIGHT, "fades": training_features.FADES}
+    return found
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, int, int, str]:
@@ -57,7 +74,7 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
     once. Meant for a process of its own.
 
     given: a run folder, or a rollouts file, whose token map is built as the recipe says. Nothing is written in it.
-    Raises `ValueError` where the folder is that of other rollouts.
+    Raises `ValueError` where the folder is that of other rollouts, or its token map of another size than the recipe's.
     """
     run = given if given.is_dir() else None
     found = {ROLLOUTS: run / ROLLOUTS, TOKEN_MAP: run / TOKEN_MAP} if run else {ROLLOUTS: given}
@@ -67,6 +84,8 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
             (place / name).symlink_to(file.resolve())
     if (place / ROLLOUTS).resolve() != found[ROLLOUTS].resolve():
         raise ValueError(f"{place} is of {(place / ROLLOUTS).resolve()}; call {given} otherwise, or delete that folder")
+    if (place / TOKEN_MAP).is_file():
+        check_size(place / TOKEN_MAP, recipe.token_map.size)
     if not (place / "features").exists():
         borrow_features((run or place) / "features", place / "features")
     chosen = recipe.target
@@ -92,9 +111,21 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
     return f"{len(data.train)} rollouts to train on, features of {len(missing)} texts stored"
 
 
+def check_size(file: Path, wanted: int | None) -> None:
+    """Raises `ValueError` for a map of another size: heads of other vocabularies would stand in one table."""
+    found = load_token_map(file)
+    if wanted is not None and found.size != min(wanted, found.vocab_size):
+        raise ValueError(
+            f"{file.resolve()} keeps {found.size} ids, token_map.size is {wanted}: set token_map.size={found.size}, or "
+            "give the rollouts file under another name, whose map is then built"
+        )
+
+
 def trained(cell: Cell) -> dict[str, Any]:
-    """The row of a cell; of a training that ended in no number, what it said."""
+    """The row of a cell; of a training that ended in no number, what it said. commit, date: at its start."""
     about = {"source": cell.source, "asked_tokens": cell.job.tokens, "digest": cell.digest, "diverged": None}
+    about |= {"commit": git_commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    about |= {"machine": machine_name(hardware())}
     try:
         return about | work(cell.job)
     except DivergedError as error:

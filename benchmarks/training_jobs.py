@@ -20,8 +20,9 @@ from training_published import PublishedTrainer
 from toolkit.data.batches import BatchPlan, Example, load_examples
 from toolkit.recipe import Recipe, TrainSettings
 from toolkit.train.current_head import as_draft, gathered_weights, head_of
-from toolkit.train.draft_head import trained_head
+from toolkit.train.draft_head import regressed, trained_head
 from toolkit.train.held_out_prompts import read_held_out
+from toolkit.train.initialise import regression_batches
 from toolkit.train.loop import Trainer
 from toolkit.train.real_acceptance import Measurement
 from toolkit.train.split_data import Data
@@ -62,8 +63,17 @@ def work(job: Job) -> dict[str, Any]:
         before = time.process_time()
         kind = TRAINERS.get(job.variant, Trainer)
         trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
-        start = {"start_processor_seconds": time.process_time() - before}
+        start = {"start_processor_seconds": time.process_time() - before, "start_tokens": start_tokens(trainer)}
         return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
+
+
+def start_tokens(trainer: Trainer) -> int:
+    """Answer tokens that the regression of the head's start read: the first of the training's order."""
+    if trainer.settings.init != "target":
+        return 0
+    batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
+    columns = regressed(trainer.model.module.head).in_features
+    return sum(int(batch.response.sum()) for batch in regression_batches(batches, columns))
 
 
 def borrow_features(theirs: Path, ours: Path) -> None:

@@ -3,6 +3,7 @@ few tokens, interrupted anywhere, goes on. One file: a process can found the gro
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState
 from toolkit.bench.records import read_record
 from toolkit.data.batches import Example, collate, supervised_mask
 from toolkit.jsonl import read_rows
-from toolkit.recipe import load_recipe
+from toolkit.recipe import TrainSettings, load_recipe
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
@@ -27,6 +28,7 @@ from toolkit.train.step import TargetSide, micro_step
 from toolkit.train.trained_head import TrainedHead
 
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
+DEFAULTS = TrainSettings.__init__.__defaults__
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +95,12 @@ def test_lagging_mask_stands_two_before_what_it_supervises(script) -> None:
 
 @pytest.fixture(scope="module")
 def alone():
-    """Ends the group of one that trainings in this process found: trainings that later tests start would take over
-    its variables, and with them a port that is in use."""
+    """The environment without the group of one that trainings in this process found. It ends behind the last of them:
+    trainings that later tests start would take over its variables, and with them a port that is in use."""
     before = dict(os.environ)
-    yield
-    torch.distributed.destroy_process_group()
+    yield before
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.clear()
     os.environ.update(before)
@@ -197,7 +200,7 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
     assert "off-policy" in capsys.readouterr().out
 
 
-def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
+def test_cut_off_and_continued(script, tiny_target, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
     """A cell trained twice, one lost at an interruption, a row under another cell's name, a source whose files change,
     or a diverged training that looks like a good one would each make a false table."""
     few, cells = script("few_tokens"), script("training_cells")
@@ -227,7 +230,8 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
         "--engine",
         "ours",
     ]
-    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "token_map.size=200"]
+    kept = len(range(0, tiny_target.vocab_size, 2))
+    recipe = ["--recipe", str(run_folder / "recipe.yaml"), f"token_map.size={kept}"]
     command = ["few_tokens.py", *sources, *recipe, *sizes, *chosen, "--rows", str(rows), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(KeyboardInterrupt):
@@ -237,6 +241,9 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
         handle.write('{"torn')
     with pytest.raises(ValueError, match="is of .*rollouts.jsonl; call .* otherwise"):
         cells.prepare(tmp_path / "rows-sources" / "file", run_folder / "recipe.yaml", few.load_recipe(recipe[1]))
+    with pytest.raises(ValueError, match=f"keeps {kept} ids, token_map.size is 100: set token_map.size={kept}"):
+        smaller = few.load_recipe(recipe[1], ["token_map.size=100"])
+        cells.prepare(tmp_path / "rows-sources" / "file", run_folder / "rollouts/rollouts.jsonl", smaller)
     monkeypatch.setattr(sys, "argv", [*command, "--minutes", "0"])
     assert few.main() == 0 and sum(trained.values()) == 3, "out of minutes at once"
     monkeypatch.setattr(sys, "argv", command)
@@ -259,6 +266,7 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
             continue
         low, high = row["forecast_interval"]
         assert 1 <= low <= row["forecast"] <= high <= 5 and row["diverged"] is None
+        assert row["commit"] == record["commit"] and row["start_tokens"] == in_an_epoch + 9, "the start read them all"
         assert tokens <= row["tokens"] < tokens + 2 * 17
         assert row["unique_tokens"] == (in_an_epoch if tokens == 260 else row["tokens"]), "260 are two epochs"
         assert row["verify_steps"] > 0 and 1 <= row["accept_length"] <= 5
@@ -271,13 +279,71 @@ def test_cut_off_and_continued(script, run_folder, monkeypatch, tmp_path, capsys
     assert "2 diverged" in shown and "260 tokens" in shown
 
 
-def test_a_cell_that_fails_is_told(script, run_folder, tmp_path, capfd) -> None:
-    """By a real process: one whose run folder is gone must neither end the table nor leave a row."""
+def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
+    """A row of other settings, of a default as it was before, or of another trainer must not stand for today's; what
+    ends a training or measures within it must not train every cell anew."""
     cells, jobs = script("training_cells"), script("training_jobs")
-    job = jobs.Job("ours", load_recipe(run_folder / "recipe.yaml"), tmp_path / "absent", 60, None, 0, 0, 8, 1)
-    cell = cells.Cell("gone", job, "")
-    assert list(cells.in_processes([cell], 2)) == [(cell, None)]
-    assert "absent" in capfd.readouterr().err
+
+    def digests(*overrides: str) -> dict[str, str]:
+        recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+        made = [jobs.Job(name, recipe, run_folder, 60, None, 0, 0, 8, 1) for name in jobs.TRAINERS]
+        return {job.variant: cells.cell_of("source", job).digest for job in made}
+
+    before = digests()
+    assert before == digests("train.epochs=9", "train.max_steps=7", "train.eval_every=3", "train.real_every=null")
+    assert not set(before.values()) & set(digests("train.warmup_ratio=0.5", "train.max_length=99").values())
+    assert not set(before.values()) & set(digests("target.dtype=bfloat16").values())
+
+    def changed(now: dict[str, str]) -> list[str]:
+        return [name for name, digest in now.items() if digest != before[name]]
+
+    names = list(inspect.signature(TrainSettings).parameters)
+    values = [0.7 if name == "step_decay" else value for name, value in zip(names, DEFAULTS, strict=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainSettings.__init__, "__defaults__", tuple(values))
+        assert changed(digests()) == ["ours", "fading features"], "the published one states its own"
+    monkeypatch.setattr(script("training_features"), "WEIGHT", 1.0)
+    monkeypatch.setitem(script("training_published").PUBLISHED, "clip", 1.0)
+    assert changed(digests()) == ["published", "fading features"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--variant", "small target.dtype=float32"], "target.dtype=float32 is no setting of the training"),
+        (["--engine", "our"], "no variant is called our; there are published, ours"),
+        (["--only", "our"], "no variant is called our"),
+        (["--jobs", "0"], "--jobs 0: at least 1"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(script, run_folder, monkeypatch, capsys, more, said) -> None:
+    monkeypatch.setattr(sys, "argv", ["few_tokens.py", str(run_folder), *more])
+    with pytest.raises(SystemExit) as refused:
+        script("few_tokens").arguments()
+    assert said in f"{refused.value} {capsys.readouterr().err}"
+
+
+def test_rows_of_several_machines_are_told(script, capsys) -> None:
+    script("few_tokens").warn_of_mixed([{"commit": "a", "machine": "x"}, {"commit": "a"}])
+    assert capsys.readouterr().err == "warning: rows of several machines stand side by side: unknown, x\n"
+
+
+def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, alone) -> None:
+    """One whose run folder is gone must neither end the table nor leave a row; another's row is its own."""
+    for name in set(os.environ) - set(alone):
+        monkeypatch.delenv(name)  # of a training in this process
+    cells, jobs = script("training_cells"), script("training_jobs")
+    overrides = ["train.features=online", "rollouts.keep_features=false"]
+    recipe = load_recipe(run_folder / "recipe.yaml", overrides)
+    good, gone = (
+        cells.Cell(folder.name, jobs.Job("ours", recipe, folder, 60, None, 0, 0, 8, 1), folder.name)
+        for folder in (run_folder, tmp_path / "absent")
+    )
+    rows = {cell.source: row for cell, row in cells.in_processes([good, gone], 2)}
+    assert rows.pop("absent") is None and "absent" in capfd.readouterr().err
+    ((source, row),) = rows.items()
+    assert source == row["source"] == row["digest"] == run_folder.name
+    assert row["asked_tokens"] == 60 <= row["tokens"] and row["diverged"] is None and row["machine"]
 
 
 def test_the_built_in_variants_are_settings_of_the_demo_recipe(script) -> None:

@@ -173,7 +173,7 @@ def test_zero3_follows_a_curriculum(tiny_run, tmp_path):
     )
     assert [len(row["loss_by_step"]) for row in one] == [1] * 3 + [2] * 3 + [3] * 3
     for ours, theirs in zip(one, two, strict=True):
-        assert ours["loss_by_step"] == pytest.approx(theirs["loss_by_step"], rel=1e-3)
+        assert ours["loss_by_step"] == pytest.approx(theirs["loss_by_step"], rel=5e-3)
 
 
 def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from toolkit.checkpoint.head_kinds import DraftHead, kind_of
 from toolkit.data.batches import Batch
@@ -132,6 +133,11 @@ def anchors_of(settings: TrainSettings, seed: int, *place: int) -> Anchors | Non
     return Anchors(settings.anchors, full, random.Random(f"anchors {seed} {place}").getrandbits(63))
 
 
+def regressed(head: DraftHead) -> nn.Linear:
+    """What a start from the target solves for."""
+    return head.layer(0).eh_proj if isinstance(head, MtpHead) else head.fc
+
+
 def _from_target(
     head: DraftHead,
     plan: HeadPlan,
@@ -140,8 +146,7 @@ def _from_target(
     batches: Iterable[Batch],
     stored: StoredFeatures | None,
 ) -> float | None:
-    linear = head.layer(0).eh_proj if isinstance(head, MtpHead) else head.fc
-    taken = regression_batches(batches, linear.in_features)
+    taken = regression_batches(batches, regressed(head).in_features)
     if isinstance(head, Eagle3Head):
         return initialise_from_target(head, target, plan.token_map, taken, seed, stored)
     start: Any = start_mtp if isinstance(head, MtpHead) else start_eagle2
