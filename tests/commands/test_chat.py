@@ -63,6 +63,19 @@ def test_second_turn_sees_the_first_and_reset_forgets(conversation):
     assert conversation.messages == [] and ask(conversation, "hello")[0].text == first
 
 
+def test_a_chat_states_a_seed_only_when_it_is_given_one(engine, tiny_target, monkeypatch):
+    """A seed by default would keep the default verifier from drawing drafts, and give the same answer in every chat."""
+    taken, add_request = [], engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda *args: taken.append(add_request(*args)) or taken[-1])
+    for arguments in ([], ["--seed", "3"]):
+        parser = argparse.ArgumentParser()
+        chat.add_arguments(parser)
+        seed = parser.parse_args(arguments).seed
+        settings = {"max_context": 512, "max_tokens": 4, "temperature": 1.0, "seed": seed}
+        ask(Conversation(engine, tiny_target.tokenizer, **settings), "hello")
+    assert [request.states_seed for request in taken] == [False, True] and taken[1].params.seed == 3
+
+
 def test_interrupt_stops_the_answer_only(conversation, engine):
     """Ctrl-C between steps: the engine is free again, the part that was shown stays in the conversation."""
     steps = iter([False, False, True])

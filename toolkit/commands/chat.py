@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, help="default: 1, every token")
     group.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
     group.add_argument(
-        "--seed", type=int, default=0, help="of the sampling; the same seed gives the same answer (default: 0)"
+        "--seed", type=int, help="of the sampling; the same seed gives the same answer (default: one at random)"
     )
     group.add_argument(
         "--plain", action="store_true", help="do not mark drafted tokens (without a terminal they never are)"

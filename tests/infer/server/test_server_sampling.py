@@ -40,6 +40,19 @@ def client(url):
 
 
 @pytest.fixture
+def taken(engine, monkeypatch):
+    """The requests that the engine is handed."""
+    seen, add_request = [], engine.add_request
+
+    def watched(*args, **named):
+        seen.append(add_request(*args, **named))
+        return seen[-1]
+
+    monkeypatch.setattr(engine, "add_request", watched)
+    return seen
+
+
+@pytest.fixture
 def direct(tiny_target):
     """What a plain engine writes for the chat prompt."""
     tokenizer = tiny_target.tokenizer
@@ -147,15 +160,21 @@ def test_n_answers(client, stream):
     assert usage.prompt_tokens == alone[0].usage.prompt_tokens
 
 
-def test_a_request_may_have_a_draft_shape_of_its_own(client, engine, monkeypatch):
+def test_only_a_client_states_a_seed(client, taken, monkeypatch):
+    """A seed that the server made up would keep the default verifier from drawing drafts. Without one the engine gives
+    each of n answers its own: they differ."""
+    seeds = iter(range(100))
+    monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
+    fields = {"max_tokens": 12, "temperature": 1.0, "n": 2}
+    free = ask(client, **fields)
+    ask(client, seed=7, **fields)
+    assert [request.states_seed for request in taken] == [False, False, True, True]
+    assert [request.params.seed for request in taken[2:]] == [7, 8]
+    assert len({choice.message.content for choice in free.choices}) == 2
+
+
+def test_a_request_may_have_a_draft_shape_of_its_own(client, taken):
     """The engine drafts it, for that request alone; what the engine does not draft is a 400 that names the field."""
-    taken, add_request = [], engine.add_request
-
-    def watched(*args, **named):
-        taken.append(add_request(*args, **named))
-        return taken[-1]
-
-    monkeypatch.setattr(engine, "add_request", watched)
     fields = {"max_tokens": 8, "temperature": 0.0}
     texts = [
         ask(client, **fields, extra_body={"ignore_eos": True, **extra}).choices[0].message.content

@@ -43,7 +43,7 @@ class Conversation:
         temperature: float = 0.0,
         top_p: float = 1.0,
         max_tokens: int = 512,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         try:
             require_chat_template(tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 
 from toolkit.infer.errors import SamplingError
@@ -31,7 +30,7 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.biases,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            seed=body.seed,
             max_tokens=room if body.token_limit is None else body.token_limit,
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
@@ -44,8 +43,11 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The settings of the request's answer number `index`: its seed is `index` higher, within 64 bits."""
-    assert params.seed is not None, "a request without a seed was given one"
+    """The settings of the request's answer number `index`: its seed is `index` higher, within 64 bits.
+
+    Without a seed they are the same for each: the engine gives every answer one of its own."""
+    if params.seed is None:
+        return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 
 
