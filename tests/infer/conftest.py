@@ -58,7 +58,7 @@ class ScriptedEngine:
     ) -> Request:
         if len(prompt_ids) >= self.max_context:
             raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.max_context} fit")
-        request = Request(request_id or "r", list(prompt_ids), params, speculative, shape)
+        request = Request(request_id or "r", list(prompt_ids), params, speculative, shape=shape)
         request.stop_set = frozenset([self.stop_id])
         request.token_limit = min(params.max_tokens, self.max_context - len(prompt_ids))
         self.waiting.append(request)

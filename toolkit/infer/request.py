@@ -57,8 +57,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     speculative: bool = True
-    states_seed: bool = False  # its params came with a seed; else they have got one
     shape: DraftShape | None = None  # what is drafted for it, as far as the engine's own shape allows; None: that one
+    states_seed: bool = False  # its params came with a seed; else they have got one
     arrival: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     # written by Engine only
