@@ -16,7 +16,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.draft_tree import DraftTree
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampler import Choices, Sampler
-from toolkit.infer.sampling.verifiers import Verifier
+from toolkit.infer.sampling.verifiers import Verifier, nodes_at_once
 from toolkit.infer.verify import Walk, moved_entries, walk
 
 
@@ -49,7 +49,7 @@ class TreeVerifier:
         """The target's token after every node: hidden [B, N, H], positions [B, N] of those tokens."""
         if self._sampler is None or self._sampler.outdated:
             self._sampler = Sampler(requests, self._target.vocab_size, self._target.device, self._verifier)
-        nodes = self._verifier.nodes_at_once(*hidden.shape[:2])
+        nodes = nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
         parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
         return Choices.joined(
             [self._sampler(self._target.logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)]

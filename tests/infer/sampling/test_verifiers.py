@@ -10,9 +10,11 @@ from torch import Tensor
 
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape, Proposal, chain_tree
+from toolkit.infer.drafters.draft_picks import DrawnPicks
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import DraftShapeError, EngineError
+from toolkit.infer.sampling.sampler import Sampler
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.infer.sampling.verifiers import DrawnChains, block, rejection, settle
 
@@ -148,6 +150,29 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     assert lengths[0] > lengths[1]
 
 
+def test_auto_costs_no_more_than_follow_where_nothing_draws(small_target, small_draft, monkeypatch):
+    """Greedy requests and those that state a seed: no law of the head is made, and nodes are looked at in parts; beside
+    one that draws, all at once."""
+    monkeypatch.setattr("toolkit.infer.sampling.verifiers.LOGIT_ROWS", 4)
+    widths, made = [], []
+    sample, draw = Sampler.__call__, DrawnPicks.__init__
+
+    def sampled(self, logits, *rest):
+        widths.append(logits.shape[1])
+        return sample(self, logits, *rest)
+
+    monkeypatch.setattr(Sampler, "__call__", sampled)
+    monkeypatch.setattr(DrawnPicks, "__init__", lambda *given: made.append(1) or draw(*given))
+    hot = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
+    quiet = [SamplingParams(**{**hot, "temperature": 0.0}), SamplingParams(**hot, seed=1)]
+    engine = Engine(small_target, small_draft, DraftShape.chain(4), verify="auto")
+    engine.generate(PROMPTS[:2], quiet)
+    assert not made and max(widths) == 2
+    engine.generate(PROMPTS[:3], [*quiet, SamplingParams(**hot)])
+    engine.close()
+    assert made and max(widths) == 5
+
+
 def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
     """Plainly, with n-gram lookup and in trees; a chain of a head draws."""
     given = [(None, None), (NgramLookup(), DraftShape.chain(4)), (small_draft, DraftShape.parse("4,3,12"))]
@@ -198,19 +223,27 @@ def two_token_law(target, prompt: list[int], params: SamplingParams) -> Tensor:
     return torch.einsum("a,ab,abc->bc", first, second, third)
 
 
-@pytest.mark.parametrize("verify", DRAWING)
-def test_law_of_an_engine(small_target, small_draft, verify):
+@pytest.mark.parametrize("verify", [*DRAWING, "auto"])
+def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
 
-    Some of the tokens are drafts; a presence penalty makes the law depend on what was drafted before. Seeds
-    are fixed, so the outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
+    Some of the tokens are drafts; a presence penalty makes the law depend on what was drafted before. Under auto these
+    requests state no seed, and as many that do run beside them. Seeds are fixed, so the outcome is too; were they
+    fresh, chance alone would fail this once in 1e5 runs.
     """
     runs, settings = 3000, {"temperature": 1.5, "presence_penalty": 0.8, "max_tokens": 4, "ignore_eos": True}
+    seeds = iter(range(runs))
+    monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
+    stated = [SamplingParams(**settings, seed=i) for i in range(runs)]
+    free = SamplingParams(**settings)
+    params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
     law = two_token_law(small_target, PROMPTS[0], SamplingParams(**settings)).flatten()
     engine = Engine(small_target, small_draft, DraftShape.chain(2), max_batch=64, verify=verify)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
-    for request in engine.generate([PROMPTS[0]] * runs, [SamplingParams(**settings, seed=i) for i in range(runs)]):
+    for request in engine.generate([PROMPTS[0]] * len(params), params):
+        if verify == "auto" and request.states_seed:
+            continue
         counts[request.output_ids[1] * 24 + request.output_ids[2]] += 1
         accepted += request.token_from_draft[1] + request.token_from_draft[2]
     engine.close()

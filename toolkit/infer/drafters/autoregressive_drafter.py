@@ -18,9 +18,9 @@ committed positions and its true ancestors. `expansion.py` says what changes whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
-from toolkit.infer.drafters.draft_picks import BestPicks, DrawnPicks, Draws, Picks
+from toolkit.infer.drafters.draft_picks import Draws, Picks, picks_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
@@ -73,7 +73,7 @@ class AutoregressiveDrafter:
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
         self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
-        self._picks: Callable[..., Picks] = BestPicks if draws is None else partial(DrawnPicks, draws=draws)
+        self._draws = draws
         self.set_shape(shape)
 
     def set_shape(self, shape: DraftShape) -> None:
@@ -168,7 +168,7 @@ class AutoregressiveDrafter:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
         nodes = self._start(requests, room=room_for(shape))
-        tree = self.tree_from(nodes, roots, shape, own, self._picks(requests, self.to_target))
+        tree = self.tree_from(nodes, roots, shape, own, picks_for(requests, self.to_target, self._draws))
         self._finish(nodes, requests)
         return tree
 

@@ -32,10 +32,7 @@ class Picks(Protocol):
 
 
 class BestPicks:
-    """The most probable token in every row. ids [D]: the target ids of the draft vocabulary."""
-
-    def __init__(self, requests: Sequence[Request], ids: Tensor) -> None:
-        pass
+    """The most probable token in every row."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return logits.max(dim=-1).indices
@@ -45,7 +42,8 @@ class BestPicks:
 
 
 class DrawnPicks:
-    """Rows that `draws` draw from the head's law under their own settings; the others take the most probable.
+    """Rows that `draws` draw from the head's law under their own settings; the others take the most probable. ids [D]:
+    the target ids of the draft vocabulary.
 
     Any q keeps the answers' law; with top-k, top-p and min-p in it too it lies nearer to the target's p. The draws
     share nothing with those of the target, nor with those of other rounds.
@@ -62,19 +60,22 @@ class DrawnPicks:
 
     def __call__(self, logits: Tensor) -> Tensor:
         best = logits.max(dim=-1).indices
-        if not len(self._hot):
-            return best
         q = self._laws.written_out(logits[self._hot])
         positions = self._roots + len(self._drawn_from)
         self._drawn_from.append(q)
         drawn = draw_from(q[:, 0], self._laws.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])
         return best.index_copy(0, self._hot, drawn[:, None])
 
-    def proposal(self) -> Proposal | None:
-        if not self._drawn_from:
-            return None
+    def proposal(self) -> Proposal:
         q = torch.cat(self._drawn_from, dim=1)
         drawn = None if self._all else torch.zeros(self._batch, dtype=torch.bool, device=q.device)
         if drawn is not None:
             drawn[self._hot] = True
         return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._hot, q), self._ids, drawn)
+
+
+def picks_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> Picks:
+    """Of one round; draws None: no request ever draws. A round in which none does is a round of best tokens."""
+    if draws is None or not any(map(draws, requests)):
+        return BestPicks()
+    return DrawnPicks(requests, ids, draws)

@@ -28,7 +28,7 @@ from toolkit.infer.graphs.round_state import RoundState
 from toolkit.infer.kernels.choose import Ops
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.sampling.sampler import greedy
-from toolkit.infer.sampling.verifiers import FOLLOW
+from toolkit.infer.sampling.verifiers import nodes_at_once
 from toolkit.infer.verify import follow, numbers_of
 from toolkit.target.load import Target
 
@@ -86,7 +86,7 @@ class DeviceRound:
             self._counts.clone(), room_for(shape), self._head_plan, self._span,
         )  # fmt: skip
         own = [shape] * self.rows
-        tree = drafter.tree_from(nodes, self._roots.clone(), shape, own, BestPicks((), drafter.to_target))
+        tree = drafter.tree_from(nodes, self._roots.clone(), shape, own, BestPicks())
         pending.carry[: self.rows] = nodes.finish()
         return tree
 
@@ -106,7 +106,7 @@ class DeviceRound:
 
     def _choose(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The target's token behind every node, [B, N]; positions [B, N] of these tokens."""
-        nodes = FOLLOW.nodes_at_once(*hidden.shape[:2])
+        nodes = nodes_at_once(*hidden.shape[:2], drawn=False)
         parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
         return torch.cat([self._tokens(self._machine.target.logits(part), at) for part, at in parts], dim=1)
 

@@ -157,10 +157,6 @@ class Verifier:
         drawn = self.draws_drafts and request.params.temperature > 0
         return drawn and not (self.keeps_seeds and request.states_seed)
 
-    def nodes_at_once(self, rows: int, nodes: int) -> int:
-        """How many nodes of `rows` trees to look at together. (A chain's q is held for all its nodes in any case.)"""
-        return nodes if self.draws_drafts else max(1, LOGIT_ROWS // rows)
-
     def check_shape(self, shape: DraftShape) -> None:
         """Raises `DraftShapeError` for a tree where only a chain will do."""
         if self.draws_drafts and not shape.is_chain:
@@ -168,6 +164,11 @@ class Verifier:
                 f'verify="{self.name}" came with draft shape {shape.name} ({shape.as_text()}); it needs a chain: draft '
                 f'with {DraftShape.chain(shape.num_steps).as_text()}, or take verify="follow", which verifies trees too'
             )
+
+
+def nodes_at_once(rows: int, nodes: int, *, drawn: bool) -> int:
+    """How many nodes of `rows` trees to look at together: all where drafts were drawn (q is held for all of them)."""
+    return nodes if drawn else max(1, LOGIT_ROWS // rows)
 
 
 FOLLOW = Verifier("follow", follow, draws_drafts=False)
