@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
@@ -320,8 +321,10 @@ class AnyChoice:
 
 def check_answer(request, wanted, *, same: bool) -> None:
     """`same`: it is plain decoding's answer, or the beginning of it."""
-    assert len(request.output_ids) <= request.params.max_tokens
+    assert len(request.output_ids) <= request.token_limit <= request.params.max_tokens
     if not same:
+        assert request.finish_reason != "length" or len(request.output_ids) == request.token_limit
+        assert (request.finish_reason == "stop") == (request.stop_reason is not None)
         return
     assert request.output_ids == wanted.output_ids[: len(request.output_ids)]
     assert [one.token_id for one in request.logprobs] == (request.output_ids if wanted.logprobs else [])
@@ -361,18 +364,24 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
     (False, 200, "follow", "3,3,8"),
     (True, 100, "rejection", "3,1,4"),
     (False, 100, "block", "3,1,4"),
+    (True, 100, "auto", "3,1,4"),
     pytest.param(False, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
     pytest.param(True, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_soak(small_target, small_draft, scattered, count, verify, shape):
+def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):
     """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page
-    leaks, no answer changes (drafts that are drawn change those with a temperature: these end as they must), and of the
-    last 4,000 of 5,000 at most 16 MiB stay in memory, 4 KiB a request."""
+    leaks, no answer changes (drafts that are drawn change those with a temperature, as do seeds of the engine's own,
+    which half of the requests have under auto: these end as they must), and of the last 4,000 of 5,000 at most 16 MiB
+    stay in memory, 4 KiB a request."""
     chance, widest = random.Random(11), DraftShape.parse(shape)
     prompts = families(3, count, chance)
     params = [any_settings(chance, i) for i in range(len(prompts))]
     plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
     wanted = plain.generate(prompts, params)
+    if verify == "auto":
+        seeds = iter(range(count))
+        monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
+        params = [dataclasses.replace(one, seed=None) if i % 4 < 2 else one for i, one in enumerate(params)]
     engine = Engine(
         small_target, small_draft, widest, max_batch=16, max_context=168, adaptive=True, verify=verify,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
@@ -389,8 +398,8 @@ def test_soak(small_target, small_draft, scattered, count, verify, shape):
         engine.step()
         engine.check_integrity()
         for i, request in [(i, request) for i, request in live.items() if request.finished]:
-            drawn = verify != "follow" and request.speculative and params[i].temperature > 0
-            check_answer(live.pop(i), wanted[i], same=not drawn)
+            other = params[i].seed is None or (verify in ("rejection", "block") and request.speculative)
+            check_answer(live.pop(i), wanted[i], same=not (other and params[i].temperature > 0))
             seen["aborted"] += request.finish_reason == "abort"
             seen["preempted"] += request.preemptions
             seen["cached"] += request.cached_tokens

@@ -59,12 +59,17 @@ SETTINGS = {
 }
 
 
-def check_one_read_a_round(target, monkeypatch, draft, shape, settings, verify="follow", scattered=False) -> int:
+def check_one_read_a_round(
+    target, monkeypatch, draft, shape, settings, verify="follow", scattered=False, seeds=(1, 1, 1)
+) -> int:
     engine = Engine(
         target, draft, None if draft is None else DraftShape.parse(shape), max_batch=3, verify=verify,
         memory=MemorySettings(scattered_pages=scattered),
     )  # fmt: skip
-    params = [SamplingParams(max_tokens=60, seed=1, ignore_eos=True, **one) for one in SETTINGS[settings]]
+    params = [
+        SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, **one)
+        for seed, one in zip(seeds, SETTINGS[settings], strict=True)
+    ]
     requests = [engine.add_request([5 + i] * (3 + 4 * i), params[i], speculative=i != 1) for i in range(3)]
     engine.step()
     reads = HostReads(monkeypatch)
@@ -94,11 +99,13 @@ def test_one_read_a_round(small_target, build, monkeypatch, name, shape, setting
     assert longest > 0 or name != "eagle3" or settings == "cut"
 
 
-@pytest.mark.parametrize("verify", ["rejection", "block"])
+@pytest.mark.parametrize("verify", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("settings", ["drawn", "cut"])
 def test_one_read_with_drawn_drafts(small_target, small_draft, monkeypatch, verify, settings):
-    """The head's law, the rule and the draw behind what it kept."""
-    check_one_read_a_round(small_target, monkeypatch, small_draft, "3,1,4", settings, verify)
+    """The head's law, the rule and the draw behind what it kept; under auto beside rows that state a seed."""
+    monkeypatch.setattr("secrets.randbits", lambda _bits: 5)
+    seeds = (None, 1, 1) if verify == "auto" else (1, 1, 1)
+    check_one_read_a_round(small_target, monkeypatch, small_draft, "3,1,4", settings, verify, seeds=seeds)
 
 
 def test_the_counter_counts(monkeypatch):
