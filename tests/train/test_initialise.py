@@ -12,6 +12,7 @@ from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.recipe import TrainSettings
+from toolkit.target.errors import TargetError
 from toolkit.target.features import AuxCapture
 from toolkit.train.copied_layers import copy_norm
 from toolkit.train.draft_head import plan_head, start_head
@@ -53,6 +54,17 @@ def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_
     for name, value in starts["copied"].items():
         assert torch.equal(value, starts["random" if name == "fc.weight" else "target"][name]), name
     assert not torch.equal(starts["copied"]["fc.weight"], starts["target"]["fc.weight"])
+
+
+@pytest.mark.parametrize("init", ["target", "copied", "random"])
+def test_more_layers_than_there_are_to_copy_are_refused(tiny_target, tiny_draft, init):
+    """Before the copy, which would fail without a word of the setting; a random head may have any number."""
+    settings = TrainSettings(init=init, layers=tiny_target.n_layers + 1)
+    if init == "random":
+        assert plan_head(settings, tiny_target, tiny_draft.token_map).config.num_hidden_layers == settings.layers
+        return
+    with pytest.raises(TargetError, match=f"train.layers = {settings.layers}: .* layers to copy"):
+        plan_head(settings, tiny_target, tiny_draft.token_map)
 
 
 def test_several_layers_start_as_the_last_ones_in_order(tiny_target, tiny_draft):

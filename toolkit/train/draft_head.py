@@ -59,7 +59,7 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
     if settings.head == "eagle3":
         ids = settings.aux_layer_ids or default_aux_layer_ids(target.n_layers)
         check_aux_layer_ids(ids, target.n_layers)
-        if settings.init == "target" and settings.layers > target.n_layers:
+        if settings.init != "random" and settings.layers > target.n_layers:
             raise TargetError(f"train.layers = {settings.layers}: {target.name} has {target.n_layers} layers to copy")
         config = Eagle3Config.from_target_config(
             target.config,
