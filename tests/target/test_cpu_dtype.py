@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -38,12 +39,18 @@ def pretend_no_longer():
 
 
 @pytest.mark.parametrize("speedup, expected", [(1.6, torch.float32), (0.3, torch.bfloat16), (1.0, torch.bfloat16)])
-def test_the_faster_one_is_taken_and_remembered(monkeypatch, own_cache, speedup, expected):
-    """A second process must not measure again and come to another answer: stages would not fit each other."""
+def test_the_faster_one_is_taken_and_remembered(monkeypatch, own_cache, caplog, speedup, expected):
+    """A second process must not measure again and come to another answer: stages would not fit each other. What is kept
+    from now on is said, and where."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="toolkit")
     first = pretend(monkeypatch, speedup)
     assert cpu_dtype.fastest_cpu_dtype() == expected and len(first) == 1
+    assert f"{speedup:.2f} times" in caplog.text and f"kept in {own_cache / 'cpu_products.json'}" in caplog.text
+    caplog.clear()
     other = pretend(monkeypatch, 1 / speedup if speedup != 1 else 2.0)
     assert cpu_dtype.fastest_cpu_dtype() == expected and not other
+    assert "kept in" not in caplog.text
     assert len(json.loads((own_cache / "cpu_products.json").read_text())) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 
 import pytest
@@ -177,3 +178,16 @@ def test_no_float32_copy_where_it_does_not_pay(fast_float32, monkeypatch, why):
         )
     assert pack_linears(layer if why == "dtype" else layer.bfloat16()) == 1
     assert layer[0].packed_float32 is None
+
+
+def test_the_log_says_what_was_made(fast_float32, monkeypatch, caplog):
+    """A copy that was refused takes no memory."""
+    model = nn.ModuleDict({name: nn.Linear(width, 512, bias=False) for name, width in (("a", 512), ("b", 1024))})
+    pack = packed_linear._pack
+    wrong = lambda weight: weight.dtype == torch.float32 and weight.shape[1] == 1024  # noqa: E731
+    monkeypatch.setattr(packed_linear, "_pack", lambda weight: pack(-weight if wrong(weight) else weight))
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="toolkit"):
+        assert pack_linears(model.bfloat16()) == 2
+    assert model["a"].packed_float32 is not None and model["b"].packed_float32 is None
+    assert "that takes 1 MB" in caplog.text

@@ -46,11 +46,15 @@ def float32_speedup() -> float:
     except (OSError, WeightsError):
         known = {}
     if key not in known:
-        known = {**known, key: _measure()}
+        measured = _measure()
+        known = {**known, key: measured}
         try:
             write_json(path, known)
         except OSError as error:
             log.debug("%s cannot be written (%s): the measurement of this CPU is not kept", path, error)
+        else:
+            ratio = measured["float32_speedup"]
+            log.info("float32 products are %.2f times as fast as bfloat16 ones here; kept in %s", ratio, path)
     return float(known[key]["float32_speedup"])
 
 

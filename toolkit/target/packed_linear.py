@@ -29,7 +29,7 @@ log = get_logger(__name__)
 # Rounding of a sum over a few thousand products, relative to the largest result.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # From so many rows on float32 products pay (measured where they are 1.55 times as fast: the two cross at 32 to 64 rows,
-# with the conversions of input and result), from such a speedup on, and up to such a share of the memory.
+# with the conversions of input and result), from such a speedup on, and up to such a share of the memory in each model.
 MANY_ROWS = 64
 LEAST_SPEEDUP = 1.25
 MOST_MEMORY = 1 / 8
@@ -130,7 +130,8 @@ def pack_linears(model: nn.Module, tied: torch.Tensor | None = None) -> int:
 
 
 def hold_float32(layers: Sequence[PackedLinear]) -> None:
-    """Products of many rows in float32 from now on, where that pays here and all of these bfloat16 layers have room."""
+    """Products of many rows in float32 from now on, where that pays here and all of these bfloat16 layers have room:
+    one model's, of which each (target, head) may take MOST_MEMORY for itself."""
     layers = [layer for layer in layers if layer.packed.dtype == torch.bfloat16]
     needed = 4 * sum({id(layer.packed): layer.packed.numel() for layer in layers}.values())
     if not layers or (speedup := float32_speedup()) < LEAST_SPEEDUP:
@@ -143,10 +144,12 @@ def hold_float32(layers: Sequence[PackedLinear]) -> None:
         if id(layer.packed) not in made:
             made[id(layer.packed)] = _float32_of(layer)
         layer.packed_float32 = made[id(layer.packed)]
-    log.info(
-        "products of %d rows and more in float32, %.1f times as fast here; that takes %.0f MB", MANY_ROWS, speedup,
-        needed / 1e6,
-    )  # fmt: skip
+    taken = 4 * sum(wide.numel() for wide in made.values() if wide is not None)
+    if taken:
+        log.info(
+            "products of %d rows and more in float32, %.1f times as fast here; that takes %.0f MB", MANY_ROWS, speedup,
+            taken / 1e6,
+        )  # fmt: skip
 
 
 def _float32_of(layer: PackedLinear) -> torch.Tensor | None:
