@@ -108,7 +108,7 @@ def open_engine(
         check_nothing_drafts(wanted, adaptive)
     if token_map is not None:
         check_token_map_goes_with(head, token_map)
-    verify = verify_for(verify, head, wanted, drawing=graphs is None and ranks is None)
+    verify = verify_for(verify, head, wanted, drawing=graphs is None)
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
     loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
     loaded, head = load_both(name, head, token_map, ranks, **loading)
@@ -121,8 +121,8 @@ def open_engine(
 
 
 def verify_for(name: str, draft: Draft | None, shape: DraftShape | None, *, drawing: bool) -> str:
-    """The verifier's name. drawing: "auto" may draw drafts; graphs do not record that, and ranks do not tell each other
-    which request stated a seed. What does not go together is said here, before the target is loaded."""
+    """The verifier's name. drawing: "auto" may draw drafts; graphs do not record that. What does not go together is
+    said here, before the target is loaded."""
     name = "follow" if name == "auto" and not drawing else name
     choose_verifier(name, draft, shape)
     return name

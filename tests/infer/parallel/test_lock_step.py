@@ -17,6 +17,7 @@ import torch
 from toolkit.cli import main
 from toolkit.infer.attention.kv_cache import KVShape
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.errors import EngineError
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.llm import LLM
@@ -105,7 +106,8 @@ def test_other_tokens_than_rank_0():
 def test_offline(family, head_for, prompts):
     """The same tokens in two processes, step by step with requests that come, are refused and are aborted; an adaptive
     drafter on each. Then the follower dies in the middle of a step: the step must not wait for it for ever, what serves
-    is told, and nothing runs afterwards."""
+    is told, and nothing runs afterwards. A follower that took a seed of rank 0's making for a stated one would follow
+    where rank 0 draws, and be found to write other tokens."""
     options = {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu", "max_batch": 3}
     with LLM(**options) as alone:
         wanted = [answer.token_ids for answer in alone.generate(prompts, GREEDY)]
@@ -113,13 +115,18 @@ def test_offline(family, head_for, prompts):
     engine = llm.engine
     assert isinstance(engine.drafter.chooser, LeadersShape)
     assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
+    hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptiveShape, "choose", lambda self, requests: DraftShape.chain(4))  # as rank 0 tells the other
+        drawn = llm.generate([*prompts, *prompts], hot)
+    assert engine.verifier.name == "auto" and sum(answer.acceptance.accepted for answer in drawn) > 0
     requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     with pytest.raises(EngineError, match="vocabulary"):
         engine.add_request([999], GREEDY)
     engine.step()
     engine.step()
     engine.abort(requests[0])  # its row is taken by another one, on both ranks
-    engine.set_shape(DraftShape.parse("2,2,4"))
+    engine.set_shape(DraftShape.chain(2))
     while engine.has_work():
         engine.step()
         engine.check_integrity()

@@ -77,7 +77,9 @@ class LeadEngine(RankEngine):
         request = super().add_request(
             prompt_ids, params, speculative=speculative, shape=shape, request_id=request_id
         )  # what is refused here is never told
-        self.leader.tell(Add(request.arrival, request.prompt_ids, request.params, speculative, shape))
+        self.leader.tell(
+            Add(request.arrival, request.prompt_ids, request.params, speculative, shape, request.states_seed)
+        )
         return request
 
     def abort(self, request: Request) -> None:
@@ -110,8 +112,9 @@ def obey(engine: Engine, next_order: Callable[[], Order]) -> None:
     requests: dict[int, Request] = {}
     while not isinstance(order := next_order(), Stop):
         match order:
-            case Add(arrival, prompt_ids, params, speculative, shape):
+            case Add(arrival, prompt_ids, params, speculative, shape, states_seed):
                 requests[arrival] = engine.add_request(prompt_ids, params, speculative=speculative, shape=shape)
+                requests[arrival].states_seed = states_seed
                 assert requests[arrival].arrival == arrival, "the ranks count requests differently"
             case Abort(arrival):
                 engine.abort(requests.pop(arrival))

@@ -31,6 +31,7 @@ class Add:
     params: SamplingParams
     speculative: bool
     shape: DraftShape | None
+    states_seed: bool  # `params` came with a seed; they always have one here
 
 
 @dataclass(frozen=True)
