@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verify",
         choices=("follow", "rejection", "block"),
-        help="how drafts are accepted at a temperature above 0 (default: follow, as `toolkit serve --help` says); the "
-        "tokens of the others are not compared with plain decoding's",
+        help="how drafts are accepted at a temperature above 0 (default: follow; what each means: `toolkit serve "
+        "--help`); the tokens of the others are not compared with plain decoding's",
     )
     add_quantization_argument(group)
     add_compile_argument(group)

@@ -52,8 +52,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how drafts are accepted at a temperature above 0, the answers' law being the target's with each. follow: "
         "one seed writes what it writes without drafts. rejection and block: drafts are drawn from the head's law "
         "(chains only); a seed's tokens then depend on the drafts. auto (the default): block, which keeps most "
-        "drafts, for a head's chains and requests that state no seed; follow for the "
-        "rest, and with CUDA graphs or several ranks",
+        "drafts, for a head's chains and requests that state no seed; follow for the rest, and with "
+        "--cuda-graph-max-bs",
     )
     group.add_argument("--no-draft", action="store_true", help="decode plainly with the target that --draft names")
     group.add_argument(
@@ -80,9 +80,9 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
         "--torch-compile",
         action="store_true",
         default=None,
-        help="run the target's layers compiled, for shorter steps; on a CPU the first start compiles them, which takes "
-        "about half a minute and a C++ compiler, and later ones find them in TOOLKIT_CACHE; on a GPU (serve, chat) the "
-        "rounds of --cuda-graph-max-bs are compiled before they are recorded",
+        help="run the layers of target and head compiled, for shorter steps; on a CPU the first start compiles them, "
+        "which takes about a minute and a C++ compiler, and later ones find them in TOOLKIT_CACHE; on a GPU (serve, "
+        "chat) the rounds of --cuda-graph-max-bs are compiled before they are recorded",
     )
 
 

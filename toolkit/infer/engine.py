@@ -48,10 +48,11 @@ class Engine:
     made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
     and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
-    no seed, follow for the rest. Greedy answers are the same with each. adaptive: in every
-    step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see adaptive.py); False:
-    always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile: compiled layers (CPU).
-    graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which defines what they do.
+    no seed, follow for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
+    adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see
+    adaptive.py); False: always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile:
+    compiled layers (CPU). graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which
+    defines what they do.
     Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
     """
 
