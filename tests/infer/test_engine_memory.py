@@ -365,7 +365,6 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
     (True, 100, "rejection", "3,1,4"),
     (False, 100, "block", "3,1,4"),
     (True, 100, "auto", "3,1,4"),
-    pytest.param(False, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
     pytest.param(True, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):

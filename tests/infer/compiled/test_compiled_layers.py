@@ -269,15 +269,13 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_compiled_layers_over_integers_are_exact(
-    tiny_target_directory, tiny_draft, monkeypatch, tmp_path, quantization
-):
-    """Inductor's own programs over weights of a byte and of half of one, in fp32, plain and drafted: the answers of the
-    same target uncompiled. A program that multiplied by other levels, scales or rows would write others."""
+def test_compiled_layers_over_integers_are_exact(tiny_target_directory, monkeypatch, tmp_path, quantization):
+    """Inductor's own programs over weights of a byte and of half of one, in fp32, of prompts and of rows side by side:
+    the answers of the same target uncompiled. A program that multiplied by other levels, scales or rows would write
+    others."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     target = load_target(tiny_target_directory, quantization=quantization, dtype="float32")
     plain = answers(Engine(target))
     assert plain != answers(Engine(load_target(tiny_target_directory)))
-    assert answers(Engine(target, torch_compile=True)) == plain
-    assert answers(Engine(target, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3, torch_compile=True)) == plain
-    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 4
+    assert answers(Engine(target, max_batch=3, torch_compile=True)) == plain
+    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 2
