@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 
 import pytest
@@ -135,59 +134,3 @@ def test_a_joint_product_that_differs_is_not_taken(monkeypatch):
     assert pack_linears(block) == 2 and block["gate_proj"].packed is not block["up_proj"].packed
     x = torch.randn(3, 16)
     torch.testing.assert_close(block["up_proj"](x), before["up_proj"](x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture
-def fast_float32(monkeypatch):
-    """A CPU that multiplies float32 faster, with memory enough."""
-    monkeypatch.setattr(packed_linear, "float32_speedup", lambda: 1.6)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_many_rows_of_bfloat16_are_multiplied_in_float32(fast_float32, bias):
-    """The sums of the bfloat16 product, rounded once: a row's result is the exact sum's, whatever its company."""
-    torch.manual_seed(0)
-    block = nn.ModuleDict({name: nn.Linear(96, 24, bias=bias) for name in ("gate_proj", "up_proj")}).bfloat16()
-    before = copy.deepcopy(block)
-    assert pack_linears(block) == 2
-    gate, up = block["gate_proj"], block["up_proj"]
-    assert gate.packed_float32 is up.packed_float32 and gate.packed_float32.dtype == torch.float32
-    x = torch.randn(3, packed_linear.MANY_ROWS, 96).bfloat16()
-    taken = []
-    product = packed_linear.packed_product
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(packed_linear, "packed_product", lambda *args: taken.append(args[0].dtype) or product(*args))
-        for inputs in (x, x[0], x[0, 1:]):
-            got, exact = up(inputs), before["up_proj"].double()(inputs.double())
-            assert got.dtype == torch.bfloat16
-            torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-6)  # half a unit in the last place
-    assert taken == [torch.float32, torch.float32, torch.bfloat16], "63 rows are few"
-
-
-@pytest.mark.parametrize("why", ["slow", "memory", "dtype", "wrong"])
-def test_no_float32_copy_where_it_does_not_pay(fast_float32, monkeypatch, why):
-    layer = nn.Sequential(nn.Linear(32, 64, bias=False))
-    if why == "slow":
-        monkeypatch.setattr(packed_linear, "float32_speedup", lambda: 1.2)
-    if why == "memory":
-        monkeypatch.setattr(packed_linear, "usable_memory", lambda: 8 * 4 * 32 * 64 - 1)
-    if why == "wrong":
-        pack = packed_linear._pack
-        monkeypatch.setattr(
-            packed_linear, "_pack", lambda weight: pack(-weight if weight.dtype == torch.float32 else weight)
-        )
-    assert pack_linears(layer if why == "dtype" else layer.bfloat16()) == 1
-    assert layer[0].packed_float32 is None
-
-
-def test_the_log_says_what_was_made(fast_float32, monkeypatch, caplog):
-    """A copy that was refused takes no memory."""
-    model = nn.ModuleDict({name: nn.Linear(width, 512, bias=False) for name, width in (("a", 512), ("b", 1024))})
-    pack = packed_linear._pack
-    wrong = lambda weight: weight.dtype == torch.float32 and weight.shape[1] == 1024  # noqa: E731
-    monkeypatch.setattr(packed_linear, "_pack", lambda weight: pack(-weight if wrong(weight) else weight))
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="toolkit"):
-        assert pack_linears(model.bfloat16()) == 2
-    assert model["a"].packed_float32 is not None and model["b"].packed_float32 is None
-    assert "that takes 1 MB" in caplog.text

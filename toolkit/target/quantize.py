@@ -83,8 +83,7 @@ def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
 def weight_bits(model: PreTrainedModel) -> float:
     """Bits per weight as the model holds them, over the weights of the published model (tied ones counted once).
 
-    An output matrix that was tied before it was quantised takes memory of its own, and counts. Not counted: the
-    float32 copy that products of MANY_ROWS rows and more read in place of the weights (see packed_linear.py).
+    An output matrix that was tied before it was quantised takes memory of its own, and counts.
     """
     held, weights = 0, 0
     for weight in model.parameters():

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from toolkit.infer.compiled.compiled_layers import allowed_difference, forwards
 from toolkit.infer.compiled.drafting_attention import HeadLayer, drafting, drafting_layers
 from toolkit.infer.compiled.layer_program import (
+    TOKEN_RANGES,
     Program,
     TokenRange,
     compile_layer,
     program_for,
-    token_ranges,
     weights_of,
 )
 from toolkit.infer.errors import CompileError
@@ -61,7 +61,7 @@ class CompiledHead:
 
 def _call(layer: HeadLayer) -> Callable[..., Tensor]:
     weights = list(weights_of(layer).values())
-    programs = {tokens: _checked(layer, weights, tokens) for tokens in token_ranges([layer])}
+    programs = {tokens: _checked(layer, weights, tokens) for tokens in TOKEN_RANGES}
 
     def forward(*inputs: Any) -> Tensor:
         *tensors, attend = inputs

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.compiled.layer_program import (
+    TOKEN_RANGES,
     Program,
     TokenRange,
     compile_layer,
     program_for,
     tensors_in,
-    token_ranges,
     weights_of,
 )
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
@@ -117,7 +117,7 @@ class CompiledLayers:
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
         self._check_inputs(self._note(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
-        for tokens in token_ranges(self._layers):
+        for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
             noted = self._note(target, run, 1, tokens.example)
             kinds: dict[Any, Program] = {}

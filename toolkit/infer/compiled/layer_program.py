@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.compiled.packed_products import merge_products, stand_in, teach_inductor
+from toolkit.infer.compiled.packed_products import C_FUNCTIONS, merge_products, stand_in, teach_inductor
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
-from toolkit.target.packed_linear import MANY_ROWS, PackedLinear
+from toolkit.target.compile_cpp import compiler, cpu_flags
 
 logger = get_logger(__name__)
 
@@ -51,12 +49,7 @@ class TokenRange:
         return f"{self.first} {'and more' if self.last is None else f'to {self.last}'} tokens"
 
 
-def token_ranges(layers: Iterable[nn.Module]) -> list[TokenRange]:
-    """One token; several; and many, where products of many rows are others (see packed_linear.py)."""
-    one, parts = TokenRange(1, 1), (part for layer in layers for part in layer.modules())
-    if any(isinstance(part, PackedLinear) and part.packed_float32 is not None for part in parts):
-        return [one, TokenRange(2, MANY_ROWS - 1), TokenRange(MANY_ROWS, None)]
-    return [one, TokenRange(2, None)]
+TOKEN_RANGES = (TokenRange(1, 1), TokenRange(2, None))
 
 
 def program_for(tokens: int, programs: Mapping[TokenRange, Program]) -> Program:
@@ -148,11 +141,10 @@ def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
 
 def check_compiler() -> None:
     """Raises CompileError unless there is the C++ compiler that Inductor would call."""
-    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(name) is None:
+    if compiler() is None:
         raise CompileError(
-            f"torch_compile needs a C++ compiler once, and {name} is not there: install it (Debian, Ubuntu: apt "
-            "install g++), name another one in CXX, or leave --torch-compile out"
+            f"torch_compile needs a C++ compiler once, and {os.environ.get('CXX') or 'g++'} is not there: install it "
+            "(Debian, Ubuntu: apt install g++), name another one in CXX, or leave --torch-compile out"
         )
 
 
@@ -184,7 +176,8 @@ def _refused(layer: nn.Module, why: str, error: Exception | None) -> CompileErro
 def _compile(exported: Any, path: Path, what: str) -> None:
     teach_inductor()
     try:
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+        options = {"aot_inductor.custom_ops_to_c_shims": C_FUNCTIONS}
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
     except Exception as error:  # the compiler's own words are in the message
         raise CompileError(
             f"torch_compile: compiling {what} failed ({type(error).__name__}); leave --torch-compile out. {error}"
@@ -196,14 +189,6 @@ def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
     program = [str(exported.graph), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
     program.append(str(exported.range_constraints))
     layout = [(str(tensor.dtype), tuple(tensor.stride())) for tensor in inputs]
-    machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), _cpu_flags(), torch.get_num_threads()]
+    program += [declaration for declarations in C_FUNCTIONS.values() for declaration in declarations]
+    machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu_flags(), torch.get_num_threads()]
     return hashlib.sha256(repr((program, layout, machine)).encode()).hexdigest()[:32]
-
-
-def _cpu_flags() -> str:
-    """The instructions that this CPU has; empty where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

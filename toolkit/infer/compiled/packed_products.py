@@ -1,7 +1,8 @@
-"""How Inductor compiles products with packed weights: as the call of oneDNN that the eager layer makes.
+"""How Inductor compiles products with packed weights: as the call that the eager layer makes, without Python.
 
-Inductor knows that product for weights it packed itself, as constants of one program. Here a weight is an input, so
-that one program serves all layers; a packed tensor goes through a program as an opaque handle.
+Inductor knows oneDNN's product for weights it packed itself, as constants of one program. Here a weight is an input, so
+that one program serves all layers; a packed tensor goes through a program as an opaque handle. Our own product is a
+function of C, which a program calls by its name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import toolkit.target.packed_linear  # noqa: F401  (defines the operator)
+import toolkit.target.packed_linear  # noqa: F401  (defines the operators)
+from toolkit.target.blocked_product import OPERATOR
+
+# As Inductor makes it of the operator: tensors by handle, an optional one by the address of one, the result behind.
+C_FUNCTIONS = {
+    torch.ops.toolkit.blocked_product.default: [
+        f"AOTITorchError {OPERATOR}(AtenTensorHandle x, AtenTensorHandle blocks, AtenTensorHandle* bias, "
+        "int64_t outputs, AtenTensorHandle* result)"
+    ]
+}
 
 
 def stand_in(tensor: Tensor) -> Tensor:

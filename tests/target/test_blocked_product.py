@@ -1,0 +1,120 @@
+"""Our own product with bfloat16 weights, compiled for this CPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.target import blocked_product, compile_cpp
+from toolkit.target.blocked_product import from_blocks, takes, to_blocks
+from toolkit.target.packed_linear import PackedLinear
+
+NEEDED = all(flag in compile_cpp.cpu_flags() for flag in blocked_product.NEEDED) and compile_cpp.compiler()
+only_here = pytest.mark.skipif(not NEEDED, reason="needs AVX2 and a C++ compiler")
+
+
+@pytest.fixture
+def forgotten():
+    """The library is looked for anew, now and by later tests."""
+    blocked_product._library.cache_clear()
+    yield
+    blocked_product._library.cache_clear()
+
+
+@pytest.fixture
+def taken(forgotten, monkeypatch):
+    """Also where oneDNN would be left to multiply."""
+    monkeypatch.setattr(blocked_product, "BETTER_LEFT", "no such instruction")
+    if not takes(torch.zeros(1, 2, dtype=torch.bfloat16)):
+        pytest.fail("the product is not compiled here")
+
+
+@only_here
+@pytest.mark.parametrize("outputs, inputs", [(1, 2), (31, 6), (64, 72), (97, 130)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
+    """For every number of rows up to two tiles and some, for whole and broken blocks: within half a unit in the last
+    place of the product in float64 (and what float32 sums of so few lose), padding written nowhere."""
+    torch.manual_seed(0)
+    weight, offset = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
+    blocks = to_blocks(weight)
+    assert torch.equal(from_blocks(blocks, outputs), weight)
+    for rows in (*range(1, 27), 200):
+        x = torch.randn(rows, inputs).bfloat16()
+        exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        got = blocked_product.blocked_product(x, blocks, offset, outputs)
+        torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
+    assert blocked_product.blocked_product(x[:0], blocks, offset, outputs).shape == (0, outputs)
+
+
+@only_here
+def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken):
+    """Bit for bit: what a step verifies together it would have written alone."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(200, 96).bfloat16(), torch.randn(300, 96).bfloat16()
+    blocks, threads = to_blocks(weight), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = blocked_product.blocked_product(x, blocks, None, 200)
+        torch.set_num_threads(3)
+        assert torch.equal(blocked_product.blocked_product(x, blocks, None, 200), together)
+    finally:
+        torch.set_num_threads(threads)
+    for first, last in ((0, 1), (7, 8), (5, 17), (12, 61), (1, 300)):
+        part = x[first:last][None].transpose(0, 1).transpose(0, 1)
+        assert torch.equal(blocked_product.blocked_product(part, blocks, None, 200)[0], together[first:last])
+
+
+@only_here
+def test_infinities_and_nans_stay_what_they_are(taken):
+    weight = torch.eye(4, dtype=torch.bfloat16)
+    x = torch.tensor([[torch.inf, 1, 2, 3], [torch.nan, 1, 2, 3], [3.39e38, 1, 2, 3]]).bfloat16()
+    got = blocked_product.blocked_product(x, to_blocks(weight), None, 4)
+    assert got[0, 0] == torch.inf and got[1].isnan().all() and got[2, 0] == x[2, 0]
+
+
+@only_here
+def test_layers_take_it_for_bfloat16_of_an_even_width(taken):
+    for inputs, dtype, expected in ((72, torch.bfloat16, 4), (71, torch.bfloat16, 2), (72, torch.float32, 2)):
+        layer = PackedLinear(nn.Linear(inputs, 40).to(dtype))
+        assert layer.packed.dim() == expected
+
+
+@pytest.mark.parametrize("why", ["no compiler", "broken", "AMX", "old CPU"])
+def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeypatch, tmp_path, caplog, why):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="toolkit")
+    flags = {"AMX": ("amx_bf16", "avx2", "fma"), "old CPU": ("sse4_2",)}.get(why, ("avx2", "fma"))
+    monkeypatch.setattr(blocked_product, "cpu_flags", lambda: flags)
+    said = ""
+    if why == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        said = "no C++ compiler: blocked_product.cpp is not compiled"
+    if why == "broken":
+        broken = tmp_path / "broken.cpp"
+        broken.write_text("int main( {")
+        monkeypatch.setattr(blocked_product, "SOURCE", broken)
+        said = "broken.cpp cannot be compiled" if compile_cpp.compiler() else "no C++ compiler"
+    linear = nn.Linear(8, 8).bfloat16()
+    layer = PackedLinear(linear)
+    assert layer.packed.is_mkldnn and said in caplog.text and bool(caplog.text) == bool(said)
+    x = torch.randn(3, 8).bfloat16()
+    torch.testing.assert_close(layer(x), linear(x), rtol=2e-2, atol=2e-2)
+
+
+@only_here
+def test_the_next_process_compiles_nothing(forgotten, monkeypatch, tmp_path):
+    """And it shares PyTorch's threads: an OpenMP of its own would start as many again."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    first = compile_cpp.load_cpp(blocked_product.SOURCE)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    second = compile_cpp.load_cpp(blocked_product.SOURCE)
+    assert first.toolkit_block_width() == second.toolkit_block_width() in (16, 32)
+    library = next((tmp_path / "compiled").glob("blocked_product-*/library.so")).read_bytes()
+    openmp = compile_cpp.openmp_of_torch()
+    assert openmp is not None and openmp.rpartition("/")[2].partition(".so")[0].encode() in library
