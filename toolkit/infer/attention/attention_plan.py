@@ -21,8 +21,12 @@ from torch import Tensor
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.paged_plan import PagedPromptPlan, PagedTreePlan
 from toolkit.infer.kernels.choose import Ops, ops_for
+from toolkit.infer.kernels.cpu_attention import RowAttention, row_attention
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
+
+# New nodes of a row up to which one pass over its keys for every few of them beats a product of matrices.
+FEW = 16
 
 
 class AttentionPlan(Protocol):
@@ -81,13 +85,18 @@ class TreePlan:
         self._lengths = torch.tensor(lengths, device=node_mask.device)
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
+        self._at_home = _row_attention(cache, lengths, node_mask)
+        self._homes = (cache, slice(first_row, first_row + rows))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
-        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
-        keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window is not None and window >= self._span:
             window = None
+        if self._at_home is not None and window is None and softcap is None and sinks is None:
+            cache, rows = self._homes
+            return self._at_home(q, k, v, cache.home_keys[layer][rows], cache.home_values[layer][rows], scaling)
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window not in self._masks:
             self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
         return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
@@ -150,6 +159,14 @@ def tree_plan(
         begin = torch.tensor(lengths, device=device)
         return PagedTreePlan(cache, kernels, table, begin, span, node_mask, depths)
     return TreePlan(cache, lengths, node_mask, depths, first_row)
+
+
+def _row_attention(cache: KVCache, lengths: Sequence[int], node_mask: Tensor) -> RowAttention | None:
+    """One call for a layer's attention, where rows lie side by side on a CPU and few nodes are new."""
+    shape = cache.shape
+    if not cache.pool.homes or shape.device.type != "cpu" or node_mask.shape[1] > FEW:
+        return None
+    return row_attention(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
 
 
 def _paged_kernels(cache: KVCache) -> Ops | None:

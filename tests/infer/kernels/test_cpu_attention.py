@@ -1,0 +1,104 @@
+"""Attention of few nodes on a CPU in one call, against the same in torch's operators."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from toolkit.infer.attention.attention_plan import FEW, TreePlan
+from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.attention.page_pool import PagePool
+from toolkit.infer.kernels import cpu_attention
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.target import compile_cpp
+
+pytestmark = pytest.mark.skipif(
+    not compile_cpp.compiler() or any(flag not in compile_cpp.cpu_flags() for flag in cpu_attention.NEEDED),
+    reason="needs AVX2 and a C++ compiler",
+)
+SPAN = 96
+
+
+def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
+    """Attention of one layer -> what comes out [B, N, Hq, D], and the cache's keys and values."""
+    heads, kv_heads, width = case
+    rows, new, nodes = mask.shape
+    pool = PagePool(rows, SPAN, homes=True)
+    cache = KVCache(KVShape(1, kv_heads, width, dtype, torch.device("cpu")), pool)
+    for store, values in zip((cache.home_keys[0], cache.home_values[0]), drawn, strict=True):
+        for row, length in enumerate(lengths):
+            store[row, : length + nodes - new] = values[row, : length + nodes - new].to(dtype)
+    q, k, v = (
+        torch.randn(rows, new, count, width, generator=torch.Generator().manual_seed(7)).to(dtype).transpose(1, 2)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    plan = TreePlan(cache, lengths, mask, torch.zeros(rows, nodes, dtype=torch.long))
+    assert plan._at_home is not None
+    if not ours:
+        plan._at_home = None
+    return plan.attend(0, q, k, v, Scoring(0.2)), cache.home_keys[0], cache.home_values[0]
+
+
+@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("case", [(4, 4, 16), (9, 3, 64), (4, 1, 80), (8, 2, 112), (6, 6, 128)], ids=str)
+def test_it_is_what_torch_computes(case, dtype, allowed):
+    """Ragged rows and equal ones, chains, trees, nodes of an earlier pass, one node; keys and values lie where torch
+    puts them. A mask, a head, a position or a stride that was mistaken would be off by far more."""
+    torch.manual_seed(0)
+    for (new, nodes), lengths in itertools.product([(1, 1), (4, 4), (3, 8), (FEW, FEW)], [[37], [5, 64, 1], [16, 16]]):
+        drawn = torch.randn(2, len(lengths), SPAN, case[1], case[2])
+        mask = torch.rand(len(lengths), new, nodes) < 0.5
+        mask |= torch.eye(nodes, dtype=torch.bool)[nodes - new :]
+        found, expected = (forward(case, dtype, lengths, mask, drawn, ours=ours) for ours in (True, False))
+        torch.testing.assert_close(found[0].float(), expected[0].float(), rtol=allowed, atol=allowed)
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+
+
+def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
+    """Bit for bit: a chain verified together is the chain decoded node by node, in one row and beside others."""
+    torch.manual_seed(0)
+    case, threads = (9, 3, 64), torch.get_num_threads()
+    drawn = torch.randn(2, 12, SPAN, 3, 64)
+    chain = torch.ones(12, 5, 5, dtype=torch.bool).tril()
+    try:
+        torch.set_num_threads(3)
+        together = forward(case, torch.bfloat16, [61] * 12, chain, drawn, ours=True)[0]
+        torch.set_num_threads(1)
+        assert torch.equal(forward(case, torch.bfloat16, [61] * 12, chain, drawn, ours=True)[0], together)
+    finally:
+        torch.set_num_threads(threads)
+    for node in range(5):
+        kept = drawn[:, 3:4].clone()
+        q, k, v = (
+            torch.randn(12, 5, count, 64, generator=torch.Generator().manual_seed(7))[3:4, : node + 1].bfloat16()
+            for count in (9, 3, 3)
+        )
+        kept[0, :, 61 : 61 + node], kept[1, :, 61 : 61 + node] = k[:, :node].float(), v[:, :node].float()
+        attention = cpu_attention.row_attention(
+            torch.bfloat16, 64, 64, [61 + node], torch.ones(1, 1, 1, dtype=torch.bool)
+        )
+        alone = attention(
+            *(x[:, node:].transpose(1, 2) for x in (q, k, v)), kept[0].bfloat16(), kept[1].bfloat16(), 0.2
+        )
+        assert torch.equal(alone[0, 0], together[3, node])
+
+
+def test_shares_of_far_apart_scores():
+    """One key far ahead takes everything, and one far behind nothing: no overflow, no nan, exact zeros."""
+    case, mask = (1, 1, 16), torch.ones(1, 1, 1, dtype=torch.bool)
+    attention = cpu_attention.row_attention(torch.float32, 16, 16, [3], mask)
+    keys, values = torch.zeros(1, SPAN, 1, 16), torch.zeros(1, SPAN, 1, 16)
+    keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([-1e30, 500.0, 300.0]), torch.tensor([1e30, 2.0, 1e30])
+    one = torch.zeros(1, case[0], 1, 16)
+    one[..., 0] = 1.0
+    assert attention(one, -one, one, keys, values, 1.0)[0, 0, 0, 0] == 2.0
+
+
+def test_no_such_attention_for_other_heads():
+    mask = torch.ones(1, 1, 1, dtype=torch.bool)
+    assert cpu_attention.row_attention(torch.float32, 64, 64, [3], mask) is not None
+    assert cpu_attention.row_attention(torch.float32, 64, 32, [3], mask) is None, "DeepSeek's values are narrower"
+    assert cpu_attention.row_attention(torch.float32, 20, 20, [3], mask) is None
+    assert cpu_attention.row_attention(torch.float16, 64, 64, [3], mask) is None

@@ -1,0 +1,74 @@
+"""Attention of a few new nodes over rows that lie side by side in a cache, in one call of C++ (cpu_attention.cpp).
+
+Torch's operators do the same in a dozen calls, whose overhead is most of what attention costs a decoding step.
+
+Shapes: B rows, N new nodes a row, M nodes a row that are not committed, S positions of a row of the cache, Hq query
+and Hkv key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.target.compile_cpp import cpu_flags, load_cpp
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+NEEDED = ("avx2", "fma")
+FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
+# The tensors, lengths and mask; B, N, M, Hq, Hkv, D, a row of the cache, and the strides of q, k and v; the scaling.
+ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    if any(flag not in cpu_flags() for flag in NEEDED):
+        return None
+    library = load_cpp(SOURCE)
+    if library is not None:
+        for name in FUNCTIONS.values():
+            getattr(library, name).argtypes, getattr(library, name).restype = ARGUMENTS, None
+        library.toolkit_attention_lanes.restype = ctypes.c_int64
+    return library
+
+
+class RowAttention:
+    """What one forward's layers share: B rows of which the first lengths[b] positions are committed, node_mask [B, N,
+    M] bool of who sees whom (None: M = N = 1). Its result for a node is the same in any company."""
+
+    def __init__(self, function: Callable[..., None], lengths: Sequence[int], node_mask: Tensor) -> None:
+        self._function = function
+        self._lengths = torch.tensor(lengths)
+        self._rows, self._new, self._nodes = node_mask.shape
+        self._mask = None if self._nodes == 1 else node_mask.contiguous()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """q [B, Hq, N, D], k and v [B, Hkv, N, D]; keys and values [B, S, Hkv, D] of the cache -> [B, N, Hq, D].
+
+        The new keys and values are written behind the rows' earlier nodes.
+        """
+        rows, heads, new, width = q.shape
+        out = q.new_empty(rows, new, heads, width)
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        self._function(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            self._lengths.data_ptr(), None if self._mask is None else self._mask.data_ptr(),
+            rows, new, self._nodes, heads, k.shape[1], width, keys.stride(0),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scaling,
+        )  # fmt: skip
+        return out
+
+
+def row_attention(
+    dtype: torch.dtype, key_width: int, value_width: int, lengths: Sequence[int], node_mask: Tensor
+) -> RowAttention | None:
+    """None where this machine or heads so wide have none."""
+    library = _library() if dtype in FUNCTIONS and key_width == value_width else None
+    if library is None or key_width % library.toolkit_attention_lanes():
+        return None
+    return RowAttention(getattr(library, FUNCTIONS[dtype]), lengths, node_mask)
