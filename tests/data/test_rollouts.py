@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.batches import load_examples
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
+from toolkit.data.examples import load_examples
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.jsonl import DataError, read_rows
 from toolkit.data.rollout_files import held_out_ids
