@@ -66,9 +66,10 @@ def read_conversations(
     `limit` takes the first ones, or a sample drawn with `seed` when one is given; several sources take turns.
     Ids met a second time get a number (`id#2`). Raises `DataError` naming file:line, what came and what is needed.
 
-    Memory: the id and some 50 bytes a conversation, of a .jsonl file or a dataset on disk (16 bytes for each row of the
-    file while a sample is drawn; rows outside it are not looked at). Messages are held of what cannot be read again row
-    by row: .gz and .json files (these whole while they are read), and hub datasets with a limit.
+    Memory: the id and some 50 bytes a conversation, of a .jsonl file or a dataset on disk, and as much again in this
+    call (16 bytes for each row of the file while a sample is drawn; rows outside it are not checked). Messages are held
+    of what cannot be read again row by row: .gz and .json files (these whole while they are read), and hub datasets
+    with a limit.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if limit is not None and limit < 1:
@@ -192,16 +193,10 @@ def _on_demand(name: str, chosen: Sequence[int], row: Callable[[int], Row]) -> C
 
 
 def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
-    """Of rows that come one after another only, from the first with every call; a sample takes two."""
-
-    def each() -> Iterator[Conversation]:
-        return (conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in enumerate(rows()))
-
-    if limit is None or seed is None:
-        kept = list(itertools.islice(each(), limit))
-    else:
-        chosen = set(_chosen(sum(1 for _ in rows()), limit, seed))
-        kept = [one for at, one in enumerate(each()) if at in chosen]
+    """Of rows that come one after another only, from the first with every call; a sample counts them before."""
+    chosen = None if limit is None or seed is None else set(_chosen(sum(1 for _ in rows()), limit, seed))
+    taken = ((at, row) for at, row in enumerate(rows()) if chosen is None or at in chosen)
+    kept = [conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in itertools.islice(taken, limit)]
     return Conversations([one.id for one in kept], kept.__getitem__)
 
 
