@@ -27,7 +27,8 @@ from toolkit.bench.records import make_record
 from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.data.batches import Example, load_examples
+from toolkit.data.batches import Example
+from toolkit.data.examples import load_examples
 from toolkit.infer.acceptance import summarise
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine

@@ -17,7 +17,8 @@ from draft_loss import peak, restart_peak
 from training_features import FadingFeaturesTrainer
 from training_published import PublishedTrainer
 
-from toolkit.data.batches import BatchPlan, Example, load_examples
+from toolkit.data.batches import BatchPlan, Example
+from toolkit.data.examples import load_examples
 from toolkit.recipe import Recipe, TrainSettings
 from toolkit.train.current_head import as_draft, gathered_weights, head_of
 from toolkit.train.draft_head import regressed, trained_head
@@ -109,7 +110,7 @@ def benched(job: Job) -> TrainSettings:
 def rollouts_a_step(job: Job) -> int:
     """So many that a step holds about the job's tokens."""
     examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.max_length)
-    return max(1, round(job.tokens * len(examples) / sum(len(example.input_ids) for example in examples)))
+    return max(1, round(job.tokens * len(examples) / sum(examples.lengths)))
 
 
 def measured_steps(job: Job, trainer: Trainer) -> dict[str, Any]:

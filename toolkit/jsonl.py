@@ -6,10 +6,11 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 # A gzip file that is none, is cut short, or has damaged bytes.
 GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -51,6 +52,70 @@ def parse_row(line: str, where: str) -> dict[str, Any]:
             f"{where}: a {type(row).__name__} came, a JSON object (one per line) is needed: {line.strip()[:80]!r}"
         )
     return row
+
+
+class StoredRows:
+    """The rows of a .jsonl file, each read from it when it is asked for.
+
+    Memory: 16 bytes a row, whatever it holds (where it begins, its line number, a checksum). The file is opened for
+    every row, and once for a pass over all, so threads and forked processes may read side by side.
+    Raises `DataError` for a file that is absent or packed, a line that is no JSON object, and a row whose bytes are no
+    longer what they were at first; rows that are added behind do no harm. limit: of rows, from the first.
+    """
+
+    def __init__(self, path: str | Path, limit: int | None = None) -> None:
+        self.path = Path(path)
+        if self.path.suffix == ".gz":
+            raise DataError(f"{path} is packed, and its rows are read where they lie; unpack it first (gunzip)")
+        self._offsets, self._numbers, self._checksums = array("q"), array("I"), array("I")
+        offset = 0
+        with self._opened() as handle:
+            for number, line in enumerate(handle, 1):
+                if len(self) == limit:
+                    break
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._numbers.append(number)
+                    self._checksums.append(zlib.crc32(line))
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self._opened() as handle:
+            return self._row(handle, index)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self._opened() as handle:
+            for index in range(len(self)):
+                yield self._row(handle, index)
+
+    def where(self, index: int) -> str:
+        """file:line of a row."""
+        return f"{self.path}:{self._numbers[index]}"
+
+    def keep(self, order: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        self._offsets, self._numbers, self._checksums = (
+            array(column.typecode, (column[index] for index in order))
+            for column in (self._offsets, self._numbers, self._checksums)
+        )
+
+    def _opened(self) -> BinaryIO:
+        if not self.path.is_file():
+            raise DataError(f"{self.path} does not exist; a .jsonl file is needed there")
+        return self.path.open("rb")
+
+    def _row(self, handle: BinaryIO, index: int) -> dict[str, Any]:
+        handle.seek(self._offsets[index])
+        line, where = handle.readline(), self.where(index)
+        if zlib.crc32(line) != self._checksums[index]:
+            raise DataError(f"{where} was changed while the file was in use; start again, and leave it alone meanwhile")
+        try:
+            return parse_row(line.decode("utf-8"), where)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: {error}; whole UTF-8 text is needed, copy the file again") from error
 
 
 def cut_torn_line(path: str | Path) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.commands.pipeline import Run
 from toolkit.commands.stages import run_stages
-from toolkit.data.batches import load_examples
+from toolkit.data.examples import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.target.features import AuxCapture

@@ -10,7 +10,10 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
+from toolkit.commands import synthesize
 from toolkit.commands import train as train_command
+from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.recipe import PromptSettings
 from toolkit.target.load import Target
 
 
@@ -58,6 +61,27 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert "128" in capsys.readouterr().out
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     assert capsys.readouterr().out.count("skipped, up to date") == 3
+
+
+def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources' user turns, then the target's own, each with its provenance; one id for two prompts is refused."""
+    own = Path("made/p_synthesised.jsonl")
+
+    def synthesise(*given: object) -> str:
+        own.parent.mkdir(exist_ok=True)
+        own.write_text(json.dumps({"id": "synth-000000", "prompt": "own"}) + "\n")
+        return ""
+
+    monkeypatch.setattr(synthesize, "_synthesise", synthesise)
+    settings = PromptSettings(sources=("prompts.jsonl",), limit=2, synthesize=1)
+    said = synthesize.write_prompts(None, settings, 0, Path("made/p.jsonl"))
+    made = rows(Path("made/p.jsonl"))
+    assert said == "3 prompts, 3 user turns" and [len(row["messages"]) for row in made] == [1, 1, 1]
+    methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
+    assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
+    Path("prompts.jsonl").write_text(own.read_text())
+    with pytest.raises(ArgumentsError, match="'synth-000000' of the sources is one of self-synthesis"):
+        synthesize.write_prompts(None, settings, 0, Path("made/p.jsonl"))
 
 
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from toolkit.data.batches import BatchPlan, Example, collate, load_examples, process_share, supervised_mask
+from toolkit.data.batches import BatchPlan, Example, collate, process_share, supervised_mask
 from toolkit.data.jsonl import DataError
 
 NINE = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)  # p p p A0 A1 A2 E \n p
@@ -108,67 +105,3 @@ def test_collate_pads_right_and_never_supervises_padding() -> None:
     assert batch.lengths.tolist() == [3, 1]
     with pytest.raises(DataError, match="at least one"):
         collate([], 0)
-
-
-def row(identity: str, split: str, ids: list[int], spans: list[list[int]]) -> dict[str, object]:
-    return {"id": identity, "split": split, "input_ids": ids, "response_spans": spans}
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
-
-
-def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None:
-    """A long rollout still teaches with its beginning; one with nothing left to supervise does not count as data."""
-    path = write(
-        tmp_path / "rollouts.jsonl",
-        [
-            row("a", "train", [1, 2, 3, 4, 5, 6], [[2, 6]]),
-            row("b", "held_out", [1, 2, 3], [[1, 3]]),
-            row("c", "train", [1, 2, 3, 4, 5, 6], [[4, 6]]),
-        ],
-    )
-    examples, cut = load_examples(path, "train", 4)
-    assert examples == [Example("a", [1, 2, 3, 4], [False, False, True, True])] and cut == 2
-    assert load_examples(path, "held_out", 4)[1] == 0
-
-
-@pytest.mark.parametrize(
-    ("max_length", "kept", "told"),
-    [
-        (20, 10, None),
-        (10, 10, None),
-        (9, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
-        (6, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
-        (5, 5, "0 end at the border of a turn, 1 within their first answer; 3 response ids"),
-    ],
-)
-def test_long_conversations_end_at_a_turn(tmp_path: Path, caplog, max_length: int, kept: int, told: str | None) -> None:
-    """An answer's end would be missing in silence, or a whole conversation; what is gone is counted."""
-    row = {"id": "a", "split": "train", "input_ids": list(range(10)), "response_spans": [[2, 6], [8, 10]]}
-    (example,), cut = load_examples(write(tmp_path / "r.jsonl", [row]), "train", max_length)
-    assert len(example.input_ids) == len(example.response) == kept and cut == (told is not None)
-    assert (told in caplog.text) if told else not caplog.text
-
-
-def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
-    """Rollouts are written as they end: with another batch size in another order, which must not change a training."""
-    rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]
-    examples, _ = load_examples(write(tmp_path / "r.jsonl", rows), "train", 8)
-    assert [example.id for example in examples] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ({"id": "x", "split": "train"}, "input_ids, response_spans"),
-        (row("x", "train", [1, 2], [[1, 3]]), "outside"),
-        (row("x", "held_out", [1, 2, 3], [[1, 3]]), "no usable 'train'"),
-        (row("empty", "train", [], []), "1 without supervised ids"),
-    ],
-)
-def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:
-    """A wrong file handed to the trainer must not become an empty or shifted data set."""
-    with pytest.raises(DataError, match=message):
-        load_examples(write(tmp_path / "r.jsonl", [bad]), "train", 16)

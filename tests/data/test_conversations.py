@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,31 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_conversations(tmp_path / name)
 
 
-def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path) -> None:
-    """A recipe with a limit must give the same prompts again."""
-    path = write(tmp_path / "many.jsonl", [{"prompt": f"question {i}"} for i in range(50)])
+@pytest.mark.parametrize("name", ["many.jsonl", "many.jsonl.gz", "many.json"])
+def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path, name: str) -> None:
+    """A recipe with a limit must give the same prompts again, whatever they are packed in and in every version."""
+    path = write(tmp_path / name, [{"prompt": f"question {i}"} for i in range(50)])
     assert [one.id for one in read_conversations(path, limit=3)] == ["many-0", "many-1", "many-2"]
     sample = read_conversations(path, limit=10, seed=1)
-    assert sample == read_conversations(path, limit=10, seed=1) != read_conversations(path, limit=10, seed=2)
+    chosen = [4, 16, 21, 22, 25, 27, 30, 40, 42, 48]
+    assert sample.ids == [f"many-{i}" for i in chosen]
+    assert [one.messages[0]["content"] for one in sample] == [f"question {i}" for i in chosen]
+    assert sample.ids != read_conversations(path, limit=10, seed=2).ids
+    assert len(read_conversations(path, limit=60, seed=1)) == 50
     with pytest.raises(DataError, match="limit 0"):
         read_conversations(path, limit=0)
+
+
+@pytest.mark.parametrize("name, limit", [("long.jsonl", None), ("long.jsonl", 9), ("long.jsonl.gz", 9)])
+def test_memory_does_not_grow_with_the_messages(tmp_path: Path, name: str, limit: int | None) -> None:
+    """A file larger than memory, here 8 MB of text: held are the ids, a sample, and the conversation that is read."""
+    path = write(tmp_path / name, [{"prompt": f"{i} " * 7000} for i in range(300)])
+    tracemalloc.start()
+    read = read_conversations([path], limit=limit, seed=None if limit is None else 3)
+    total = sum(len(one.messages[0]["content"]) for one in read)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(read) == (limit or 300) and total > 14_000 * len(read) and peak < 1_000_000
 
 
 def test_several_sources_take_turns_and_keep_ids_apart(tmp_path: Path) -> None:
@@ -123,7 +141,7 @@ def test_written_conversations_are_read_again(tmp_path: Path) -> None:
     """The prompts stage writes what the rollouts stage reads."""
     conversations = [Conversation("a", ({"role": "user", "content": "naïve 東京\n\u2028?"},))]
     assert write_conversations(tmp_path / "p.jsonl", conversations, {"a": {"source": "test"}}) == 1
-    assert read_conversations(tmp_path / "p.jsonl") == conversations
+    assert list(read_conversations(tmp_path / "p.jsonl")) == conversations
     assert next(read_rows(tmp_path / "p.jsonl"))[1]["provenance"] == {"source": "test"}
 
 
@@ -142,7 +160,8 @@ def test_datasets_from_a_directory(
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(rows).save_to_disk(str(saved))
     for source in (f"hub:{folder}:train", str(folder), str(saved), f"hub:{saved}"):
-        assert len(read_conversations(source, limit=limit, seed=seed)) == (limit or 5)
+        read = read_conversations(source, limit=limit, seed=seed)
+        assert len(read) == len({one.messages[0]["content"] for one in read}) == (limit or 5)
     with pytest.raises(DataError, match="split 'nope'"):
         read_conversations(f"hub:{folder}:nope")
 

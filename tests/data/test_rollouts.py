@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.batches import load_examples
+from toolkit.data import rollouts
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
+from toolkit.data.examples import load_examples
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.jsonl import DataError, read_rows
 from toolkit.data.rollout_files import held_out_ids
@@ -108,6 +110,37 @@ def test_turns_go_in_waves_with_everything_at_once(
 
     write(generate)
     assert sizes == [24, 16, 8]
+
+
+def test_conversations_are_taken_a_wave_at_a_time(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of conversations larger than memory: while a wave is answered, and while an interrupted run is picked up,
+    no message of another one is held."""
+
+    class Text(str):
+        """A text that can be watched."""
+
+    alive: WeakSet[Text] = WeakSet()
+    most = 0
+
+    class OnDemand(Sequence):
+        def __len__(self) -> int:
+            return len(CONVERSATIONS)
+
+        def __getitem__(self, index: int) -> Conversation:
+            nonlocal most
+            one = CONVERSATIONS[index]
+            said = [message | {"content": Text(f"{one.id}: {message['content']}")} for message in one.messages]
+            alive.update(message["content"] for message in said)
+            most = max(most, len({text.partition(":")[0] for text in alive}))
+            return Conversation(one.id, tuple(said))
+
+    monkeypatch.setattr(rollouts, "CONVERSATIONS_PER_WAVE", 4)
+    with pytest.raises(KeyboardInterrupt):
+        write(fake_target(tokenizer, answer, 30), OnDemand())
+    assert write(fake_target(tokenizer, answer), OnDemand())["rollouts"] == 24
+    assert 4 <= most <= 9, "a wave, the one before it, and one that is compared"
 
 
 @pytest.mark.parametrize("die_after", [0, 1, 11, 30, 47])

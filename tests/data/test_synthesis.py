@@ -125,11 +125,11 @@ def test_more_prompts_go_on_from_the_attempts_made(
 ) -> None:
     """Asking for more later must keep the first ones and cost only the difference."""
     synthesise(fake_target(tokenizer, turn))
-    first = read_conversations(tmp_path / "prompts.jsonl")
+    first = list(read_conversations(tmp_path / "prompts.jsonl"))
     made = len(list(read_rows(tmp_path / "attempts.jsonl")))
     more = fake_target(tokenizer, turn)
     synthesise(more, PromptSettings(synthesize=40, max_tokens=60))
-    assert read_conversations(tmp_path / "prompts.jsonl")[:30] == first
+    assert list(read_conversations(tmp_path / "prompts.jsonl"))[:30] == first
     assert {NUMBER_OF[request.seed] for request in more.calls}.isdisjoint(range(made))
 
 

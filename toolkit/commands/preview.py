@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the first rollouts of a split, in the order in which they are numbered for training."""
-    from toolkit.data.batches import load_examples
+    from toolkit.data.examples import load_examples
     from toolkit.data.jsonl import DataError, read_rows
     from toolkit.target.load import load_tokenizer
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"{args.rollouts} does not say which target wrote it; name it with --target")
     tokenizer = load_tokenizer(name)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for example in examples[: args.limit]:
+    for example in islice(examples, args.limit):
         kinds = token_kinds(example.response)
         print(f"{example.id}: {kinds.count(SUPERVISED)} of {len(kinds)} tokens supervised")
         print(painted(example, kinds, tokenizer, coloured), end="\n\n")

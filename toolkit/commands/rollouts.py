@@ -61,6 +61,8 @@ def answer_prompts(
 ) -> str:
     """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline.
 
+    Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
+
     capture: keeps features, given the engine and the conversations (see feature_capture.py).
     """
     from toolkit.commands.progress_bar import progress_bar

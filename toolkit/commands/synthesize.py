@@ -11,7 +11,6 @@ from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_argumen
 from toolkit.recipe import PromptSettings
 
 if TYPE_CHECKING:
-    from toolkit.data.conversations import Conversation
     from toolkit.target.target import Target
 
 HELP = "collect the prompts of a recipe: from its sources, and written by the target itself"
@@ -42,28 +41,27 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
     """Write {"id", "messages", "provenance"} rows to `out`: the sources' user turns first, then the target's own.
 
     What the target wrote before a kill is kept beside `out` (attempts.jsonl) and used again. Returns a headline.
+    Memory: what `read_conversations` says, some 100 bytes a prompt, and all of what the target writes itself.
     """
     from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 
-    conversations: list[Conversation] = []
+    parts = []
     provenance: dict[str, dict[str, object]] = {}
     if settings.sources:
-        found = read_conversations(settings.sources, settings.limit, seed)
-        conversations += [user_turns(one) for one in found]
-        provenance = {one.id: {"method": "sources", "sources": list(settings.sources)} for one in found}
+        parts.append(read_conversations(settings.sources, settings.limit, seed))
+        provenance = dict.fromkeys(parts[0].ids, {"method": "sources", "sources": list(settings.sources)})
     if settings.synthesize:
         own = out.with_name(f"{out.stem}_synthesised.jsonl") if settings.sources else out
         told = _synthesise(target, settings, seed, own)
         if not settings.sources:
             return told
-        taken = set(provenance)
-        for one in read_conversations(own):
-            if one.id in taken:
-                raise ArgumentsError(f"id {one.id!r} of the sources is one of self-synthesis; rename it in the source")
-            conversations.append(one)
-            provenance[one.id] = {"method": "self-synthesis", "file": own.name}
-    count = write_conversations(out, conversations, provenance)
-    turns = sum(message["role"] == "user" for one in conversations for message in one.messages)
+        parts.append(read_conversations(own))
+        twice = provenance.keys() & parts[1].ids
+        if twice:
+            raise ArgumentsError(f"id {min(twice)!r} of the sources is one of self-synthesis; rename it in the source")
+        provenance |= dict.fromkeys(parts[1].ids, {"method": "self-synthesis", "file": own.name})
+    turns = sum(message["role"] == "user" for part in parts for one in part for message in one.messages)
+    count = write_conversations(out, (user_turns(one) for part in parts for one in part), provenance)
     return f"{count} prompts, {turns} user turns"
 
 

@@ -1,4 +1,4 @@
-"""Rollouts as training batches: examples, the plan of an epoch, right padding, and which predictions are supervised.
+"""Training batches: the plan of an epoch, right padding, and which predictions are supervised.
 
 Shapes: B sequences, L positions (the longest of the batch).
 """
@@ -6,18 +6,14 @@ Shapes: B sequences, L positions (the longest of the batch).
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.data.jsonl import DataError, read_rows
-from toolkit.log import get_logger
-
-logger = get_logger(__name__)
+from toolkit.data.jsonl import DataError
 
 # Batches are cut from runs of this many shuffled batches sorted by length: little padding, still a random order.
 BATCHES_PER_BUCKET = 32
@@ -64,83 +60,14 @@ class Batch:
             yield from ((row, start, end) for start, end in zip(begins, [*begins[1:], length], strict=True))
 
 
-def load_examples(
-    path: str | Path, split: str, max_length: int, target: str | None = None
-) -> tuple[list[Example], int]:
-    """Examples of one split ("train" or "held_out") of a rollouts.jsonl, and how many were cut to `max_length` ids.
-
-    target: whose greedy answers are known as such; None: nobody's.
-
-    A longer one ends after its last answer that fits whole; where not even the first does, within that. What is lost is
-    counted in a warning.
-    They come in the order of their ids: in the file they lie as they ended, which depends on how they were batched.
-    An example with nothing to supervise (no two neighbouring response ids left) is left out with a warning.
-    Raises `DataError` for rows that are no rollouts and when no example of the split is left.
-    """
-    if max_length < 3:
-        raise DataError(f"max_length {max_length} came; at least 3 ids are needed to predict one from two")
-    examples: list[Example] = []
-    cut = empty = other = inside = lost = 0
-    for number, row in read_rows(path):
-        example = _example(row, f"{path}:{number}", target)
-        if row["split"] != split:
-            other += 1
-            continue
-        end = _turn_border(example.response, max_length)
-        cut += end < len(example.response)
-        inside += end < len(example.response) and example.response[end]
-        lost += sum(example.response[end:])
-        ids, response = example.input_ids[:end], example.response[:end]
-        if any(a and b for a, b in zip(response, response[1:], strict=False)):
-            examples.append(Example(example.id, ids, response, example.greedy))
-        else:
-            empty += 1
-    if cut:
-        logger.warning(
-            f"{path}: {cut} {split} rollouts are longer than {max_length} ids: {cut - inside} end at the border of a "
-            f"turn, {inside} within their first answer; {lost} response ids are left out"
-        )
-    if empty:
-        logger.warning(f"{path}: {empty} {split} rollouts left out: nothing to supervise within {max_length} ids")
-    if not examples:
-        raise DataError(
-            f"{path} has no usable {split!r} rollouts ({empty} without supervised ids within {max_length}, "
-            f"{other} of other splits); write more rollouts, raise max_length, or change the held-out share"
-        )
-    return sorted(examples, key=lambda example: example.id), cut
-
-
-def _turn_border(response: list[bool], max_length: int) -> int:
-    """Where to end: whole if it fits, else behind the last answer that ends by then, else at `max_length`."""
-    if len(response) <= max_length:
-        return len(response)
-    ends = (at for at in range(max_length, 1, -1) if response[at - 1] and response[at - 2] and not response[at])
-    return next(ends, max_length)
-
-
-def _example(row: dict[str, Any], where: str, target: str | None) -> Example:
-    absent = [name for name in ("id", "input_ids", "response_spans", "split") if name not in row]
-    if absent:
-        raise DataError(f"{where}: a rollout needs {', '.join(absent)}; it has {', '.join(row) or 'nothing'}")
-    ids = row["input_ids"]
-    response = [False] * len(ids)
-    for start, end in row["response_spans"]:
-        if not 0 <= start < end <= len(ids):
-            raise DataError(f"{where}: response span [{start}, {end}) is empty or outside the {len(ids)} input_ids")
-        response[start:end] = [True] * (end - start)
-    written = row.get("provenance") or {}
-    own = target is not None and written.get("target") == target and written.get("temperature") == 0
-    # Earlier turns are the template's rendering of answers, whose ids need not be those that were written.
-    return Example(str(row["id"]), ids, response, own and len(row["response_spans"]) == 1)
-
-
 class BatchPlan:
     """Which examples form which global batch, in which order: a pure function of (lengths, global_batch, seed, epoch).
 
     Every epoch holds each example once. Examples are shuffled, cut into runs of `BATCHES_PER_BUCKET` batches, sorted by
     length inside a run, cut into batches, and the batches are shuffled. The remainder is kept as one short batch (which
     may give a process nothing when there are more processes than its rows). The number of processes plays no part: a
-    process takes its share of each global batch with `process_share`.
+    process takes its share of each global batch with `process_share`. Memory: 8 bytes an example, and some 60 more
+    while an epoch goes on.
     """
 
     def __init__(self, lengths: Sequence[int], global_batch: int, seed: int) -> None:
@@ -148,7 +75,7 @@ class BatchPlan:
             raise DataError(f"global_batch {global_batch} came; at least 1 sequence is needed")
         if not lengths:
             raise DataError("no examples came; a plan needs at least one")
-        self.lengths = list(lengths)
+        self.lengths = array("q", lengths)
         self.global_batch = global_batch
         self.seed = seed
 

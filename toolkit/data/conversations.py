@@ -13,14 +13,15 @@ import gzip
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.chat_roles import ROLES
 from toolkit.data.chat_template import Message
-from toolkit.jsonl import GZIP_ERRORS, DataError, read_rows
+from toolkit.jsonl import GZIP_ERRORS, DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
 
@@ -29,6 +30,9 @@ logger = get_logger(__name__)
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it stands, for errors, and what it holds."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +43,48 @@ class Conversation:
     messages: tuple[Message, ...]
 
 
+class Conversations(Sequence[Conversation]):
+    """Conversations whose ids are held, and whose messages are read when they are asked for."""
+
+    def __init__(self, ids: Sequence[str], read: Callable[[int], Conversation]) -> None:
+        self.ids, self._read = ids, read
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]  # no slices
+        return Conversation(self.ids[index], self._read(index).messages)
+
+
 def read_conversations(
     source: str | Path | Sequence[str | Path], limit: int | None = None, seed: int | None = None
-) -> list[Conversation]:
+) -> Conversations:
     """Conversations of one source or several.
 
     A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load (or wrote with
     `save_to_disk`), or `hub:org/name[:split]` (split "train" by default; a local path in place of org/name works too).
     `limit` takes the first ones, or a sample drawn with `seed` when one is given; several sources take turns.
     Ids met a second time get a number (`id#2`). Raises `DataError` naming file:line, what came and what is needed.
+
+    Memory: the id and some 50 bytes a conversation, of a .jsonl file or a dataset on disk, and as much again in this
+    call (16 bytes for each row of the file while a sample is drawn; rows outside it are not checked). Messages are held
+    of what cannot be read again row by row: .gz and .json files (these whole while they are read), and hub datasets
+    with a limit.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if limit is not None and limit < 1:
         raise DataError(f"limit {limit} came; at least 1 conversation is needed (or no limit)")
     each = [_read_one(str(one), limit, seed) for one in sources]
-    turns = (conversation for row in itertools.zip_longest(*each) for conversation in row if conversation is not None)
-    chosen = list(itertools.islice(turns, limit))
-    if not chosen:
+    longest = max(map(len, each), default=0)
+    turns = ((one, at) for at in range(longest) for one, read in enumerate(each) if at < len(read))
+    source_of, place = array("I"), array("q")
+    for one, at in itertools.islice(turns, limit):
+        source_of.append(one)
+        place.append(at)
+    if not place:
         raise DataError(f"no conversations in {', '.join(map(str, sources)) or 'an empty list of sources'}")
-    return _with_unique_ids(chosen)
+    ids = _unique([each[one].ids[at] for one, at in zip(source_of, place, strict=True)])
+    return Conversations(ids, lambda index: each[source_of[index]][place[index]])
 
 
 def user_turns(conversation: Conversation) -> Conversation:
@@ -130,26 +157,47 @@ def _id(row: Mapping[str, Any], default_id: str) -> str:
     return f"{default_id.rsplit('-', 1)[0]}-{row['question_id']}" if row.get("question_id") is not None else default_id
 
 
-def _read_one(source: str, limit: int | None, seed: int | None) -> list[Conversation]:
+def _read_one(source: str, limit: int | None, seed: int | None) -> Conversations:
     """At most `limit` conversations of one source: the first, or a sample when there is a seed."""
-    if source.startswith(HUB) or Path(source).is_dir():
-        name, rows = _dataset_rows(source, limit, seed)
-    else:
-        path = Path(source)
-        name = path.name.split(".")[0]
-        rows = _json_list(path) if ".json" in path.suffixes else _json_lines(path)
-    read = (conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in enumerate(rows))
-    if limit is None or seed is None:
-        return list(itertools.islice(read, limit))
-    everything = list(read)
-    order = random.Random(f"conversations {seed}").sample(range(len(everything)), min(limit, len(everything)))
-    return [everything[index] for index in sorted(order)]
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    path = Path(source)
+    if source.startswith(HUB) or path.is_dir():
+        return _of_dataset(source, limit, seed)
+    name = path.name.split(".")[0]
+    if ".json" in path.suffixes:
+        return _held(name, lambda: _json_list(path), limit, seed)
     if path.is_file() and ".jsonl" not in path.suffixes:
         raise DataError(f"{path} came; a .jsonl, .jsonl.gz, .json, a directory or hub:org/name is needed")
-    return ((f"{path}:{number}", row) for number, row in read_rows(path))
+    if path.suffix == ".gz":
+        return _held(name, lambda: ((f"{path}:{number}", row) for number, row in read_rows(path)), limit, seed)
+    rows = StoredRows(path, limit if seed is None else None)
+    chosen = _chosen(len(rows), limit, seed)
+    rows.keep(chosen)
+    return _on_demand(name, chosen, lambda at: (rows.where(at), rows[at]))
+
+
+def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
+    """Which of `count` rows are taken, ascending."""
+    if limit is None or limit >= count:
+        return range(count)
+    return range(limit) if seed is None else sorted(random.Random(f"conversations {seed}").sample(range(count), limit))
+
+
+def _on_demand(name: str, chosen: Sequence[int], row: Callable[[int], Row]) -> Conversations:
+    """Of rows that can be read again: `row` gives the n-th chosen one. All are read once, for their ids and errors."""
+
+    def read(at: int) -> Conversation:
+        where, found = row(at)
+        return conversation_from_row(found, where, f"{name}-{chosen[at]}")
+
+    return Conversations([read(at).id for at in range(len(chosen))], read)
+
+
+def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
+    """Of rows that come one after another only, from the first with every call; a sample counts them before."""
+    chosen = None if limit is None or seed is None else set(_chosen(sum(1 for _ in rows()), limit, seed))
+    taken = ((at, row) for at, row in enumerate(rows()) if chosen is None or at in chosen)
+    kept = [conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in itertools.islice(taken, limit)]
+    return Conversations([one.id for one in kept], kept.__getitem__)
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,8 +222,8 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}[{at}]", row
 
 
-def _dataset_rows(source: str, limit: int | None, seed: int | None) -> tuple[str, Iterator[tuple[str, dict[str, Any]]]]:
-    """(short name, rows) of a hub dataset, streamed when there is a limit, or of a local directory."""
+def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:
+    """Of a hub dataset, streamed when there is a limit, or of a local directory."""
     import datasets  # seconds to import, and only this source needs it
 
     name, _, split = source.removeprefix(HUB).partition(":")
@@ -194,12 +242,22 @@ def _dataset_rows(source: str, limit: int | None, seed: int | None) -> tuple[str
             f"{source}: split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: {error}); "
             "check the name, the split and the network"
         ) from error
-    if isinstance(rows, datasets.IterableDataset):
-        rows = rows.take(limit)
-    return folder.name, _rows_while_read(source, rows)
+    if isinstance(rows, datasets.IterableDataset):  # shuffled already
+        return _held(folder.name, lambda: _rows_while_read(source, rows.take(limit)), limit, None)
+    chosen = _chosen(len(rows), limit, seed)
+    return _on_demand(folder.name, chosen, lambda at: _row_on_disk(source, rows, chosen[at]))
 
 
-def _rows_while_read(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _row_on_disk(source: str, rows: Any, at: int) -> Row:
+    try:
+        return f"{source} row {at}", dict(rows[at])
+    except _loading_errors() as error:
+        raise DataError(
+            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); fetch the dataset again"
+        ) from error
+
+
+def _rows_while_read(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     """A streamed dataset is fetched while it is read: the network, or a file of it, may fail in any row."""
     at = 0
     try:
@@ -219,17 +277,17 @@ def _loading_errors() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, KeyError, RuntimeError, DatasetsError, *GZIP_ERRORS)
 
 
-def _with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
+def _unique(ids: list[str]) -> list[str]:
     taken: set[str] = set()
-    result: list[Conversation] = []
-    for one in conversations:
-        name, number = one.id, 1
+    renamed = 0
+    for at, one in enumerate(ids):
+        name, number = one, 1
         while name in taken:
             number += 1
-            name = f"{one.id}#{number}"
+            name = f"{one}#{number}"
         taken.add(name)
-        result.append(one if name == one.id else Conversation(name, one.messages))
-    renamed = sum(a is not b for a, b in zip(conversations, result, strict=True))
+        renamed += name != one
+        ids[at] = name
     if renamed:
-        logger.warning(f"{renamed} of {len(result)} conversations had an id met before; they got a number behind it")
-    return result
+        logger.warning(f"{renamed} of {len(ids)} conversations had an id met before; they got a number behind it")
+    return ids

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
-from toolkit.data.conversations import Conversation, conversation_from_row, user_turns
-from toolkit.jsonl import DataError, read_rows
+from toolkit.data.conversations import Conversation, Conversations, conversation_from_row, user_turns
+from toolkit.jsonl import DataError, StoredRows
 
 
-def read_pool(rollouts: str | Path) -> list[Conversation]:
+def read_pool(rollouts: str | Path) -> Conversations:
     """What was asked in the training split of a rollouts file, in the order of the ids; held-out prompts stay unseen.
 
+    Memory: the id and some 30 bytes for each; messages are read when they are asked for.
     Raises `DataError` for rows without messages, and when there is none.
     """
-    pool = []
-    for number, row in read_rows(rollouts):
+    rows = StoredRows(rollouts)
+    pool: list[tuple[str, int]] = []  # id, place among the rows
+    for at, row in enumerate(rows):
         if row.get("split") != "train":
             continue
-        where = f"{rollouts}:{number}"
         if not row.get("messages"):
             raise DataError(
-                f"{where}: the rollout holds no messages, so its prompt cannot be answered afresh; rollouts that "
-                "`toolkit rollouts` wrote are needed (or train.rollout_every=null)"
+                f"{rows.where(at)}: the rollout holds no messages, so its prompt cannot be answered afresh; rollouts "
+                "that `toolkit rollouts` wrote are needed (or train.rollout_every=null)"
             )
-        pool.append(user_turns(conversation_from_row(row, where, str(row["id"]))))
+        pool.append((conversation_from_row(row, rows.where(at), str(row["id"])).id, at))
     if not pool:
         raise DataError(f"{rollouts} has no rollouts of the training split, so there are no prompts to answer afresh")
-    return sorted(pool, key=lambda one: one.id)
+    pool.sort(key=itemgetter(0))
+    rows.keep([at for _, at in pool])
+    return Conversations(
+        [name for name, _ in pool], lambda at: user_turns(conversation_from_row(rows[at], rows.where(at), ""))
+    )
 
 
 def take_prompts(pool: Sequence[Conversation], seed: int, start: int, count: int) -> list[Conversation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,11 @@ class Tally:
 
 def read_finished(
     paths: RolloutPaths,
-    asked: Mapping[str, Conversation],
+    asked: Callable[[str], Conversation | None],
     held_out: Collection[str],
-    provenance: Mapping[str, Mapping[str, Any]],
+    provenance: Callable[[str], Mapping[str, Any]],
 ) -> tuple[set[str], Tally]:
-    """Ids done in an earlier run, and their tally; a torn last line is cut. `provenance` by id.
+    """Ids done in an earlier run, and their tally; a torn last line is cut. `asked` and `provenance` of an id.
 
     Raises `DataError` for a row of other prompts or other settings: such a file would mix two sets of rollouts.
     """
@@ -100,14 +100,15 @@ def read_finished(
             logger.warning(f"{path}: cut a torn last line")
         for number, row in read_rows(path) if path.exists() else ():
             where = f"{path}:{number}"
-            if row.get("id") not in asked or row["id"] in done:
+            one = asked(row.get("id", ""))
+            if one is None or row["id"] in done:
                 raise DataError(f"{where}: id {row.get('id')!r} is not among the prompts, or came before; {REMEDY}")
             done.add(row["id"])
             if path == paths.skipped:
                 tally.skipped[row["reason"]] += 1
                 continue
-            wanted = {**provenance[row["id"]], "split": split_name(row["id"], held_out)}
-            _check_row(row, where, wanted, asked[row["id"]])
+            wanted = {**provenance(row["id"]), "split": split_name(row["id"], held_out)}
+            _check_row(row, where, wanted, one)
             tally.add(row)
     return done, tally
 

@@ -39,7 +39,7 @@ OnProgress = Callable[[int, int, int], None]
 
 
 def write_rollouts(
-    conversations: Iterable[Conversation],
+    conversations: Sequence[Conversation],
     generate: GenerateFn,
     tokenizer: PreTrainedTokenizerBase,
     settings: RolloutSettings,
@@ -59,13 +59,15 @@ def write_rollouts(
     `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before ("shortened").
     `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
     `temperatures` by conversation id take the place of the settings' one; `more_provenance` goes into every row.
+    Conversations are taken from their sequence when it is their turn. Memory: some 300 bytes for each (its id, in a few
+    tables), and those of one wave.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
     conversation becomes a rollout (unless `may_be_empty`: a share of a whole).
     """
     paths = RolloutPaths(Path(out_path))
-    asked = [user_turns(one) for one in conversations]
-    repeated = [name for name, count in Counter(one.id for one in asked).items() if count > 1]
-    if repeated:
+    places = {one.id: at for at, one in enumerate(conversations)}
+    if len(places) < len(conversations):
+        repeated = [name for name, count in Counter(one.id for one in conversations).items() if count > 1]
         raise DataError(f"{len(repeated)} conversation ids come more than once ({repeated[:3]}); give each its own")
     provenance = {
         "target": target,
@@ -76,21 +78,28 @@ def write_rollouts(
         **(more_provenance or {}),
     }
     heat = temperatures or {}
-    each = {one.id: provenance | {"temperature": heat.get(one.id, settings.temperature)} for one in asked}
-    held_out = held_out_ids((one.id for one in asked), settings.held_out)
-    done, tally = read_finished(paths, {one.id: one for one in asked}, held_out, each)
-    pending = [one for one in asked if one.id not in done]
+
+    def provenance_of(name: str) -> dict[str, Any]:
+        return provenance | {"temperature": heat.get(name, settings.temperature)}
+
+    def asked(name: str) -> Conversation | None:
+        return user_turns(conversations[places[name]]) if name in places else None
+
+    held_out = held_out_ids(places, settings.held_out)
+    done, tally = read_finished(paths, asked, held_out, provenance_of)
+    pending = [at for name, at in places.items() if name not in done]
     if done:
-        logger.info(f"{paths.rows}: {len(done)} of {len(asked)} conversations were done before, {len(pending)} to do")
+        logger.info(f"{paths.rows}: {len(done)} of {len(places)} conversations were done before, {len(pending)} to do")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
-        writer = _Writer(generate, tokenizer, settings, held_out, each, max_context, rows, skipped, tally)
+        writer = _Writer(generate, tokenizer, settings, held_out, provenance_of, max_context, rows, skipped, tally)
         for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
-            for _ in writer.answer(pending[first : first + CONVERSATIONS_PER_WAVE]):
+            wave = pending[first : first + CONVERSATIONS_PER_WAVE]
+            for _ in writer.answer(user_turns(conversations[at]) for at in wave):
                 if on_progress is not None:
-                    on_progress(tally.ended, len(asked), tally.written_tokens)
+                    on_progress(tally.ended, len(places), tally.written_tokens)
     if temperatures is not None:
-        provenance["temperature"] = sorted({one["temperature"] for one in each.values()})
-    return write_stats(paths, tally, len(asked), provenance, settings.held_out, may_be_empty=may_be_empty)
+        provenance["temperature"] = sorted({provenance_of(name)["temperature"] for name in places})
+    return write_stats(paths, tally, len(places), provenance, settings.held_out, may_be_empty=may_be_empty)
 
 
 @dataclass
@@ -120,14 +129,14 @@ class _Writer:
     tokenizer: PreTrainedTokenizerBase
     settings: RolloutSettings
     held_out: frozenset[str]
-    provenance: Mapping[str, Mapping[str, Any]]  # by conversation id
+    provenance: Callable[[str], Mapping[str, Any]]  # of a conversation id
     max_context: int
     rows: RowAppender
     skipped: RowAppender
     tally: Tally
     warned: bool = False
 
-    def answer(self, conversations: Sequence[Conversation]) -> Iterator[None]:
+    def answer(self, conversations: Iterable[Conversation]) -> Iterator[None]:
         """Answer all turns of `conversations`, one wave per turn number; yields after each answer."""
         wave = [_Dialogue(one.id, list(one.messages)) for one in conversations]
         while wave:
@@ -150,7 +159,7 @@ class _Writer:
             if room < 1:
                 self._close(one, "prompt_too_long", prompt_tokens=len(ids), max_context=self.max_context)
                 continue
-            sample = self.provenance[one.id]
+            sample = self.provenance(one.id)
             sample_seed = derived_seed(sample["seed"], "rollout", one.id, one.turn)
             length = min(self.settings.max_tokens, room)
             asked.append(one)
@@ -172,7 +181,7 @@ class _Writer:
             "input_ids": prompt + list(result.output_ids),
             "response_spans": [*earlier, [len(prompt), len(prompt) + len(result.output_ids)]],
             "finish_reason": result.finish_reason,
-            "provenance": {**self.provenance[one.id], "draft": result.draft_used},
+            "provenance": {**self.provenance(one.id), "draft": result.draft_used},
             **_drafting(one.row, result),
         }
         if not one.waiting:

@@ -47,6 +47,7 @@ def corpus_ids(
     """Ids of each document of text (.txt, .md, other) and .jsonl/.json files, .gz or not; at most `limit` documents.
 
     `encode` must add no special tokens. Of a row with messages the turns of `roles` are documents, else its text.
+    Memory: one document at a time, or row; only a .json file is read whole.
     Raises `TokenMapError` naming file and line for a row that has neither, and when there was no document at all.
     """
     texts = (text for path in paths for text in read_texts(path, roles))

@@ -143,7 +143,10 @@ class FreshRollouts:
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 
     def _gather_shares(self, step: int) -> None:
-        """One file of all shares, then the statistics, then the shares go; done again after a kill at any point."""
+        """One file of all shares, then the statistics, then the shares go; done again after a kill at any point.
+
+        Memory: the rows of one step, which are as many as its prompts.
+        """
         path = self.path(step)
         shares = [
             RolloutPaths(share)

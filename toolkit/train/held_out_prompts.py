@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,35 @@ def _rendered(one: HeldOutPrompt, target: Target) -> list[int] | None:
 def read_held_out(rollouts: Path, count: int, longest: int) -> HeldOutPrompts:
     """The first `count` held-out rollouts in the order of their ids; prompts of more than `longest` ids are left out.
 
-    Raises `TrainError` when there is none.
+    Memory: these alone. Raises `TrainError` when there is none.
     """
-    rows = sorted(
-        (row for _, row in read_rows(rollouts) if row.get("split") == "held_out"), key=lambda row: str(row["id"])
-    )
-    usable = [row for row in rows if row["response_spans"] and 0 < row["response_spans"][-1][0] <= longest]
-    if len(usable) < len(rows):
+    rows = unusable = 0
+
+    def usable() -> Iterator[dict[str, Any]]:
+        nonlocal rows, unusable
+        for _, row in read_rows(rollouts):
+            if row.get("split") != "held_out":
+                continue
+            rows += 1
+            if row["response_spans"] and 0 < row["response_spans"][-1][0] <= longest:
+                yield row
+            else:
+                unusable += 1
+
+    first = nsmallest(count, usable(), key=lambda row: str(row["id"]))
+    if unusable:
         log.warning(
             "%d of %d held-out rollouts are not asked in measurements: no prompt, or one of more than %d ids",
-            len(rows) - len(usable),
-            len(rows),
+            unusable,
+            rows,
             longest,
         )
-    if not usable:
+    if not first:
         raise TrainError(
-            f"{rollouts} has no held-out rollout whose prompt can be asked ({len(rows)} held-out rows; prompts of 1 to "
+            f"{rollouts} has no held-out rollout whose prompt can be asked ({rows} held-out rows; prompts of 1 to "
             f"{longest} ids are needed); hold more out, or measure nothing (train.real_every=null)"
         )
-    return HeldOutPrompts([_prompt(row) for row in usable[:count]])
+    return HeldOutPrompts([_prompt(row) for row in first])
 
 
 def _prompt(row: dict[str, Any]) -> HeldOutPrompt:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-from toolkit.data.batches import Batch, BatchPlan, Example, collate, load_examples
+from toolkit.data.batches import Batch, BatchPlan, Example, collate
+from toolkit.data.examples import Examples, load_examples
 from toolkit.data.jsonl import DataError
 from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
@@ -16,9 +19,9 @@ FORECAST_ROLLOUTS = 64
 
 @dataclass(frozen=True)
 class Data:
-    """Training and held-out examples with the plan of their batches."""
+    """Examples to train on (those of a file stay in it until a batch asks), held-out ones, the plan of the batches."""
 
-    train: list[Example]
+    train: Sequence[Example]
     held_out: list[Batch]
     plan: BatchPlan
     pad_id: int
@@ -26,7 +29,7 @@ class Data:
 
 def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
     """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
-    held_out = _examples(settings, rollouts, "held_out", target)[:FORECAST_ROLLOUTS]
+    held_out = list(islice(_examples(settings, rollouts, "held_out", target), FORECAST_ROLLOUTS))
     train = _examples(settings, rollouts, "train", target)
     pad_id = _pad_id(target)
     held_out.sort(key=lambda example: len(example.input_ids))
@@ -41,24 +44,25 @@ def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Targ
     return replace(data, train=train, plan=_plan(settings, train, seed))
 
 
-def _plan(settings: TrainSettings, train: list[Example], seed: int) -> BatchPlan:
-    return BatchPlan([len(example.input_ids) for example in train], settings.global_batch, seed)
+def _plan(settings: TrainSettings, train: Examples, seed: int) -> BatchPlan:
+    return BatchPlan(train.lengths, settings.global_batch, seed)
 
 
-def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> list[Example]:
+def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> Examples:
     """One split, cut to what is trained on and to what the target was made for."""
     limit = min(settings.max_length, target.max_context)  # positions behind the context were never trained
     # Rollouts do not say how their target was quantised.
     known = target.name if target.quantization is None else None
-    examples, _ = load_examples(rollouts, split, limit, known)
-    for example in examples:
+
+    def check(example: Example) -> None:
         if not 0 <= min(example.input_ids) <= max(example.input_ids) < target.vocab_size:
             raise DataError(
                 f"{rollouts}: rollout {example.id} has ids from {min(example.input_ids)} to {max(example.input_ids)}, "
                 f"the target {target.name} has rows for 0 to {target.vocab_size - 1}: it was written with another "
                 "tokenizer; write the rollouts again with this target"
             )
-    return examples
+
+    return load_examples(rollouts, split, limit, known, check)[0]
 
 
 def _pad_id(target: Target) -> int:

@@ -1,0 +1,113 @@
+"""Rollouts become examples: in the order of their ids, cut and never dropped, and read when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from toolkit.data.batches import Example
+from toolkit.data.examples import load_examples
+from toolkit.data.jsonl import DataError
+
+
+def row(identity: str, split: str, ids: list[int], spans: list[list[int]]) -> dict[str, object]:
+    return {"id": identity, "split": split, "input_ids": ids, "response_spans": spans}
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None:
+    """A long rollout still teaches with its beginning; one with nothing left to supervise does not count as data."""
+    path = write(
+        tmp_path / "rollouts.jsonl",
+        [
+            row("a", "train", [1, 2, 3, 4, 5, 6], [[2, 6]]),
+            row("b", "held_out", [1, 2, 3], [[1, 3]]),
+            row("c", "train", [1, 2, 3, 4, 5, 6], [[4, 6]]),
+        ],
+    )
+    examples, cut = load_examples(path, "train", 4)
+    assert list(examples) == [Example("a", [1, 2, 3, 4], [False, False, True, True])] and cut == 2
+    assert load_examples(path, "held_out", 4)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("max_length", "kept", "told"),
+    [
+        (20, 10, None),
+        (10, 10, None),
+        (9, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
+        (6, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
+        (5, 5, "0 end at the border of a turn, 1 within their first answer; 3 response ids"),
+    ],
+)
+def test_long_conversations_end_at_a_turn(tmp_path: Path, caplog, max_length: int, kept: int, told: str | None) -> None:
+    """An answer's end would be missing in silence, or a whole conversation; what is gone is counted."""
+    row = {"id": "a", "split": "train", "input_ids": list(range(10)), "response_spans": [[2, 6], [8, 10]]}
+    (example,), cut = load_examples(write(tmp_path / "r.jsonl", [row]), "train", max_length)
+    assert len(example.input_ids) == len(example.response) == kept and cut == (told is not None)
+    assert (told in caplog.text) if told else not caplog.text
+
+
+def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    """Rollouts are written as they end: with another batch size in another order, which must not change a training."""
+    rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]
+    examples, _ = load_examples(write(tmp_path / "r.jsonl", rows), "train", 8)
+    assert [example.id for example in examples] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"id": "x", "split": "train"}, "input_ids, response_spans"),
+        (row("x", "train", [1, 2], [[1, 3]]), "outside"),
+        (row("x", "held_out", [1, 2, 3], [[1, 3]]), "no usable 'train'"),
+        (row("empty", "train", [], []), "1 without supervised ids"),
+    ],
+)
+def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:
+    """A wrong file handed to the trainer must not become an empty or shifted data set."""
+    with pytest.raises(DataError, match=message):
+        load_examples(write(tmp_path / "r.jsonl", [bad]), "train", 16)
+
+
+def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    """A corpus larger than memory: 400,000 ids would take 18 MB as lists. 4 bytes an id, 1.6 MB, holds one rollout and
+    the index many times over."""
+    path = tmp_path / "rollouts.jsonl"
+    with path.open("w") as handle:
+        for at in range(200):
+            handle.write(json.dumps(row(str(at), "train", list(range(1000, 3000)), [[500, 2000]])) + "\n")
+    tracemalloc.start()
+    examples, _ = load_examples(path, "train", 2000)
+    read = sum(len(example.input_ids) for example in examples)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert read == sum(examples.lengths) == 400_000 and peak < 4 * read
+
+
+def test_examples_are_found_again_and_no_others(tmp_path: Path) -> None:
+    """Behind letters of several bytes and empty lines, and past what is written meanwhile; but a row of other bytes, at
+    the same place and of the same id and length, would be trained on as if it had been checked."""
+    rows = [row(name, "train", [1, 2, 3, 4 + at], [[1, 4]]) | {"said": "東京"} for at, name in enumerate("cab")]
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n\n".join(json.dumps(one, ensure_ascii=False) for one in rows) + "\n")
+    examples, _ = load_examples(path, "train", 8)
+    with path.open("a") as handle:
+        handle.write(json.dumps(row("aa", "train", [1, 2, 3], [[1, 3]])) + "\n")
+    assert [(one.id, one.input_ids[3], one.response[0]) for one in examples] == [("a", 5, 0), ("b", 6, 0), ("c", 4, 0)]
+    path.write_text(path.read_text().replace("3, 5]", "3, 9]"))
+    assert examples[1].input_ids == [1, 2, 3, 6]
+    with pytest.raises(DataError, match="r.jsonl:3 was changed while the file was in use"):
+        examples[0]
+    path.unlink()
+    with pytest.raises(DataError, match="r.jsonl does not exist"):
+        examples[1]
+    with pytest.raises(DataError, match="packed.*gunzip"):
+        load_examples(tmp_path / "r.jsonl.gz", "train", 8)
