@@ -193,6 +193,15 @@ def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) 
     assert "leave some untrained" in refused(default_recipe_path(), *mtp)
 
 
+@pytest.mark.parametrize("override", ["train.real_every=9", "train.rollout_every=9", "target.quantization=int8"])
+def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str) -> None:
+    """The engine's rounds on one process would wait for the others' for ever; quantised layers are not cut."""
+    off = ["train.target=sharded", "train.real_every=null", "train.features=online", "rollouts.keep_features=false"]
+    assert load_recipe(default_recipe_path(), off).train.target == "sharded"
+    told = refused(default_recipe_path(), *off, override)
+    assert f"{override.partition('=')[0]} = " in told and "null under train.target sharded" in told
+
+
 def test_settings_of_a_measurement_that_is_off_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from toolkit.recipe_checks import (
     check_positive,
     check_sampling,
     check_shapes,
+    check_sharded,
     idle_measurement_settings,
     need,
     passing,
@@ -113,6 +114,7 @@ class TrainSettings:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
     micro_batch: int = passing(8)  # in one forward of one process
+    target: Literal["replicated", "sharded"] = passing("replicated")  # a process holds all of it, or of layers a part
     features: Literal["online", "offline"] = passing("online")  # the target's: a forward in each step, or from disk
     pack: bool = passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
     anchors: int | None = None  # roots of a row that steps after the first are unrolled from, drawn anew (null: all)
@@ -176,6 +178,7 @@ class TrainSettings:
         need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
         check_positive(self, "train", "anchors")
         check_fresh(self)
+        check_sharded(self)
         check_head(self)
 
     def check_processes(self, processes: int) -> None:
@@ -236,6 +239,9 @@ class Recipe:
         need(held_out > 0, "rollouts.held_out", held_out, "a share above 0 (training is judged on what it holds out)")
         unread = self.rollouts.keep_features and self.train.features == "online"
         need(not unread, "rollouts.keep_features", True, "train.features: offline, which reads them, or false,")
+        bits = self.target.quantization
+        whole = bits is None or self.train.target == "replicated"
+        need(whole, "target.quantization", bits, "null under train.target sharded, or train.target: replicated,")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
 

@@ -97,6 +97,14 @@ def check_fresh(train: Any) -> None:
         need(False, f"train.{name}", getattr(train, name), needed)
 
 
+def check_sharded(train: Any) -> None:
+    """A sharded target runs in all processes at once; the engine's rounds differ from one to the next, which would wait
+    for each other for ever."""
+    for name in ("real_every", "rollout_every") if train.target == "sharded" else ():
+        needed = "null under train.target sharded (the engine needs all of it; `toolkit bench` measures trained heads)"
+        need(getattr(train, name) is None, f"train.{name}", getattr(train, name), needed)
+
+
 def idle_measurement_settings(train: Any) -> list[str]:
     """Settings of the engine's measurements in a training that has none, which may have been switched off for once."""
     idle = _set_of(train, _OF_REAL) if train.real_every is None else []

@@ -42,7 +42,7 @@ def build_accelerator(
     `recipes/accelerate/zero2.yaml` where not.
 
     whole_gradients: the optimiser needs whole matrices (Muon), so gradients are all-reduced, not scattered.
-    Call it after the target is loaded: at ZeRO stage 3, models loaded later would be sharded.
+    At ZeRO stage 3 transformers shards what it loads later, unless it is told not to (see `frozen_target.py`).
     Raises `TrainError` when the launcher chose another way to distribute.
     """
     chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"

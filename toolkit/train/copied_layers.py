@@ -14,11 +14,17 @@ from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
 from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.sharding import whole
 
 
 @torch.no_grad()
 def copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> list[str]:
     """A layer of the target's of width H, as far as its parts fit; names of the parts that do not."""
+    with whole(theirs):
+        return _copy_decoder_layer(layer, theirs, width)
+
+
+def _copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> list[str]:
     source, left = _tensors(theirs), []
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
@@ -38,6 +44,11 @@ def copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> li
 @torch.no_grad()
 def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[str]:
     """As `copy_decoder_layer`, for the layer that reads the embedding beside the hidden state."""
+    with whole(theirs):
+        return _copy_first_layer(layer, theirs, width)
+
+
+def _copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[str]:
     source, left = _tensors(theirs), []
     for name, parameter in layer.named_parameters():
         value = source.get(name)

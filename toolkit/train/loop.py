@@ -18,7 +18,6 @@ from toolkit.log import get_logger, progress
 from toolkit.recipe import Recipe, TrainSettings, result_settings
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
 from toolkit.target.features import check_packing
-from toolkit.target.load import load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
 from toolkit.train.best_head import best_in_words, due, has_stopped
@@ -26,6 +25,7 @@ from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.failures import check_finite, lost_process
 from toolkit.train.fresh_rollouts import FreshRollouts
+from toolkit.train.frozen_target import frozen_target
 from toolkit.train.hand_over import training_record
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers
@@ -50,15 +50,16 @@ class Trainer:
         self.recipe, self.directory = recipe, directory
         self.settings = replace(recipe.train, precision=training_precision(recipe.train.precision))
         check_trackers(self.settings)
-        # The target first: at ZeRO stage 3 a model loaded after the Accelerator would be sharded.
-        self.target = load_target(
-            recipe.target.model,
-            dtype=recipe.target.dtype,
-            revision=recipe.target.revision,
-            device=_device(),
-            quantization=recipe.target.quantization,
-            batched=True,
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.accumulation = accumulation_steps(self.settings, world)
+        self.accelerator = build_accelerator(
+            self.settings.precision,
+            self.micro_batch(world),
+            self.accumulation,
+            gradient_clip(self.settings),
+            whole_gradients=self.settings.optimizer == "muon",
         )
+        self.target = frozen_target(recipe, _device(), self.accelerator)
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
         if self.settings.real_every or self.settings.rollout_every:
@@ -74,15 +75,6 @@ class Trainer:
                 sha256_file(rollouts),
                 *self._draws_depend_on(),
             ]
-        )
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.accumulation = accumulation_steps(self.settings, world)
-        self.accelerator = build_accelerator(
-            self.settings.precision,
-            self.micro_batch(world),
-            self.accumulation,
-            gradient_clip(self.settings),
-            whole_gradients=self.settings.optimizer == "muon",
         )
         if self.settings.pack:
             check_packing(self.target)

@@ -62,10 +62,20 @@ def offline_features(
     if known:
         check_agreement(store, target, known[len(known) // 2])
     accelerator.wait_for_everyone()  # nobody writes before all have seen that there is room
-    write_features(store, target, missing[accelerator.process_index :: accelerator.num_processes])
+    shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
+    write_features(store, target, shares[accelerator.process_index])
+    _keep_in_step(target, [sum(1 for _ in forwards(share)) for share in shares], accelerator.process_index)
     accelerator.wait_for_everyone()
     store.refresh()
     return StoredFeatures(store, aux_layer_ids, target.device)
+
+
+@torch.no_grad()
+def _keep_in_step(target: Target, counts: Sequence[int], index: int) -> None:
+    """Forwards of nothing until process `index` has run as many as the one that had most: where the layers are shared
+    out, each is the work of all."""
+    for _ in range(max(counts) - counts[index]):
+        target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
 
 
 def texts_of(data: Data) -> list[list[int]]:
