@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.target import blocked_product, compile_cpp
 from toolkit.target.blocked_product import from_blocks, takes, to_blocks
+from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.packed_linear import PackedLinear
 
 NEEDED = all(flag in compile_cpp.cpu_flags() for flag in blocked_product.NEEDED) and compile_cpp.compiler()
@@ -46,9 +47,28 @@ def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
     for rows in (*range(1, 27), 200):
         x = torch.randn(rows, inputs).bfloat16()
         exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-        got = blocked_product.blocked_product(x, blocks, offset, outputs)
+        got = blocked_product.blocked_product(x, blocks, None, offset, outputs)
         torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
-    assert blocked_product.blocked_product(x[:0], blocks, offset, outputs).shape == (0, outputs)
+    assert blocked_product.blocked_product(x[:0], blocks, None, offset, outputs).shape == (0, outputs)
+
+
+@only_here
+@pytest.mark.parametrize("outputs, inputs", [(1, 2), (31, 6), (97, 130)])
+def test_int8_layers_are_their_law(taken, outputs, inputs):
+    """Levels times scales, with biases, for every number of rows up to a tile and some."""
+    torch.manual_seed(0)
+    layer = Int8Linear(nn.Linear(inputs, outputs).bfloat16())
+    assert layer.blocked and layer.qweight.dtype == torch.int8
+    weight = from_blocks(layer.qweight, outputs).double() * layer.scale.double()[:, None]
+    torch.testing.assert_close(layer.weight.double(), weight, rtol=2**-8, atol=0)
+    with torch.inference_mode():
+        for rows in (*range(1, 15), 64):
+            x = torch.randn(2, rows, inputs).bfloat16()
+            got = layer(x)
+            torch.testing.assert_close(
+                got.double(), F.linear(x.double(), weight, layer.bias.double()), rtol=2**-8, atol=1e-5
+            )
+            assert torch.equal(layer(x[1:, rows // 2]), got[1:, rows // 2])
 
 
 @only_here
@@ -59,21 +79,21 @@ def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken):
     blocks, threads = to_blocks(weight), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        together = blocked_product.blocked_product(x, blocks, None, 200)
+        together = blocked_product.blocked_product(x, blocks, None, None, 200)
         torch.set_num_threads(3)
-        assert torch.equal(blocked_product.blocked_product(x, blocks, None, 200), together)
+        assert torch.equal(blocked_product.blocked_product(x, blocks, None, None, 200), together)
     finally:
         torch.set_num_threads(threads)
     for first, last in ((0, 1), (7, 8), (5, 17), (12, 61), (1, 300)):
         part = x[first:last][None].transpose(0, 1).transpose(0, 1)
-        assert torch.equal(blocked_product.blocked_product(part, blocks, None, 200)[0], together[first:last])
+        assert torch.equal(blocked_product.blocked_product(part, blocks, None, None, 200)[0], together[first:last])
 
 
 @only_here
 def test_infinities_and_nans_stay_what_they_are(taken):
     weight = torch.eye(4, dtype=torch.bfloat16)
     x = torch.tensor([[torch.inf, 1, 2, 3], [torch.nan, 1, 2, 3], [3.39e38, 1, 2, 3]]).bfloat16()
-    got = blocked_product.blocked_product(x, to_blocks(weight), None, 4)
+    got = blocked_product.blocked_product(x, to_blocks(weight), None, None, 4)
     assert got[0, 0] == torch.inf and got[1].isnan().all() and got[2, 0] == x[2, 0]
 
 

@@ -14,6 +14,12 @@ from toolkit.target.shared_input import SharedInput
 SIZES = [(33, 7), (64, 24), (576, 192)]
 
 
+@pytest.fixture(autouse=True)
+def integers(monkeypatch):
+    """By integer products, also where there are others (see test_blocked_product.py)."""
+    monkeypatch.setattr(int8_linear, "takes", lambda _weight: False)
+
+
 def build(width: int, outputs: int, dtype: torch.dtype, bias: bool = True) -> Int8Linear:
     torch.manual_seed(0)
     return Int8Linear(nn.Linear(width, outputs, bias=bias).to(dtype))

@@ -1,12 +1,13 @@
-// y = x w^T + b for bfloat16 weights that a decoding step reads once: a few rows of x against every weight of the model.
+// y = x w^T + b for weights that a decoding step reads once: a few rows of x against every weight of the model.
 //
-// Weights lie in blocks of WIDTH outputs, pairs of inputs side by side, so that a block is one stream of memory:
+// Weights lie in blocks of WIDTH outputs, so that a block is one stream of memory:
 //
-//     w [ceil(N / WIDTH), K / 2, WIDTH, 2]      block b, pair p:  w[bW+0][2p] w[bW+0][2p+1]  w[bW+1][2p] w[bW+1][2p+1] ..
-//                                               as 32-bit words:  low half: input 2p,  high half: input 2p+1
+//     bfloat16  w [ceil(N / WIDTH), K / 2, WIDTH, 2]   pairs of inputs side by side, as 32-bit words:
+//                                                      low half: input 2p, high half: input 2p+1 of one output
+//     int8      w [ceil(N / WIDTH), K, WIDTH]          y = (x w^T) * scale + b, a scale for every output
 //
-// A bfloat16 is the upper half of a float32, so products are exact in float32 and are added in the order of the inputs.
-// A row's result therefore does not depend on the rows beside it, nor on the number of threads.
+// Weights and inputs are widened to float32, products are added in the order of the inputs. (Those of two bfloat16
+// are exact.) A row's result therefore does not depend on the rows beside it, nor on the number of threads.
 //
 // Shapes: M rows, N outputs, K inputs (even).
 
@@ -35,6 +36,7 @@ constexpr int64_t WIDENED_ALONE = 1 << 14;  // inputs that are widened before th
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
 
 inline float widen(bf16 value) {
@@ -44,12 +46,6 @@ inline float widen(bf16 value) {
   return out;
 }
 
-inline Words load(const bf16* from) {
-  Words words;
-  memcpy(&words, from, sizeof words);
-  return words;
-}
-
 // To the nearest, ties to even. (A NaN stays one: those that sums of bfloat16 products give end in zeros.)
 inline void store(bf16* to, Floats sums, int64_t count) {
   const Words bits = (Words)sums;
@@ -57,54 +53,92 @@ inline void store(bf16* to, Floats sums, int64_t count) {
   memcpy(to, &out, 2 * (count < LANES ? count : LANES));
 }
 
-// ROWS rows x [.., K] against one block of weights; y [.., N], of which the block has `count` columns.
-template <int ROWS>
-void multiply(const bf16* w, const float* x, const bf16* bias, bf16* y, int64_t N, int64_t K, int64_t count) {
-  Floats low[ROWS], high[ROWS];  // outputs 0 .. LANES-1 and LANES .. WIDTH-1
+// Two inputs' weights of a block: outputs 0 .. LANES-1 (low) and LANES .. WIDTH-1 (high) of each.
+struct Pair {
+  Floats low_even, high_even, low_odd, high_odd;
+};
+
+struct Bfloat16 {
+  static constexpr int64_t BYTES = 4 * WIDTH;  // of a pair
+
+  static Pair load(const char* at) {
+    Words low, high;
+    memcpy(&low, at, sizeof low);
+    memcpy(&high, at + sizeof low, sizeof high);
+    return {(Floats)(low << 16), (Floats)(high << 16), (Floats)(low & 0xffff0000u), (Floats)(high & 0xffff0000u)};
+  }
+};
+
+struct Int8 {
+  static constexpr int64_t BYTES = 2 * WIDTH;
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+  static Floats widened(const char* at) {
+    Bytes bytes;
+    memcpy(&bytes, at, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+  }
+
+  static Pair load(const char* at) {
+    return {widened(at), widened(at + LANES), widened(at + 2 * LANES), widened(at + 3 * LANES)};
+  }
+};
+
+// What a block's sums become: y [.., N], of which the block has `count` columns, after its scales and biases, if any.
+struct End {
+  bf16* y;
+  int64_t N, count;
+  const float* scale;
+  const bf16* bias;
+};
+
+inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
+  const int64_t count = end.count - from;
+  if (count <= 0) return;
+  for (int n = 0; n < LANES && n < count; n++) {
+    if (end.scale) sums[n] *= end.scale[from + n];
+    if (end.bias) sums[n] += widen(end.bias[from + n]);
+  }
+  store(end.y + row * end.N + from, sums, count);
+}
+
+// ROWS rows x [.., K] against one block of weights.
+template <typename Weights, int ROWS>
+void multiply(const char* w, const float* x, int64_t K, const End& end) {
+  Floats low[ROWS], high[ROWS];
   for (int m = 0; m < ROWS; m++) low[m] = high[m] = Floats{};
-  for (int64_t k = 0; k < K; k += 2) {
-    const bf16* at = w + k * WIDTH;
-    const Words first = load(at), second = load(at + WIDTH);
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
-    if (WIDTH * 4 > 64) __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + 64);
-    const Floats low_even = (Floats)(first << 16), low_odd = (Floats)(first & 0xffff0000u);
-    const Floats high_even = (Floats)(second << 16), high_odd = (Floats)(second & 0xffff0000u);
+  for (int64_t k = 0; k < K; k += 2, w += Weights::BYTES) {
+    const Pair pair = Weights::load(w);
+    for (int64_t line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
     for (int m = 0; m < ROWS; m++) {
       const float even = x[m * K + k], odd = x[m * K + k + 1];
-      low[m] += low_even * even;
-      high[m] += high_even * even;
-      low[m] += low_odd * odd;
-      high[m] += high_odd * odd;
+      low[m] += pair.low_even * even;
+      high[m] += pair.high_even * even;
+      low[m] += pair.low_odd * odd;
+      high[m] += pair.high_odd * odd;
     }
   }
   for (int m = 0; m < ROWS; m++) {
-    for (int n = 0; bias && n < LANES; n++) {
-      if (n < count) low[m][n] += widen(bias[n]);
-      if (n + LANES < count) high[m][n] += widen(bias[n + LANES]);
-    }
-    store(y + m * N, low[m], count);
-    if (count > LANES) store(y + m * N + LANES, high[m], count - LANES);
+    finish(end, m, 0, low[m]);
+    finish(end, m, LANES, high[m]);
   }
 }
 
-typedef void Multiply(const bf16*, const float*, const bf16*, bf16*, int64_t, int64_t, int64_t);
+typedef void Multiply(const char*, const float*, int64_t, const End&);
 
-template <typename>
+template <typename Weights, typename>
 struct ByRows;
-template <int... I>
-struct ByRows<std::integer_sequence<int, I...>> {
-  static constexpr Multiply* multiply[] = {::multiply<I + 1>...};  // of 1 .. TILE rows
+template <typename Weights, int... I>
+struct ByRows<Weights, std::integer_sequence<int, I...>> {
+  static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // of 1 .. TILE rows
 };
-typedef ByRows<std::make_integer_sequence<int, TILE>> Tile;
 
-}  // namespace
-
-extern "C" int64_t toolkit_block_width() { return WIDTH; }
-
-// x [M, K], w as above, bias [N] or null -> y [M, N]; all bfloat16, contiguous.
-extern "C" void toolkit_blocked_product(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
-                                        int64_t K) {
-  const bf16* rows = static_cast<const bf16*>(x);
+// x [M, K], bias [N] or null -> y [M, N], bfloat16; scale [N] or null.
+template <typename Weights>
+void product(const void* x, const void* w, const float* scale, const void* bias, void* y, int64_t M, int64_t N,
+             int64_t K) {
+  typedef ByRows<Weights, std::make_integer_sequence<int, TILE>> Tile;
+  const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
   float* wide = held.data();
@@ -119,28 +153,43 @@ extern "C" void toolkit_blocked_product(const void* x, const void* w, const void
     }
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
-      const bf16* weights = static_cast<const bf16*>(w) + block * WIDTH * K;
-      const int64_t first = block * WIDTH, count = N - first < WIDTH ? N - first : WIDTH;
-      const bf16* biases = bias ? static_cast<const bf16*>(bias) + first : nullptr;
+      const int64_t first = block * WIDTH;
+      const char* weights = static_cast<const char*>(w) + block * (K / 2) * Weights::BYTES;
       for (int64_t m = 0; m < M; m += TILE) {
         const int64_t some = M - m < TILE ? M - m : TILE;
-        Tile::multiply[some - 1](weights, wide + m * K, biases, static_cast<bf16*>(y) + m * N + first, N, K, count);
+        const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
+                         scale ? scale + first : nullptr, biases ? biases + first : nullptr};
+        Tile::multiply[some - 1](weights, wide + m * K, K, end);
       }
     }
   }
 }
 
+}  // namespace
+
+extern "C" int64_t toolkit_block_width() { return WIDTH; }
+
+// All contiguous; scale null: the weights are bfloat16, else int8.
+extern "C" void toolkit_blocked_product(const void* x, const void* w, const void* scale, const void* bias, void* y,
+                                        int64_t M, int64_t N, int64_t K) {
+  if (scale)
+    product<Int8>(x, w, static_cast<const float*>(scale), bias, y, M, N, K);
+  else
+    product<Bfloat16>(x, w, nullptr, bias, y, M, N, K);
+}
+
 // The same as the compiled layers' programs call it; x [.., K], `outputs` is N.
-extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, AtenTensorHandle w, AtenTensorHandle* bias,
+extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, AtenTensorHandle w,
+                                                         AtenTensorHandle* scale, AtenTensorHandle* bias,
                                                          int64_t outputs, AtenTensorHandle* y) {
   int64_t dims = 0, *sizes = nullptr, strides[8], shape[8];
   bool contiguous = false;
   int32_t dtype = 0;
-  void *from = nullptr, *weights = nullptr, *biases = nullptr, *to = nullptr;
+  void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
       dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
-      (bias && aoti_torch_get_data_ptr(*bias, &biases)))
+      (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))
     return AOTI_TORCH_FAILURE;
   const int64_t K = sizes[dims - 1];
   int64_t M = 1;
@@ -153,6 +202,6 @@ extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, Ate
   if (aoti_torch_empty_strided(dims, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, y) ||
       aoti_torch_get_data_ptr(*y, &to))
     return AOTI_TORCH_FAILURE;
-  toolkit_blocked_product(from, weights, biases, to, M, outputs, K);
+  toolkit_blocked_product(from, weights, scales, biases, to, M, outputs, K);
   return AOTI_TORCH_SUCCESS;
 }

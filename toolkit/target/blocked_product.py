@@ -1,8 +1,8 @@
-"""bfloat16 weights in blocks, and our own product with them (blocked_product.cpp); PyTorch's takes half as long again.
+"""bfloat16 and int8 weights in blocks, and our own product of bfloat16 rows with them (blocked_product.cpp).
 
-Measured on two cores of an Intel Xeon with AVX512 and no AMX, over all weights of the demo target, against oneDNN
-with packed weights: 1.5 to 1.8 times as fast at 1 to 512 rows. Of a few rows the weights' way from memory takes the
-time.
+Measured on two cores of an Intel Xeon with AVX512 and no AMX, over all weights of the demo target in bfloat16, against
+oneDNN with packed weights: 1.5 to 1.8 times as fast at 1 to 512 rows. Of a few rows the weights' way from memory takes
+the time.
 
 Shapes: M rows, N outputs, K inputs, W outputs a block (WIDTH of blocked_product.cpp).
 """
@@ -24,7 +24,7 @@ OPERATOR = "aoti_torch_cpu_blocked_product"  # the name by which the compiled la
 NEEDED = ("avx2", "fma")
 # oneDNN multiplies many rows with it at several times the speed; the two were not compared there.
 BETTER_LEFT = "amx_bf16"
-BLOCKED_DIMS = 4  # of a weight in blocks, which a plain or packed one has 2 of
+BLOCKED_DIMS = {torch.bfloat16: 4, torch.int8: 3}  # of a weight in blocks; a plain or packed one has 2
 
 
 @functools.cache
@@ -35,51 +35,64 @@ def _library() -> ctypes.CDLL | None:
         return None
     library = load_cpp(SOURCE)
     if library is not None:
-        library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+        library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None
         library.toolkit_block_width.restype = ctypes.c_int64
     return library
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether there are such products here, and with this weight [N, K]."""
+    """Whether there are such products here, of bfloat16 rows with this weight [N, K] or one rounded from it."""
     return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _library() is not None
 
 
+def is_blocked(weight: Tensor) -> bool:
+    return weight.dim() == BLOCKED_DIMS.get(weight.dtype)
+
+
 def to_blocks(weight: Tensor) -> Tensor:
-    """[N, K] bfloat16 -> [blocks, K/2, W, 2]; rows of zeros fill the last block."""
+    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K, W]; rows of zeros fill the last block."""
     library = _library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
     full = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % width))
+    if weight.dtype == torch.int8:
+        return full.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
     return full.view(-1, width, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def from_blocks(blocks: Tensor, outputs: int) -> Tensor:
-    """[blocks, K/2, W, 2] -> [N, K]; N is `outputs`."""
-    return blocks.transpose(1, 2).reshape(-1, 2 * blocks.shape[1])[:outputs]
+    """Weights as of `to_blocks` -> [N, K]; N is `outputs`."""
+    inputs = blocks.shape[1] * (1 if blocks.dtype == torch.int8 else 2)
+    return blocks.transpose(1, 2).reshape(-1, inputs)[:outputs]
 
 
-def blocked_product(x: Tensor, blocks: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [..., K] bfloat16, blocks as of `to_blocks`, bias [N] -> [..., N]; N is `outputs`.
+def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
+    """x [..., K] bfloat16, blocks as of `to_blocks`, scale [N] float32 of int8 ones, bias [N] bfloat16 -> [..., N].
 
-    Sums are float32 in the order of the inputs, rounded once: a row's result is the same in any company.
+    N is `outputs`. Sums are float32, in the order of the inputs, rounded once: a row's result is the same anywhere.
     """
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], outputs)
     if out.numel():
         library, inputs = _library(), x.shape[-1]
-        assert library is not None and x.dtype == torch.bfloat16 and inputs == 2 * blocks.shape[1]
-        at_bias = None if bias is None else bias.data_ptr()
+        assert library is not None and x.dtype == torch.bfloat16
+        scales, biases = (None if one is None else one.data_ptr() for one in (scale, bias))
         library.toolkit_blocked_product(
-            x.data_ptr(), blocks.data_ptr(), at_bias, out.data_ptr(), x.numel() // inputs, outputs, inputs
+            x.data_ptr(), blocks.data_ptr(), scales, biases, out.data_ptr(), x.numel() // inputs, outputs, inputs
         )
     return out
 
 
 _definitions = torch.library.Library("toolkit", "FRAGMENT")
-_definitions.define("blocked_product(Tensor x, Tensor blocks, Tensor? bias, int outputs) -> Tensor")
+_definitions.define("blocked_product(Tensor x, Tensor blocks, Tensor? scale, Tensor? bias, int outputs) -> Tensor")
 _definitions.impl("blocked_product", blocked_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "toolkit::blocked_product", lambda x, _blocks, _bias, outputs: x.new_empty(*x.shape[:-1], outputs)
+    "toolkit::blocked_product", lambda x, _blocks, _scale, _bias, outputs: x.new_empty(*x.shape[:-1], outputs)
 )
+
+
+def traceable_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
+    """`blocked_product`, by its operator's name while a program is traced (see infer/compiled/packed_products.py)."""
+    product = torch.ops.toolkit.blocked_product if torch.compiler.is_exporting() else blocked_product
+    return product(x, blocks, scale, bias, outputs)

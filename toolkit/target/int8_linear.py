@@ -1,9 +1,10 @@
 """A linear layer that keeps one byte a weight: int8 by output row, inputs in full precision.
 
-The law is that of a float layer whose weight is `qweight * scale`. It is computed with integer products, which a CPU
-does several times faster than bfloat16 ones: an input row becomes a fixed-point number of 16 or 24 bits times a step of
-its own, and is multiplied in 2 or 3 planes of 8 bits. Sums of integers are exact, so a row's result does not depend on
-how many rows go beside it.
+The law is that of a float layer whose weight is `qweight * scale`. bfloat16 layers compute it by our own product with
+weights in blocks, where this machine can have that (blocked_product.py). Others use integer products, which a CPU does
+several times faster than bfloat16 ones: an input row becomes a fixed-point number of 16 or 24 bits times a step of its
+own, and is multiplied in 2 or 3 planes of 8 bits. Sums of integers are exact. In either way a row's result does not
+depend on how many rows go beside it.
 
 Shapes: M rows, K input features, N output features, P planes.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from toolkit.target.blocked_product import from_blocks, takes, to_blocks, traceable_product
 from toolkit.target.fixed_linear import FixedLinear
 from toolkit.target.shared_input import SharedInput
 
@@ -34,6 +36,7 @@ MOST_INPUTS = 2**31 // 128**2 - 1
 class Int8Linear(FixedLinear):
     """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
 
+    blocked: qweight lies in blocks, and scale is float32, of values that the layer's dtype has.
     Raises ValueError for other dtypes and for more than 131071 input features.
     """
 
@@ -53,18 +56,23 @@ class Int8Linear(FixedLinear):
         # Rounded to the dtype before it is used, so that both kernels multiply by the same scale.
         scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(weight.dtype)
         rounded = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
-        self.register_buffer("qweight", rounded.to(torch.int8), persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
+        self.blocked, self._dtype = takes(weight), weight.dtype
+        levels = rounded.to(torch.int8)
+        self.register_buffer("qweight", to_blocks(levels) if self.blocked else levels, persistent=False)
+        self.register_buffer("scale", scale.float() if self.blocked else scale, persistent=False)
         self.shared: SharedInput[tuple[Tensor, Tensor]] | None = None  # planes, of layers beside it
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
         """The layer's weight [N, K] as a float layer would hold it; made anew at every call."""
-        return self.qweight.to(self.scale.dtype) * self.scale[:, None]
+        levels = from_blocks(self.qweight, self.out_features) if self.blocked else self.qweight
+        return levels.to(self._dtype) * self.scale.to(self._dtype)[:, None]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the inputs' dtype."""
+        if self.blocked:
+            return traceable_product(inputs, self.qweight, self.scale, self.bias, self.out_features)
         rows, shared = inputs.reshape(-1, self.in_features), self.shared
         if torch.compiler.is_exporting() and not isinstance(rows.shape[0], int):
             # One operator: which kernel is used depends on the number of rows.

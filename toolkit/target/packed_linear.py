@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.log import get_logger
-from toolkit.target.blocked_product import BLOCKED_DIMS, blocked_product, from_blocks, takes, to_blocks
+from toolkit.target.blocked_product import from_blocks, is_blocked, takes, to_blocks, traceable_product
 from toolkit.target.shared_input import JoinedLinear, biases_of, join, same_input_layers
 
 log = get_logger(__name__)
@@ -73,11 +73,11 @@ def pack_together(layers: Sequence[PackedLinear]) -> None:
 
 def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
     """x [..., in], packed of `outputs` rows [out, in], bias [out] -> [..., out]."""
-    tracing = torch.compiler.is_exporting()  # under names of ours, see `infer/compiled/packed_products.py`
-    if packed.dim() == BLOCKED_DIMS:
-        product = torch.ops.toolkit.blocked_product if tracing else blocked_product
-        return product(x, packed, bias, outputs)
-    return (torch.ops.toolkit.packed_product if tracing else onednn_product)(x, packed, bias)
+    if is_blocked(packed):
+        return traceable_product(x, packed, None, bias, outputs)
+    # Traced under a name of ours, see `infer/compiled/packed_products.py`.
+    product = torch.ops.toolkit.packed_product if torch.compiler.is_exporting() else onednn_product
+    return product(x, packed, bias)
 
 
 def onednn_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, outputs: int) -> torch.Tensor:
-    return from_blocks(packed, outputs) if packed.dim() == BLOCKED_DIMS else packed.to_dense()
+    return from_blocks(packed, outputs) if is_blocked(packed) else packed.to_dense()
 
 
 def _same_product(linear: nn.Linear, packed: PackedLinear) -> bool:

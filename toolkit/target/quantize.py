@@ -61,6 +61,8 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
         setattr(model.get_submodule(parent), own, small[module])
     for parent_module in model.modules():
         for layers in same_input_layers(parent_module, Int8Linear):
+            if any(layer.blocked for layer in layers):
+                continue
             shared = SharedInput(len(layers), planes_of)
             for layer in layers:
                 layer.shared = shared
@@ -90,7 +92,8 @@ def weight_bits(model: PreTrainedModel) -> float:
         held, weights = held + weight.nbytes, weights + weight.numel()
     for module in model.modules():
         if isinstance(module, Int8Linear):
-            held, weights = held + module.qweight.nbytes + module.scale.nbytes, weights + module.qweight.numel()
+            held += module.qweight.nbytes + module.scale.nbytes
+            weights += module.in_features * module.out_features
         elif isinstance(module, Int4Linear):
             held, weights = held + module.nbytes(), weights + module.in_features * module.out_features
         elif isinstance(module, PackedLinear) and module.dense is None:
@@ -98,7 +101,7 @@ def weight_bits(model: PreTrainedModel) -> float:
             held, weights = held + count * module.packed.element_size(), weights + count
     head = model.get_output_embeddings()
     if isinstance(head, Int8Linear) and getattr(model.config, "tie_word_embeddings", False):
-        weights -= head.qweight.numel()
+        weights -= head.in_features * head.out_features
     return 8 * held / weights
 
 

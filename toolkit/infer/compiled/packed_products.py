@@ -20,8 +20,8 @@ from toolkit.target.blocked_product import OPERATOR
 # As Inductor makes it of the operator: tensors by handle, an optional one by the address of one, the result behind.
 C_FUNCTIONS = {
     torch.ops.toolkit.blocked_product.default: [
-        f"AOTITorchError {OPERATOR}(AtenTensorHandle x, AtenTensorHandle blocks, AtenTensorHandle* bias, "
-        "int64_t outputs, AtenTensorHandle* result)"
+        f"AOTITorchError {OPERATOR}(AtenTensorHandle x, AtenTensorHandle blocks, AtenTensorHandle* scale, "
+        "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* result)"
     ]
 }
 

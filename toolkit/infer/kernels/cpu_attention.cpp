@@ -27,7 +27,7 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #endif
 constexpr int KEYS = 4, TOGETHER = LANES / KEYS;  // scored in one pass: so many keys by so many queries
-constexpr double WORTH_THREADS = 1 << 19;         // multiplications of one call; fewer are done before threads have begun
+constexpr double WORTH_THREADS = 1 << 17;         // multiplications of one call; fewer are done before threads have begun
 
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
