@@ -16,6 +16,7 @@ from toolkit.errors import is_for_users
 # In the order of the work; the file of a command is its name with underscores.
 COMMANDS = (
     "run",
+    "prepare-data",
     "synthesize",
     "rollouts",
     "preview",

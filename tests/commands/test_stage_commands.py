@@ -61,6 +61,9 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert "128" in capsys.readouterr().out
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     assert capsys.readouterr().out.count("skipped, up to date") == 3
+    assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown
 
 
 def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,10 @@ CONTEXT, FIRST, SUPERVISED = "context", "first", "supervised"
 COLOURS = {CONTEXT: "\x1b[2m", FIRST: "\x1b[33m", SUPERVISED: "\x1b[32m"}
 MARKS = {CONTEXT: ("", ""), FIRST: ("(", ")"), SUPERVISED: ("[", "]")}
 END = "\x1b[0m"
+LEGEND = (
+    "Green (or in [brackets] without colours): the head is trained to predict it. Yellow (or in parentheses): the "
+    "first token of an answer, which always comes from the target. Dim: read, never predicted."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,34 +34,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("train", "held_out"), default="train", help="default: train")
     parser.add_argument("--limit", type=int, default=3, metavar="N", help="rollouts shown (default: 3)")
     parser.add_argument("--max-length", type=int, default=512, metavar="N", help="as train.max_length (default: 512)")
-    parser.epilog = (
-        "Green (or in [brackets] without colours): the head is trained to predict it. Yellow (or in parentheses): the "
-        "first token of an answer, which always comes from the target. Dim: read, never predicted."
-    )
+    parser.epilog = LEGEND
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the first rollouts of a split, in the order in which they are numbered for training."""
+    show(args.rollouts, args.target, args.split, args.limit, args.max_length)
+    return 0
+
+
+def show(rollouts: Path, target: str | None, split: str, limit: int, max_length: int) -> None:
+    """Prints the first rollouts of a split, in the order in which they are numbered for training.
+
+    target: whose tokenizer; None: that of the target that wrote them. Raises `DataError` when they do not say that.
+    """
     from toolkit.data.examples import load_examples
     from toolkit.data.jsonl import DataError, read_rows
     from toolkit.target.load import load_tokenizer
 
-    if args.limit < 1:
-        raise DataError(f"--limit {args.limit} came; at least 1 rollout has to be shown")
-    examples, cut = load_examples(args.rollouts, args.split, args.max_length)
-    provenance = next(read_rows(args.rollouts))[1].get("provenance") or {}
-    name = args.target or provenance.get("target")
+    if limit < 1:
+        raise DataError(f"{limit} rollouts are to be shown; at least 1 has to be")
+    examples, cut = load_examples(rollouts, split, max_length)
+    provenance = next(read_rows(rollouts))[1].get("provenance") or {}
+    name = target or provenance.get("target")
     if name is None:
-        raise DataError(f"{args.rollouts} does not say which target wrote it; name it with --target")
+        raise DataError(f"{rollouts} does not say which target wrote it; name it with --target")
     tokenizer = load_tokenizer(name)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for example in islice(examples, args.limit):
+    for example in islice(examples, limit):
         kinds = token_kinds(example.response)
         print(f"{example.id}: {kinds.count(SUPERVISED)} of {len(kinds)} tokens supervised")
         print(painted(example, kinds, tokenizer, coloured), end="\n\n")
     total = sum(token_kinds(example.response).count(SUPERVISED) for example in examples)
-    print(f"{len(examples)} {args.split} rollouts, {total} supervised tokens at step 0; {cut} cut to {args.max_length}")
-    return 0
+    print(f"{len(examples)} {split} rollouts, {total} supervised tokens at step 0; {cut} cut to {max_length}")
 
 
 def token_kinds(response: list[bool]) -> list[str]:
