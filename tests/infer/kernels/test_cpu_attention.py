@@ -79,9 +79,9 @@ def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
         attention = cpu_attention.row_attention(
             torch.bfloat16, 64, 64, [61 + node], torch.ones(1, 1, 1, dtype=torch.bool)
         )
-        alone = attention(
-            *(x[:, node:].transpose(1, 2) for x in (q, k, v)), kept[0].bfloat16(), kept[1].bfloat16(), 0.2
-        )
+        keys, values = kept.bfloat16()
+        asked = (x[:, node:].transpose(1, 2) for x in (q, k, v))
+        alone = attention(*asked, keys.data_ptr(), values.data_ptr(), keys.stride(0), 0.2)
         assert torch.equal(alone[0, 0], together[3, node])
 
 
@@ -93,7 +93,7 @@ def test_shares_of_far_apart_scores():
     keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([-1e30, 500.0, 300.0]), torch.tensor([1e30, 2.0, 1e30])
     one = torch.zeros(1, case[0], 1, 16)
     one[..., 0] = 1.0
-    assert attention(one, -one, one, keys, values, 1.0)[0, 0, 0, 0] == 2.0
+    assert attention(one, -one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)[0, 0, 0, 0] == 2.0
 
 
 def test_no_such_attention_for_other_heads():

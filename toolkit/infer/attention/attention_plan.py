@@ -86,15 +86,15 @@ class TreePlan:
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
         self._at_home = _row_attention(cache, lengths, node_mask)
-        self._homes = (cache, slice(first_row, first_row + rows))
+        self._homes = (cache, first_row)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
         if window is not None and window >= self._span:
             window = None
         if self._at_home is not None and window is None and softcap is None and sinks is None:
-            cache, rows = self._homes
-            return self._at_home(q, k, v, cache.home_keys[layer][rows], cache.home_values[layer][rows], scaling)
+            cache, first_row = self._homes
+            return self._at_home(q, k, v, *cache.home_addresses(layer, first_row), cache.row_numbers, scaling)
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window not in self._masks:

@@ -69,7 +69,18 @@ class KVCache:
             [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.homes else []
             for stores in (self.keys, self.values)
         )
+        # Numbers of a key row at home, and where the homes of each layer begin.
+        self.row_numbers = size * shape.kv_heads * shape.head_dim
+        self._homes_begin = [
+            (keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.home_keys, self.home_values, strict=True)
+        ]
         pool.attach(self)
+
+    def home_addresses(self, layer: int, row: int) -> tuple[int, int]:
+        """Where a row's keys and values begin, of a cache whose values are as wide as its keys."""
+        keys, values = self._homes_begin[layer]
+        skipped = row * self.row_numbers * self.shape.dtype.itemsize
+        return keys + skipped, values + skipped
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""

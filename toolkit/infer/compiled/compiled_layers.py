@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class _Inputs(threading.local):
 
     def of(self, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
         last = self._keywords
-        if last is None or len(last) != len(keywords) or any(last.get(key) is not keywords[key] for key in keywords):
+        if last is None or last.keys() != keywords.keys() or not all(map(is_, last.values(), keywords.values())):
             self._keywords = keywords  # held, so that no other object can take the identity of these
             self._tensors = tuple(_side_by_side(tensor) for tensor in tensors_in(keywords))
         return self._tensors
@@ -149,9 +150,10 @@ class CompiledLayers:
 
         def forward(hidden: Tensor, **keywords: Any) -> Tensor:
             now.layer = index
-            keywords.pop("plan")
+            del keywords["plan"]
             program = program_for(hidden.shape[0] * hidden.shape[1], programs)
-            return program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0].view(hidden.shape)
+            out = program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0]
+            return out if now.rows == 1 else out.view(hidden.shape)
 
         return forward
 

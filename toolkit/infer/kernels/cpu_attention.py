@@ -2,8 +2,8 @@
 
 Torch's operators do the same in a dozen calls, whose overhead is most of what attention costs a decoding step.
 
-Shapes: B rows, N new nodes a row, M nodes a row that are not committed, S positions of a row of the cache, Hq query
-and Hkv key heads, D head dim.
+Shapes: B rows, N new nodes a row, M nodes a row that are not committed, S positions of a row of the cache, Hq query and
+Hkv key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -44,22 +44,25 @@ class RowAttention:
     def __init__(self, function: Callable[..., None], lengths: Sequence[int], node_mask: Tensor) -> None:
         self._function = function
         self._lengths = torch.tensor(lengths)
-        self._rows, self._new, self._nodes = node_mask.shape
-        self._mask = None if self._nodes == 1 else node_mask.contiguous()
+        self._sizes = node_mask.shape
+        self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
+        self._fixed = (self._lengths.data_ptr(), None if self._mask is None else self._mask.data_ptr())
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """q [B, Hq, N, D], k and v [B, Hkv, N, D]; keys and values [B, S, Hkv, D] of the cache -> [B, N, Hq, D].
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: int, values: int, row: int, scaling: float) -> Tensor:
+        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D].
 
-        The new keys and values are written behind the rows' earlier nodes.
+        keys and values: where the first of these rows begins in a cache [.., S, Hkv, D] of q's dtype; row: numbers from
+        one row to the next. The new keys and values are written behind the rows' earlier nodes.
         """
         rows, heads, new, width = q.shape
+        of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
+        if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         out = q.new_empty(rows, new, heads, width)
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         self._function(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-            self._lengths.data_ptr(), None if self._mask is None else self._mask.data_ptr(),
-            rows, new, self._nodes, heads, k.shape[1], width, keys.stride(0),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scaling,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys, values, out.data_ptr(), *self._fixed, *self._sizes, heads,
+            k.shape[1], width, row, *of_q[:3], *of_k[:3], *of_v[:3], scaling,
         )  # fmt: skip
         return out
 
