@@ -15,8 +15,7 @@ from toolkit.bench.table import decimal, equal_text
 
 REFERENCE = "ours-plain"
 DEFINITIONS = {
-    "weight_bits": "bits per weight as the engine holds them, over all parameters of the target; not counted: the "
-    "second copy, in float32, that rounds of 64 rows and more read where this CPU multiplies float32 faster",
+    "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
     "context": "tokens of the longest prompt and its answer",
     "tokens": "tokens written in `seconds`, over all repeats; the same number for every engine of a batch size",
     "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",

@@ -50,8 +50,7 @@ OURS = "ours"
 WARMUP_TOKENS = 4
 LEAST_QUEUES = 5
 DEFINITIONS = {
-    "weight_bits": "bits per weight as the engine holds them; not counted: the second copy, in float32, that rounds of "
-    "64 rows and more read where this CPU multiplies float32 faster",
+    "weight_bits": "bits per weight as the engine holds them",
     "tokens": "tokens written in `seconds`, stop ids included, over all queues and repeats",
     "seconds": "from the call with token ids to the last answer of a queue; building an engine or a model is not in it",
     "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "

@@ -61,6 +61,8 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert "128" in capsys.readouterr().out
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     assert capsys.readouterr().out.count("skipped, up to date") == 3
+    assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "0"]) == 2
+    assert "--preview 0 came" in capsys.readouterr().err
     assert cli.main(["prepare-data", "--recipe", str(recipe), "--preview", "2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("skipped, up to date") == 3 and shown.count("tokens supervised") == 2 and "[" in shown

@@ -1,4 +1,4 @@
-"""Our own product with bfloat16 weights, compiled for this CPU."""
+"""Our own products with bfloat16 and int8 weights, compiled for this CPU."""
 
 from __future__ import annotations
 
@@ -104,7 +104,22 @@ def test_layers_take_it_for_bfloat16_of_an_even_width(taken):
         assert layer.packed.dim() == expected
 
 
-@pytest.mark.parametrize("why", ["no compiler", "broken", "AMX", "old CPU"])
+@only_here
+def test_what_the_weights_do_not_take_is_refused(taken):
+    """Addresses go to C: a row of another width or dtype would be read beyond its end."""
+    blocks = to_blocks(torch.zeros(40, 8).bfloat16())
+    for x, scale in (
+        (torch.zeros(2, 6).bfloat16(), None),
+        (torch.zeros(2, 8), None),
+        (torch.zeros(2, 8).bfloat16(), torch.ones(40).bfloat16()),
+    ):
+        with pytest.raises(ValueError, match="these weights take 8 of bfloat16"):
+            blocked_product.blocked_product(x, blocks, scale, None, 40)
+    weight = torch.randn(8, 64).bfloat16().t()  # columns lie together
+    assert torch.equal(from_blocks(to_blocks(weight), 64), weight)
+
+
+@pytest.mark.parametrize("why", ["no compiler", "broken", "AMX", "old CPU", "no cache"])
 def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeypatch, tmp_path, caplog, why):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
@@ -120,11 +135,19 @@ def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeyp
         broken.write_text("int main( {")
         monkeypatch.setattr(blocked_product, "SOURCE", broken)
         said = "broken.cpp cannot be compiled" if compile_cpp.compiler() else "no C++ compiler"
+    if why == "no cache":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
+        said = "cannot be compiled or loaded" if compile_cpp.compiler() else "no C++ compiler"
     linear = nn.Linear(8, 8).bfloat16()
     layer = PackedLinear(linear)
     assert layer.packed.is_mkldnn and said in caplog.text and bool(caplog.text) == bool(said)
     x = torch.randn(3, 8).bfloat16()
     torch.testing.assert_close(layer(x), linear(x), rtol=2e-2, atol=2e-2)
+    if why == "broken" and compile_cpp.compiler():  # the next start does not try again, with the same compiler
+        blocked_product._library.cache_clear()
+        caplog.clear()
+        assert not takes(linear.weight) and "could not be compiled before" in caplog.text
 
 
 @only_here

@@ -7,7 +7,7 @@ import argparse
 from toolkit.commands import preview
 from toolkit.commands.launch import set_threads
 from toolkit.commands.pipeline import ROLLOUTS
-from toolkit.commands.recipe_arguments import add_recipe_arguments, run_of, say
+from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, say
 from toolkit.commands.run import summary
 from toolkit.commands.stages import run_stages
 
@@ -30,11 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is not up to date of the stages up to the token map."""
-    run = run_of(args)
+    if args.preview is not None and args.preview < 1:
+        raise ArgumentsError(f"--preview {args.preview} came; at least 1 rollout has to be shown")
+    described = run_of(args)
     set_threads()
-    outcomes = run_stages(run.folder, run.stages(), until=LAST, say=say)
+    outcomes = run_stages(described.folder, described.stages(), until=LAST, say=say)
     print("\n" + summary(outcomes))
     if args.preview is not None:
         print()
-        preview.show(run.folder / ROLLOUTS, run.recipe.target.model, "train", args.preview, run.recipe.train.max_length)
+        target, longest = described.recipe.target, described.recipe.train.max_length
+        preview.show(
+            described.folder / ROLLOUTS, target.model, "train", args.preview, longest, revision=target.revision
+        )
     return 0

@@ -38,11 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from toolkit.data.jsonl import DataError
+
+    if args.limit < 1:
+        raise DataError(f"--limit {args.limit} came; at least 1 rollout has to be shown")
     show(args.rollouts, args.target, args.split, args.limit, args.max_length)
     return 0
 
 
-def show(rollouts: Path, target: str | None, split: str, limit: int, max_length: int) -> None:
+def show(
+    rollouts: Path, target: str | None, split: str, limit: int, max_length: int, *, revision: str | None = None
+) -> None:
     """Prints the first rollouts of a split, in the order in which they are numbered for training.
 
     target: whose tokenizer; None: that of the target that wrote them. Raises `DataError` when they do not say that.
@@ -51,14 +57,12 @@ def show(rollouts: Path, target: str | None, split: str, limit: int, max_length:
     from toolkit.data.jsonl import DataError, read_rows
     from toolkit.target.load import load_tokenizer
 
-    if limit < 1:
-        raise DataError(f"{limit} rollouts are to be shown; at least 1 has to be")
     examples, cut = load_examples(rollouts, split, max_length)
     provenance = next(read_rows(rollouts))[1].get("provenance") or {}
     name = target or provenance.get("target")
     if name is None:
         raise DataError(f"{rollouts} does not say which target wrote it; name it with --target")
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, revision)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for example in islice(examples, limit):
         kinds = token_kinds(example.response)

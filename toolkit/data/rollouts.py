@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat_template import Message, decode, prompt_ids
-from toolkit.data.conversations import Conversation, user_turns
+from toolkit.data.conversations import Conversation, Conversations, user_turns
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
 from toolkit.data.loss_mask import LossMaskError, response_mask, spans
 from toolkit.data.rollout_files import RolloutPaths, Tally, held_out_ids, read_finished, split_name, write_stats
@@ -65,9 +65,10 @@ def write_rollouts(
     conversation becomes a rollout (unless `may_be_empty`: a share of a whole).
     """
     paths = RolloutPaths(Path(out_path))
-    places = {one.id: at for at, one in enumerate(conversations)}
-    if len(places) < len(conversations):
-        repeated = [name for name, count in Counter(one.id for one in conversations).items() if count > 1]
+    ids = conversations.ids if isinstance(conversations, Conversations) else [one.id for one in conversations]
+    places = {name: at for at, name in enumerate(ids)}
+    if len(places) < len(ids):
+        repeated = [name for name, count in Counter(ids).items() if count > 1]
         raise DataError(f"{len(repeated)} conversation ids come more than once ({repeated[:3]}); give each its own")
     provenance = {
         "target": target,

@@ -182,11 +182,12 @@ extern "C" void toolkit_blocked_product(const void* x, const void* w, const void
 extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, AtenTensorHandle w,
                                                          AtenTensorHandle* scale, AtenTensorHandle* bias,
                                                          int64_t outputs, AtenTensorHandle* y) {
-  int64_t dims = 0, *sizes = nullptr, strides[8], shape[8];
+  int64_t dims = 0, *sizes = nullptr, *blocks = nullptr, strides[8], shape[8];
   bool contiguous = false;
   int32_t dtype = 0;
   void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
+      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 1 : 2) != sizes[dims - 1] ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
       dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
       (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))

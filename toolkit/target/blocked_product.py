@@ -1,4 +1,4 @@
-"""bfloat16 and int8 weights in blocks, and our own product of bfloat16 rows with them (blocked_product.cpp).
+"""bfloat16 and int8 weights in blocks, and our own products of bfloat16 rows with them (blocked_product.cpp).
 
 Measured on two cores of an Intel Xeon with AVX512 and no AMX, over all weights of the demo target in bfloat16, against
 oneDNN with packed weights: 1.5 to 1.8 times as fast at 1 to 512 rows. Of a few rows the weights' way from memory takes
@@ -55,7 +55,7 @@ def to_blocks(weight: Tensor) -> Tensor:
     library = _library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
-    full = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % width))
+    full = F.pad(weight.detach().contiguous(), (0, 0, 0, -weight.shape[0] % width))
     if weight.dtype == torch.int8:
         return full.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
     return full.view(-1, width, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -63,8 +63,12 @@ def to_blocks(weight: Tensor) -> Tensor:
 
 def from_blocks(blocks: Tensor, outputs: int) -> Tensor:
     """Weights as of `to_blocks` -> [N, K]; N is `outputs`."""
-    inputs = blocks.shape[1] * (1 if blocks.dtype == torch.int8 else 2)
-    return blocks.transpose(1, 2).reshape(-1, inputs)[:outputs]
+    return blocks.transpose(1, 2).reshape(-1, inputs_of(blocks))[:outputs]
+
+
+def inputs_of(blocks: Tensor) -> int:
+    """K."""
+    return blocks.shape[1] * (1 if blocks.dtype == torch.int8 else 2)
 
 
 def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
@@ -72,11 +76,15 @@ def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tenso
 
     N is `outputs`. Sums are float32, in the order of the inputs, rounded once: a row's result is the same anywhere.
     """
-    x = x.contiguous()
+    library, inputs, x = _library(), x.shape[-1], x.contiguous()
+    if x.dtype != torch.bfloat16 or inputs != inputs_of(blocks) or (scale is not None and scale.dtype != torch.float32):
+        raise ValueError(
+            f"rows of {inputs} {x.dtype} came, with scales of {None if scale is None else scale.dtype}; these weights "
+            f"take {inputs_of(blocks)} of bfloat16, and scales in float32"
+        )
     out = x.new_empty(*x.shape[:-1], outputs)
     if out.numel():
-        library, inputs = _library(), x.shape[-1]
-        assert library is not None and x.dtype == torch.bfloat16
+        assert library is not None, "weights came in blocks"
         scales, biases = (None if one is None else one.data_ptr() for one in (scale, bias))
         library.toolkit_blocked_product(
             x.data_ptr(), blocks.data_ptr(), scales, biases, out.data_ptr(), x.numel() // inputs, outputs, inputs
@@ -85,7 +93,10 @@ def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tenso
 
 
 _definitions = torch.library.Library("toolkit", "FRAGMENT")
-_definitions.define("blocked_product(Tensor x, Tensor blocks, Tensor? scale, Tensor? bias, int outputs) -> Tensor")
+_definitions.define(
+    "blocked_product(Tensor x, Tensor blocks, Tensor? scale, Tensor? bias, int outputs) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),  # rows lie side by side
+)
 _definitions.impl("blocked_product", blocked_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "toolkit::blocked_product", lambda x, _blocks, _scale, _bias, outputs: x.new_empty(*x.shape[:-1], outputs)
@@ -94,5 +105,6 @@ torch.library.register_fake(
 
 def traceable_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
     """`blocked_product`, by its operator's name while a program is traced (see infer/compiled/packed_products.py)."""
-    product = torch.ops.toolkit.blocked_product if torch.compiler.is_exporting() else blocked_product
-    return product(x, blocks, scale, bias, outputs)
+    if torch.compiler.is_exporting():
+        return torch.ops.toolkit.blocked_product(x.contiguous(), blocks, scale, bias, outputs)
+    return blocked_product(x, blocks, scale, bias, outputs)

@@ -13,23 +13,31 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
+from toolkit.target.errors import TargetError
 
 log = get_logger(__name__)
 
 LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
+INSTEAD = "PyTorch's own operators take its place, slower"
+
+
+def compiler_name() -> str:
+    """The C++ compiler that $CXX names, else the system's, there or not."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def compiler() -> str | None:
-    """The C++ compiler that $CXX names, else the system's; None where it is not there."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    """The file of the C++ compiler; None where it is not there."""
+    return shutil.which(compiler_name())
 
 
 @functools.cache
@@ -44,36 +52,61 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def load_cpp(source: Path) -> ctypes.CDLL | None:
-    """The library of one C++ file; None, and the log says why, where there is no compiler or it fails.
+    """The library of one C++ file; None, and the log says why, where it cannot be made.
 
     Its symbols are seen by libraries that are loaded later, as the compiled layers' programs are.
     """
-    key = hashlib.sha256(repr((source.read_text(), torch.__version__, cpu_flags(), FLAGS)).encode()).hexdigest()[:32]
-    folder = cache_root() / "compiled" / f"{source.stem}-{key}"
-    if not folder.is_dir() and compiler() is None:
-        log.info(
-            "no C++ compiler: %s is not compiled, and PyTorch's own products are slower; install g++ or set CXX",
-            source.name,
-        )
-        return None
+    openmp = openmp_of_torch()
     try:
-        build_once(folder, lambda made: _compile(source, made / LIBRARY))
+        decides = (source.read_text(encoding="utf-8"), torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
+        key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
+        folder = cache_root() / "compiled" / f"{source.stem}-{key}"
+        if not folder.is_dir() and not _may_compile(source, folder):
+            return None
+        build_once(folder, lambda made: _compile(source, made / LIBRARY, openmp))
         return ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
     except subprocess.CalledProcessError as error:
-        said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
-        log.warning("%s cannot be compiled (%s); PyTorch's own products take its place", source.name, said)
-    except OSError as error:
-        log.warning("%s cannot be loaded (%s); PyTorch's own products take its place", source.name, error)
+        why = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
+        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, INSTEAD)
+        with suppress(OSError):
+            _failure(folder).write_text(_identity(), encoding="utf-8")
+    except (OSError, TargetError) as error:
+        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, INSTEAD)
     return None
 
 
-def _compile(source: Path, library: Path) -> None:
+def _may_compile(source: Path, folder: Path) -> bool:
+    """Whether there is a compiler, and not one that failed before."""
+    if compiler() is None:
+        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
+        return False
+    failure = _failure(folder)
+    if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
+        log.info(
+            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), INSTEAD, failure
+        )
+        return False
+    return True
+
+
+def _failure(folder: Path) -> Path:
+    """What says that a compiler failed: not each start should try again."""
+    return folder.with_name(f"{folder.name}.failed")
+
+
+def _identity() -> str:
+    """Of the compiler: its file and that file's age."""
+    path = Path(compiler() or "").resolve()
+    return f"{path} {path.stat().st_mtime_ns}"
+
+
+def _compile(source: Path, library: Path, openmp: str | None) -> None:
     program = compiler()
     assert program is not None, "who calls has looked"
     log.info("compiling %s for this CPU, once", source.name)
     compiled = library.with_suffix(".o")
     _run(program, *FLAGS, f"-I{TORCH / 'include'}", "-c", str(source), "-o", str(compiled))
-    links = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", openmp_of_torch() or "-fopenmp"]
+    links = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", openmp or "-fopenmp", "-Wl,-z,defs"]
     _run(program, "-shared", str(compiled), *links, "-o", str(library))
     compiled.unlink()
 
@@ -83,10 +116,14 @@ def _run(*command: str) -> None:
 
 
 def openmp_of_torch() -> str | None:
-    """The file of the OpenMP library that this process has loaded; None where there is none, or none to be seen."""
+    """The file of the OpenMP library that PyTorch runs on; None where none is to be seen.
+
+    Other packages bring libraries of their own; PyTorch's lies beside it, or is the only one.
+    """
     try:
-        mapped = Path("/proc/self/maps").read_text()
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", mapped, re.MULTILINE)
-    return found[1] if found else None
+    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", mapped, re.MULTILINE)
+    beside = [path for path in found if Path(path).parent in (TORCH / "lib", TORCH.with_name("torch.libs"))]
+    return next(iter(beside or found), None)

@@ -128,7 +128,7 @@ def _available() -> bool:
 def _packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in TOLERANCE:
         return False
-    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or takes(weight) or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.target.blocked_product import takes
 from toolkit.target.errors import TargetError
 from toolkit.target.int4_linear import Int4Linear, int4_layers, int4_product, round_to_levels, takes_int4
 from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, planes_of
@@ -52,7 +53,8 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
             f"quantization {quantization} changes linear layers, and they hold only {covered / total:.0%} of the "
             f"weights of {type(model).__name__} ({name}); leave the quantization out for this family"
         )
-    check_integer_products()
+    if not all(takes(module.weight) for module in linears.values()):
+        check_integer_products()
     small: dict[nn.Linear, nn.Module] = dict(_int4_for(model)) if quantization == "int4" else {}
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")

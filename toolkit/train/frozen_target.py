@@ -26,6 +26,8 @@ def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Targ
     # The Accelerator told transformers of ZeRO-3, which is the head's: a model loaded under it would be in pieces.
     unset_hf_deepspeed_config()
     processes = accelerator.num_processes
+    if recipe.train.target == "sharded" and processes == 1:
+        log.warning("train.target=sharded with one process: the whole target is here; launch more of them")
     if recipe.train.target == "replicated" or processes == 1:
         return _load(recipe, device, device)
     mesh = init_device_mesh(device.partition(":")[0], (processes,))

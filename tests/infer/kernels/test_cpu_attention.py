@@ -86,7 +86,7 @@ def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
 
 
 def test_shares_of_far_apart_scores():
-    """One key far ahead takes everything, and one far behind nothing: no overflow, no nan, exact zeros."""
+    """One key far ahead takes everything, and one far behind nothing: no overflow, exact zeros. A nan is not hidden."""
     case, mask = (1, 1, 16), torch.ones(1, 1, 1, dtype=torch.bool)
     attention = cpu_attention.row_attention(torch.float32, 16, 16, [3], mask)
     keys, values = torch.zeros(1, SPAN, 1, 16), torch.zeros(1, SPAN, 1, 16)
@@ -94,6 +94,10 @@ def test_shares_of_far_apart_scores():
     one = torch.zeros(1, case[0], 1, 16)
     one[..., 0] = 1.0
     assert attention(one, -one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)[0, 0, 0, 0] == 2.0
+    keys[0, 1, 0, 0] = torch.nan
+    assert attention(one, -one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)[0, 0, 0, 0].isnan()
+    with pytest.raises(ValueError, match=r"2 rows of 1 nodes came; the plan is for \(1, 1\)"):
+        attention(one.repeat(2, 1, 1, 1), one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)
 
 
 def test_no_such_attention_for_other_heads():

@@ -92,8 +92,9 @@ class TreePlan:
         scaling, window, softcap, sinks = scoring
         if window is not None and window >= self._span:
             window = None
-        if self._at_home is not None and window is None and softcap is None and sinks is None:
-            cache, first_row = self._homes
+        cache, first_row = self._homes
+        plain = window is None and softcap is None and sinks is None
+        if self._at_home is not None and plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
             return self._at_home(q, k, v, *cache.home_addresses(layer, first_row), cache.row_numbers, scaling)
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))

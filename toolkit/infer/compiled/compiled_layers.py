@@ -195,8 +195,15 @@ class CompiledLayers:
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
             plan = _NotedPlan()
             now.plan, now.layer = plan, index
-            out = programs[index]([note.hidden, *tensors_in(note.keywords), *self._weights[index]])[0]
-            now.stop()
+            try:
+                out = programs[index]([note.hidden, *tensors_in(note.keywords), *self._weights[index]])[0]
+            except RuntimeError as error:
+                raise CompileError(
+                    f"torch_compile: layer {index} ({type(layer).__name__}), compiled, does not run ({error}); leave "
+                    "--torch-compile out"
+                ) from error
+            finally:
+                now.stop()
             difference = ((out.float() - note.out.float()).norm() / note.out.float().norm()).item()
             if plan.asked != [note.asked] or not difference <= allowed:
                 raise CompileError(

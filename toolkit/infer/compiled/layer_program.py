@@ -9,7 +9,6 @@ Shapes: T tokens of all rows, side by side; H hidden size.
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from toolkit.infer.compiled.packed_products import C_FUNCTIONS, merge_products, 
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.target.cache import build_once, cache_root
-from toolkit.target.compile_cpp import compiler, cpu_flags
+from toolkit.target.compile_cpp import compiler, compiler_name, cpu_flags
 
 logger = get_logger(__name__)
 
@@ -143,8 +142,8 @@ def check_compiler() -> None:
     """Raises CompileError unless there is the C++ compiler that Inductor would call."""
     if compiler() is None:
         raise CompileError(
-            f"torch_compile needs a C++ compiler once, and {os.environ.get('CXX') or 'g++'} is not there: install it "
-            "(Debian, Ubuntu: apt install g++), name another one in CXX, or leave --torch-compile out"
+            f"torch_compile needs a C++ compiler once, and {compiler_name()} is not there: install it (Debian, Ubuntu: "
+            "apt install g++), name another one in CXX, or leave --torch-compile out"
         )
 
 

@@ -63,18 +63,24 @@ inline float sum(Floats values) {
   return parts[0];
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, Ints{__VA_ARGS__})
+#endif
+
 // In every four lanes the sums of a's, b's, c's and d's four.
 inline Floats fold(Floats a, Floats b, Floats c, Floats d) {
 #if defined(__AVX512F__)
-#define LOW(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define HIGH(x, y) __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-#define FIRST(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define SECOND(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define LOW(x, y) SHUFFLED(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(x, y) SHUFFLED(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define FIRST(x, y) SHUFFLED(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define SECOND(x, y) SHUFFLED(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
 #else
-#define LOW(x, y) __builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13)
-#define HIGH(x, y) __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15)
-#define FIRST(x, y) __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
-#define SECOND(x, y) __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
+#define LOW(x, y) SHUFFLED(x, y, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH(x, y) SHUFFLED(x, y, 2, 10, 3, 11, 6, 14, 7, 15)
+#define FIRST(x, y) SHUFFLED(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
+#define SECOND(x, y) SHUFFLED(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
 #endif
   const Floats ab = LOW(a, b) + HIGH(a, b), cd = LOW(c, d) + HIGH(c, d);
   return FIRST(ab, cd) + SECOND(ab, cd);
@@ -85,18 +91,18 @@ inline Floats sums_of(const Floats (&of)[TOGETHER][KEYS]) {
   Floats folded[TOGETHER];
   for (int i = 0; i < TOGETHER; i++) folded[i] = fold(of[i][0], of[i][1], of[i][2], of[i][3]);
 #if defined(__AVX512F__)
-#define HALVES(x, y) (__builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +         \
-                      __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define HALVES(x, y) (SHUFFLED(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +         \
+                      SHUFFLED(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
   const Floats low = HALVES(folded[0], folded[1]), high = HALVES(folded[2], folded[3]);
-  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  return SHUFFLED(low, high, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         SHUFFLED(low, high, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 #else
-  return __builtin_shufflevector(folded[0], folded[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(folded[0], folded[1], 4, 5, 6, 7, 12, 13, 14, 15);
+  return SHUFFLED(folded[0], folded[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         SHUFFLED(folded[0], folded[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #endif
 }
 
-// e^x for x <= 0, within 2 units in the last place; 0 below -87. (Cephes' polynomial on [-ln2/2, ln2/2].)
+// e^x for x <= 0, within 2 units in the last place; 0 up to -87, nan for nan. (Cephes' polynomial on [-ln2/2, ln2/2].)
 inline Floats exponential(Floats x) {
   const float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
   const Floats whole = (x * 1.44269504f + ROUND) - ROUND;
@@ -108,7 +114,7 @@ inline Floats exponential(Floats x) {
   e = e * rest + 5.0000001201e-1f;
   e = e * rest * rest + rest + 1.0f;
   const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  return (Floats)((Ints)(e * (Floats)power) & (x > -87.0f));
+  return (Floats)((Ints)(e * (Floats)power) & ~(x <= -87.0f));
 }
 
 struct Strides {  // of [B, heads, N, D] tensors whose D lies side by side

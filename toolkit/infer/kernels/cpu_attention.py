@@ -55,6 +55,8 @@ class RowAttention:
         one row to the next. The new keys and values are written behind the rows' earlier nodes.
         """
         rows, heads, new, width = q.shape
+        if (rows, new) != self._sizes[:2]:
+            raise ValueError(f"queries of {rows} rows of {new} nodes came; the plan is for {tuple(self._sizes[:2])}")
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
