@@ -30,12 +30,12 @@ def forgotten():
 def taken(forgotten, monkeypatch):
     """Also where oneDNN would be left to multiply."""
     monkeypatch.setattr(blocked_product, "BETTER_LEFT", "no such instruction")
-    if not takes(torch.zeros(1, 2, dtype=torch.bfloat16)):
+    if not takes(torch.zeros(1, 4, dtype=torch.bfloat16)):
         pytest.fail("the product is not compiled here")
 
 
 @only_here
-@pytest.mark.parametrize("outputs, inputs", [(1, 2), (31, 6), (64, 72), (97, 130)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (64, 72), (97, 132)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
     """For every number of rows up to two tiles and some, for whole and broken blocks: within half a unit in the last
@@ -53,7 +53,7 @@ def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
 
 
 @only_here
-@pytest.mark.parametrize("outputs, inputs", [(1, 2), (31, 6), (97, 130)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (97, 132)])
 def test_int8_layers_are_their_law(taken, outputs, inputs):
     """Levels times scales, with biases, for every number of rows up to a tile and some."""
     torch.manual_seed(0)
@@ -98,8 +98,8 @@ def test_infinities_and_nans_stay_what_they_are(taken):
 
 
 @only_here
-def test_layers_take_it_for_bfloat16_of_an_even_width(taken):
-    for inputs, dtype, expected in ((72, torch.bfloat16, 4), (71, torch.bfloat16, 2), (72, torch.float32, 2)):
+def test_layers_take_it_for_bfloat16_of_whole_words(taken):
+    for inputs, dtype, expected in ((72, torch.bfloat16, 4), (70, torch.bfloat16, 2), (72, torch.float32, 2)):
         layer = PackedLinear(nn.Linear(inputs, 40).to(dtype))
         assert layer.packed.dim() == expected
 

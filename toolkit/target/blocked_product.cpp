@@ -4,12 +4,13 @@
 //
 //     bfloat16  w [ceil(N / WIDTH), K / 2, WIDTH, 2]   pairs of inputs side by side, as 32-bit words:
 //                                                      low half: input 2p, high half: input 2p+1 of one output
-//     int8      w [ceil(N / WIDTH), K, WIDTH]          y = (x w^T) * scale + b, a scale for every output
+//     int8      w [ceil(N / WIDTH), K / 4, WIDTH, 4]   four inputs of one output, the first in the lowest byte;
+//                                                      y = (x w^T) * scale + b, a scale for every output
 //
 // Weights and inputs are widened to float32, products are added in the order of the inputs. (Those of two bfloat16
 // are exact.) A row's result therefore does not depend on the rows beside it, nor on the number of threads.
 //
-// Shapes: M rows, N outputs, K inputs (even).
+// Shapes: M rows, N outputs, K inputs (a multiple of 4).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -36,7 +37,6 @@ constexpr int64_t WIDENED_ALONE = 1 << 14;  // inputs that are widened before th
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
 
 inline float widen(bf16 value) {
@@ -53,34 +53,35 @@ inline void store(bf16* to, Floats sums, int64_t count) {
   memcpy(to, &out, 2 * (count < LANES ? count : LANES));
 }
 
-// Two inputs' weights of a block: outputs 0 .. LANES-1 (low) and LANES .. WIDTH-1 (high) of each.
-struct Pair {
-  Floats low_even, high_even, low_odd, high_odd;
-};
+inline Words words_at(const char* at) {
+  Words words;
+  memcpy(&words, at, sizeof words);
+  return words;
+}
 
+// INPUTS inputs' weights of LANES outputs lie in one vector of words. ROWS: at most in one pass, as registers allow.
 struct Bfloat16 {
-  static constexpr int64_t BYTES = 4 * WIDTH;  // of a pair
+  static constexpr int INPUTS = 2, ROWS = TILE;
 
-  static Pair load(const char* at) {
-    Words low, high;
-    memcpy(&low, at, sizeof low);
-    memcpy(&high, at + sizeof low, sizeof high);
-    return {(Floats)(low << 16), (Floats)(high << 16), (Floats)(low & 0xffff0000u), (Floats)(high & 0xffff0000u)};
+  static void load(const char* at, Floats (&to)[INPUTS]) {
+    const Words words = words_at(at);
+    to[0] = (Floats)(words << 16);
+    to[1] = (Floats)(words & 0xffff0000u);
   }
 };
 
 struct Int8 {
-  static constexpr int64_t BYTES = 2 * WIDTH;
-  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  static constexpr int INPUTS = 4, ROWS = 2 * TILE / 3;
 
-  static Floats widened(const char* at) {
-    Bytes bytes;
-    memcpy(&bytes, at, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-  }
+  // 2^23 and a byte's value are a float32 whose lowest bits are the byte: no conversion is needed.
+  static Floats level(Words byte) { return (Floats)(byte ^ 0x4b000080u) - 8388736.0f; }
 
-  static Pair load(const char* at) {
-    return {widened(at), widened(at + LANES), widened(at + 2 * LANES), widened(at + 3 * LANES)};
+  static void load(const char* at, Floats (&to)[INPUTS]) {
+    const Words words = words_at(at);
+    to[0] = level(words & 0xffu);
+    to[1] = level(words >> 8 & 0xffu);
+    to[2] = level(words >> 16 & 0xffu);
+    to[3] = level(words >> 24);
   }
 };
 
@@ -105,18 +106,20 @@ inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
 // ROWS rows x [.., K] against one block of weights.
 template <typename Weights, int ROWS>
 void multiply(const char* w, const float* x, int64_t K, const End& end) {
-  Floats low[ROWS], high[ROWS];
+  constexpr int64_t BYTES = 4 * WIDTH, INPUTS = Weights::INPUTS;
+  Floats low[ROWS], high[ROWS];  // outputs 0 .. LANES-1 and LANES .. WIDTH-1
   for (int m = 0; m < ROWS; m++) low[m] = high[m] = Floats{};
-  for (int64_t k = 0; k < K; k += 2, w += Weights::BYTES) {
-    const Pair pair = Weights::load(w);
-    for (int64_t line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
-    for (int m = 0; m < ROWS; m++) {
-      const float even = x[m * K + k], odd = x[m * K + k + 1];
-      low[m] += pair.low_even * even;
-      high[m] += pair.high_even * even;
-      low[m] += pair.low_odd * odd;
-      high[m] += pair.high_odd * odd;
-    }
+  for (int64_t k = 0; k < K; k += INPUTS, w += BYTES) {
+    Floats low_weights[INPUTS], high_weights[INPUTS];
+    Weights::load(w, low_weights);
+    Weights::load(w + BYTES / 2, high_weights);
+    for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
+    for (int m = 0; m < ROWS; m++)
+      for (int i = 0; i < INPUTS; i++) {
+        const float input = x[m * K + k + i];
+        low[m] += low_weights[i] * input;
+        high[m] += high_weights[i] * input;
+      }
   }
   for (int m = 0; m < ROWS; m++) {
     finish(end, m, 0, low[m]);
@@ -130,14 +133,14 @@ template <typename Weights, typename>
 struct ByRows;
 template <typename Weights, int... I>
 struct ByRows<Weights, std::integer_sequence<int, I...>> {
-  static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // of 1 .. TILE rows
+  static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // of 1 row, of 2, ..
 };
 
 // x [M, K], bias [N] or null -> y [M, N], bfloat16; scale [N] or null.
 template <typename Weights>
 void product(const void* x, const void* w, const float* scale, const void* bias, void* y, int64_t M, int64_t N,
              int64_t K) {
-  typedef ByRows<Weights, std::make_integer_sequence<int, TILE>> Tile;
+  typedef ByRows<Weights, std::make_integer_sequence<int, Weights::ROWS>> Tile;
   const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
@@ -154,9 +157,9 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * WIDTH;
-      const char* weights = static_cast<const char*>(w) + block * (K / 2) * Weights::BYTES;
-      for (int64_t m = 0; m < M; m += TILE) {
-        const int64_t some = M - m < TILE ? M - m : TILE;
+      const char* weights = static_cast<const char*>(w) + block * (K / Weights::INPUTS) * 4 * WIDTH;
+      for (int64_t m = 0; m < M; m += Weights::ROWS) {
+        const int64_t some = M - m < Weights::ROWS ? M - m : Weights::ROWS;
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
                          scale ? scale + first : nullptr, biases ? biases + first : nullptr};
         Tile::multiply[some - 1](weights, wide + m * K, K, end);
@@ -187,7 +190,7 @@ extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, Ate
   int32_t dtype = 0;
   void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
-      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 1 : 2) != sizes[dims - 1] ||
+      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 4 : 2) != sizes[dims - 1] ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
       dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
       (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))

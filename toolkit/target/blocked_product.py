@@ -24,7 +24,7 @@ OPERATOR = "aoti_torch_cpu_blocked_product"  # the name by which the compiled la
 NEEDED = ("avx2", "fma")
 # oneDNN multiplies many rows with it at several times the speed; the two were not compared there.
 BETTER_LEFT = "amx_bf16"
-BLOCKED_DIMS = {torch.bfloat16: 4, torch.int8: 3}  # of a weight in blocks; a plain or packed one has 2
+BLOCKED_DIMS = 4  # of a weight in blocks; a plain or packed one has 2
 
 
 @functools.cache
@@ -43,22 +43,21 @@ def _library() -> ctypes.CDLL | None:
 
 def takes(weight: Tensor) -> bool:
     """Whether there are such products here, of bfloat16 rows with this weight [N, K] or one rounded from it."""
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _library() is not None
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and _library() is not None
 
 
 def is_blocked(weight: Tensor) -> bool:
-    return weight.dim() == BLOCKED_DIMS.get(weight.dtype)
+    return weight.dim() == BLOCKED_DIMS
 
 
 def to_blocks(weight: Tensor) -> Tensor:
-    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K, W]; rows of zeros fill the last block."""
+    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K/4, W, 4]; rows of zeros fill the last block."""
     library = _library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
     full = F.pad(weight.detach().contiguous(), (0, 0, 0, -weight.shape[0] % width))
-    if weight.dtype == torch.int8:
-        return full.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
-    return full.view(-1, width, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    together = 4 // weight.element_size()  # inputs that make a word of 32 bits
+    return full.view(-1, width, weight.shape[1] // together, together).transpose(1, 2).contiguous()
 
 
 def from_blocks(blocks: Tensor, outputs: int) -> Tensor:
@@ -68,7 +67,7 @@ def from_blocks(blocks: Tensor, outputs: int) -> Tensor:
 
 def inputs_of(blocks: Tensor) -> int:
     """K."""
-    return blocks.shape[1] * (1 if blocks.dtype == torch.int8 else 2)
+    return blocks.shape[1] * blocks.shape[3]
 
 
 def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
