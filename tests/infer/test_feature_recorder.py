@@ -30,7 +30,7 @@ def reference(target, ids: list[int]) -> torch.Tensor:
     ("name", "shape", "room"), [("none", None, 128), ("ngram", "3,1,4", 128), ("eagle3", "3,3,8", 240)]
 )
 def test_states_of_whole_texts(small_target, build, name, shape, room):
-    """fp32, 1e-4 where the states are of size 1. A position twice, left out, or a rejected node's in its place would be
+    """fp32, 5e-4 where the states are of size 1. A position twice, left out, or a rejected node's in its place would be
     off by the size of the states; so would a neighbour's row after a row has moved."""
     chance = random.Random(2)
     prompts = [[chance.randrange(1, 24) for _ in range(chance.choice((1, 9, 15)))] for _ in range(12)]
@@ -61,7 +61,7 @@ def test_states_of_whole_texts(small_target, build, name, shape, room):
     for request in requests:
         if request.finish_reason != "abort":
             found, wanted = recorder.take(request), reference(small_target, request.prompt_ids + request.output_ids)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, wanted, rtol=5e-4, atol=5e-4)
             assert recorder.take(request) is None, "what was taken is given away"
     plain = Engine(small_target, **options)
     params = [request.params for request in requests if request not in aborted]
