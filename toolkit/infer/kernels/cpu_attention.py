@@ -39,7 +39,7 @@ def _library() -> ctypes.CDLL | None:
 
 class RowAttention:
     """What one forward's layers share: B rows of which the first lengths[b] positions are committed, node_mask [B, N,
-    M] bool of who sees whom (None: M = N = 1). Its result for a node is the same in any company."""
+    M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company."""
 
     def __init__(self, function: Callable[..., None], lengths: Sequence[int], node_mask: Tensor) -> None:
         self._function = function
