@@ -3,8 +3,8 @@ included.
 
     OMP_NUM_THREADS=1 python benchmarks/host_share.py --draft runs/smollm2-135m/ckpt [--torch-compile]
 
-One request, one thread, rounds of a long answer. PyTorch's profiler tells when operators run (`aten::..`, and the
-compiled layers, which are wrapped as one); the host is what is left of the round:
+One request, one thread, rounds of a long answer. PyTorch's profiler tells when operators run (`aten::..`, and what it
+does not see by itself: our functions of C++ and the compiled layers); the host is what is left of the round:
 
     round   |--python--|aten::linear|--python--|toolkit::attend            |--python--|
     inside                                     |-python-|aten::bmm|-python-|           operators of ours are Python too
@@ -38,9 +38,11 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.compiled import compiled_head, compiled_layers
 from toolkit.infer.compiled.layer_program import program_for
 from toolkit.infer.engine import Engine
+from toolkit.infer.kernels import cpu_attention
+from toolkit.target import blocked_product
 
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
-ROUND, OURS, PROGRAM = "round", "toolkit::", "compiled layer"
+ROUND, OURS, PROGRAM, CPP = "round", "toolkit::", "compiled layers", "function of C++"
 NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")
 COMPILED: tuple[Any, ...] = (compiled_layers, compiled_head)  # both ask for a program by `program_for`
 WARM_UP = 8
@@ -107,19 +109,31 @@ def _add_inside(found: Share, event: Any) -> None:
 
 @contextmanager
 def named_parts(engine: Engine) -> Iterator[None]:
-    """The engine's verbs, and the programs of its target's and its head's compiled layers, say when they run."""
+    """The engine's verbs, our functions of C++ and the programs of compiled layers say when they run."""
     for name, part in PARTS.items():
         setattr(engine, name, _named(getattr(engine, name), part))
+    in_cpp = [(library, name, getattr(library, name)) for library, name in cpp_functions()]
+    for library, name, function in in_cpp:
+        setattr(library, name, _named(function, CPP))
     named = cache(lambda program: _named(program, PROGRAM))
     for module in COMPILED:
         module.program_for = lambda tokens, programs: named(program_for(tokens, programs))
     try:
         yield
     finally:
+        for library, name, function in in_cpp:
+            setattr(library, name, function)
         for module in COMPILED:
             module.program_for = program_for
         for name in PARTS:
             delattr(engine, name)
+
+
+def cpp_functions() -> list[tuple[Any, str]]:
+    """Libraries that this machine has, and their functions that Python calls in a round."""
+    products, attention = blocked_product._library(), cpu_attention._library()
+    found = [(products, "toolkit_blocked_product"), *((attention, name) for name in cpu_attention.FUNCTIONS.values())]
+    return [(library, name) for library, name in found if library is not None]
 
 
 def _named(own: Callable[..., Any], name: str) -> Callable[..., Any]:

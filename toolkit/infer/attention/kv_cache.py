@@ -74,6 +74,7 @@ class KVCache:
         self._homes_begin = [
             (keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.home_keys, self.home_values, strict=True)
         ]
+        self._first_homes = torch.tensor(self._homes_begin, dtype=torch.int64).view(-1, 2).T.contiguous()
         pool.attach(self)
 
     def home_addresses(self, layer: int, row: int) -> tuple[int, int]:
@@ -81,6 +82,12 @@ class KVCache:
         keys, values = self._homes_begin[layer]
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
         return keys + skipped, values + skipped
+
+    def homes_begin(self, row: int) -> tuple[Tensor, Tensor]:
+        """`home_addresses` of all layers: keys' and values' [L] int64."""
+        skipped = row * self.row_numbers * self.shape.dtype.itemsize
+        keys, values = self._first_homes + skipped if skipped else self._first_homes
+        return keys, values
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""

@@ -1,7 +1,11 @@
 """The target's decoder layers, compiled: norms, rotation, projections and MLP without an interpreter between them.
 
 The engine's attention stays as it is, one opaque operator (opaque_attention.py), and all rows lie side by side. So a
-program depends on the number of tokens alone, never on rows, context or mask.
+program depends on the number of tokens alone, never on rows, context or mask. A layer whose output nobody but the next
+one reads leaves its work to that one, and the last of them runs all in one call:
+
+    layer     0      1      2      3 ..      hook before 3
+    returns   what it was called with | hidden of 0, 1 and 2 together
 
 Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim.
 """
@@ -12,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import is_
 from typing import Any
 
@@ -28,6 +33,7 @@ from toolkit.infer.compiled.layer_program import (
     tensors_in,
     weights_of,
 )
+from toolkit.infer.compiled.layer_runner import Inputs, RunnableLayers
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
@@ -52,9 +58,12 @@ class _Inputs(threading.local):
     """A program's inputs from a layer's keywords; most layers are called with the very ones of the layer before."""
 
     _keywords: dict[str, Any] | None = None
-    _tensors: tuple[Tensor, ...] = ()
+    _tensors: Inputs = ()
 
-    def of(self, keywords: dict[str, Any]) -> tuple[Tensor, ...]:
+    def __init__(self) -> None:
+        self.waiting: list[Inputs] = []  # of layers that left their work to the next one
+
+    def of(self, keywords: dict[str, Any]) -> Inputs:
         last = self._keywords
         if last is None or last.keys() != keywords.keys() or not all(map(is_, last.values(), keywords.values())):
             self._keywords = keywords  # held, so that no other object can take the identity of these
@@ -63,6 +72,7 @@ class _Inputs(threading.local):
 
     def forget(self) -> None:
         self._keywords, self._tensors = None, ()
+        self.waiting.clear()
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:
@@ -118,6 +128,7 @@ class CompiledLayers:
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
         self._check_inputs(self._note(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
+        self._runs: dict[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]] = {}
         for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
             noted = self._note(target, run, 1, tokens.example)
@@ -129,6 +140,9 @@ class CompiledLayers:
                         kinds[kind] = compile_layer(layer, note.hidden, note.keywords, tokens)
                 programs.append(kinds[kind])
             self._check(noted, programs, allowed_difference(target.dtype or torch.float32))
+            self._runs[tokens] = RunnableLayers(programs, self._weights)
+        # Whether the body hands a layer's output to the next one as it is.
+        self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
         logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
         self._calls = [self._call(index) for index in range(len(self._layers))]
@@ -136,7 +150,7 @@ class CompiledLayers:
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
-        now.plan, now.rows = plan, rows
+        now.start(plan, rows)
         with forwards(self._layers, self._calls):
             try:
                 yield
@@ -145,17 +159,24 @@ class CompiledLayers:
                 _inputs.forget()
 
     def _call(self, index: int) -> Callable[..., Tensor]:
-        programs = {tokens: of_layer[index] for tokens, of_layer in self._programs.items()}
-        weights = self._weights[index]
-
         def forward(hidden: Tensor, **keywords: Any) -> Tensor:
-            now.layer = index
             del keywords["plan"]
-            program = program_for(hidden.shape[0] * hidden.shape[1], programs)
-            out = program([_side_by_side(hidden), *_inputs.of(keywords), *weights])[0]
+            waiting = _inputs.waiting
+            waiting.append(_inputs.of(keywords))
+            if self._leaves_its_work(index):
+                return hidden
+            run = program_for(hidden.shape[0] * hidden.shape[1], self._runs)
+            out = run(index + 1 - len(waiting), _side_by_side(hidden), waiting)
+            waiting.clear()
             return out if now.rows == 1 else out.view(hidden.shape)
 
         return forward
+
+    def _leaves_its_work(self, index: int) -> bool:
+        """Whether nobody but the next layer reads what this one gives."""
+        if not self._handed_on[index]:
+            return False
+        return not self._layers[index]._forward_hooks and not self._layers[index + 1]._forward_pre_hooks
 
     def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
         """One forward by the layers' own code; what each was called with."""
@@ -194,7 +215,8 @@ class CompiledLayers:
         """Each layer's program must ask for the same attention and give the same output as the layer."""
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
             plan = _NotedPlan()
-            now.plan, now.layer = plan, index
+            now.start(plan)
+            now.call.layer = index
             try:
                 out = programs[index]([note.hidden, *tensors_in(note.keywords), *self._weights[index]])[0]
             except RuntimeError as error:

@@ -81,7 +81,8 @@ class CompiledRounds:
 
     def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
         def forward(*tensors: Any, plan: AttentionPlan, **keywords: Any) -> Any:
-            now.plan, now.layer = plan, index
+            now.start(plan)
+            now.call.layer = index
             try:
                 return self._run(layer, *tensors, **keywords)
             finally:

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.infer.compiled.layer_runner import CompiledProgram
 from toolkit.infer.compiled.packed_products import C_FUNCTIONS, merge_products, stand_in, teach_inductor
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
@@ -28,6 +29,7 @@ logger = get_logger(__name__)
 
 PACKAGE = "layer.pt2"
 Program = Callable[[list[Tensor]], list[Tensor]]  # hidden, the tensors of its keywords, its weights -> [hidden]
+Runs = TypeVar("Runs")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TokenRange:
 TOKEN_RANGES = (TokenRange(1, 1), TokenRange(2, None))
 
 
-def program_for(tokens: int, programs: Mapping[TokenRange, Program]) -> Program:
+def program_for(tokens: int, programs: Mapping[TokenRange, Runs]) -> Runs:
     """Of programs in the order of their ranges."""
     for wanted, program in programs.items():
         if wanted.last is None or tokens <= wanted.last:
@@ -135,7 +137,7 @@ def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
         check_compiler()
         logger.info("torch_compile: compiling %s; the next start finds it in %s", what, folder.parent)
     build_once(folder, lambda made: _compile(exported, made / PACKAGE, what))
-    return torch._inductor.aoti_load_package(str(folder / PACKAGE)).loader.boxed_run
+    return CompiledProgram(folder / PACKAGE)
 
 
 def check_compiler() -> None:

@@ -7,33 +7,66 @@ Shapes: B rows, N tokens a row, T = B * N, Hq/Hkv heads, D head dim of queries a
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.attention_plan import AttentionPlan
+from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.kernels.paged_reference import Scoring
 
 COMPILED = "toolkit-compiled"  # the name under which transformers finds it
 
 
+class AttentionCall(ctypes.Structure):
+    """What a forward's layers share where C++ attends (layer_runner.cpp, which says what each field is)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attend", "keys", "values", "lengths", "mask")),
+        *((name, ctypes.c_int64) for name in ("rows", "new", "nodes", "span", "row_numbers", "bfloat16", "layer")),
+    )
+
+
 class Now(threading.local):
     """The layer that runs in this thread: what the operator cannot be handed through compiled code.
 
-    rows: how many lie side by side in the one row that the layer is handed; 1: they come as they are.
+    rows: how many lie side by side in the one row that the layer is handed; 1: they come as they are. call.layer: its
+    number, which C++ sets too.
     """
 
     plan: AttentionPlan
-    layer = 0
     rows = 1
+
+    def __init__(self) -> None:
+        self.call = AttentionCall()
+        self._error: Exception | None = None
+
+    def start(self, plan: AttentionPlan, rows: int = 1) -> None:
+        """A forward begins. Where the plan has one, attention is C++'s, unless a layer asks for more than it does."""
+        self.plan, self.rows = plan, rows
+        self.call.attend = None
+        for name, value in (plan.for_cpp() if isinstance(plan, TreePlan) else {}).items():
+            setattr(self.call, name, value)
 
     def stop(self) -> None:
         """No forward runs any more."""
         del self.plan
-        self.rows = 1
+        self.rows, self.call.attend = 1, None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        try:
+            return self.plan.attend(self.call.layer, q, k, v, scoring)
+        except Exception as error:  # C++ hands on no more than its words
+            self._error = error
+            raise
+
+    def take_error(self) -> Exception | None:
+        """What attention raised since it was last asked."""
+        error, self._error = self._error, None
+        return error
 
 
 now = Now()
@@ -47,7 +80,7 @@ def _attend(
     rows = now.rows
     if rows > 1:
         q, k, v = (x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-    out = now.plan.attend(now.layer, q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
+    out = now.attend(q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
     return out.view(1, -1, *out.shape[2:]) if rows > 1 else out
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import toolkit.infer.compiled.opaque_attention  # noqa: F401  (defines an operator)
 import toolkit.target.packed_linear  # noqa: F401  (defines the operators)
 from toolkit.target.blocked_product import OPERATOR
 
@@ -22,7 +23,11 @@ C_FUNCTIONS = {
     torch.ops.toolkit.blocked_product.default: [
         f"AOTITorchError {OPERATOR}(AtenTensorHandle x, AtenTensorHandle blocks, AtenTensorHandle* scale, "
         "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* result)"
-    ]
+    ],
+    torch.ops.toolkit.attend.default: [
+        "AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double "
+        "scaling, int64_t* window, double* softcap, AtenTensorHandle* sinks, AtenTensorHandle* result)"
+    ],
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,12 +37,20 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+@functools.cache
+def _address(name: str) -> int | None:
+    """Of one of the library's functions."""
+    library = _library()
+    assert library is not None, "row_attention() has looked"
+    return ctypes.cast(library[name], ctypes.c_void_p).value
+
+
 class RowAttention:
-    """What one forward's layers share: B rows of which the first lengths[b] positions are committed, node_mask [B, N,
+    """What one forward's layers share (name: of the library's function): B rows of which the first lengths[b] positions are committed, node_mask [B, N,
     M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company."""
 
-    def __init__(self, function: Callable[..., None], lengths: Sequence[int], node_mask: Tensor) -> None:
-        self._function = function
+    def __init__(self, name: str, lengths: Sequence[int], node_mask: Tensor) -> None:
+        self._name, self._function = name, getattr(_library(), name)
         self._lengths = torch.tensor(lengths)
         self._sizes = node_mask.shape
         self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
@@ -68,6 +76,12 @@ class RowAttention:
         )  # fmt: skip
         return out
 
+    def for_cpp(self) -> dict[str, int | None]:
+        """Where function, lengths and mask lie, and the sizes of the mask."""
+        fields = dict(zip(("lengths", "mask"), self._fixed, strict=True))
+        fields |= dict(zip(("rows", "new", "nodes"), self._sizes, strict=True))
+        return {"attend": _address(self._name), **fields}
+
 
 def row_attention(
     dtype: torch.dtype, key_width: int, value_width: int, lengths: Sequence[int], node_mask: Tensor
@@ -76,4 +90,4 @@ def row_attention(
     library = _library() if dtype in FUNCTIONS and key_width == value_width else None
     if library is None or key_width % library.toolkit_attention_lanes():
         return None
-    return RowAttention(getattr(library, FUNCTIONS[dtype]), lengths, node_mask)
+    return RowAttention(FUNCTIONS[dtype], lengths, node_mask)

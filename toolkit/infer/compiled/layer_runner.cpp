@@ -1,0 +1,136 @@
+// Runs the compiled programs of consecutive layers in one call, and is the attention that they call.
+//
+// A program is a layer: hidden, the tensors that it is called with, its weights -> hidden. From layer to layer, and from
+// a layer to the attention of few new nodes (cpu_attention.cpp), nothing asks Python; other attention goes back to it,
+// as the operator toolkit::attend.
+//
+// Shapes: B rows, N new nodes a row, M nodes a row that are not committed, T = B * N tokens side by side, Hq query and
+// Hkv key heads, D head dim.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
+
+#include <cstring>
+#include <memory>
+
+namespace {
+
+typedef torch::inductor::AOTIModelPackageLoader Program;
+typedef void Attend(const void* q, const void* k, const void* v, void* keys, void* values, void* out,
+                    const void* lengths, const void* mask, int64_t B, int64_t N, int64_t M, int64_t Hq, int64_t Hkv,
+                    int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node, int64_t k_row,
+                    int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node, double scaling);
+
+// What a forward's layers share, as layer_runner.py fills it in; attend null: Python attends.
+struct AttentionCall {
+  Attend* attend;
+  const int64_t *keys, *values;  // by layer: the address of the first row's keys and values
+  const void *lengths, *mask;
+  int64_t B, N, M, span, stride_row, bfloat16;
+  int64_t layer;  // that runs now
+};
+
+thread_local AttentionCall* now = nullptr;
+
+bool is_direct(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const int64_t* window,
+               const double* softcap, const AtenTensorHandle* sinks) {
+  if (!now || !now->attend || softcap || sinks || (window && *window < now->span)) return false;
+  const auto dtype = now->bfloat16 ? at::kBFloat16 : at::kFloat;
+  const int64_t T = now->B * now->N;
+  const auto fits = [&](const at::Tensor& x) {
+    return x.scalar_type() == dtype && x.size(0) == 1 && x.size(2) == T && x.stride(3) == 1;
+  };
+  return fits(q) && fits(k) && fits(v);
+}
+
+// q [1, Hq, T, D], k and v [1, Hkv, T, D] -> [1, T, Hq, D].
+at::Tensor attend_directly(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scaling) {
+  at::Tensor out = at::empty({1, q.size(2), q.size(1), q.size(3)}, q.options());
+  const int64_t N = now->N;
+  now->attend(q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(),
+              reinterpret_cast<void*>(now->keys[now->layer]), reinterpret_cast<void*>(now->values[now->layer]),
+              out.mutable_data_ptr(), now->lengths, now->mask, now->B, N, now->M, q.size(1), k.size(1), q.size(3),
+              now->stride_row, N * q.stride(2), q.stride(1), q.stride(2), N * k.stride(2), k.stride(1), k.stride(2),
+              N * v.stride(2), v.stride(1), v.stride(2), scaling);
+  return out;
+}
+
+at::Tensor attend_by_python(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scaling,
+                            const int64_t* window, const double* softcap, const AtenTensorHandle* sinks) {
+  static const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("toolkit::attend", "");
+  const auto* sink = sinks ? torch::aot_inductor::tensor_handle_to_tensor_pointer(*sinks) : nullptr;
+  torch::jit::Stack stack = {q,
+                             k,
+                             v,
+                             scaling,
+                             window ? c10::IValue(*window) : c10::IValue(),
+                             softcap ? c10::IValue(*softcap) : c10::IValue(),
+                             sink ? c10::IValue(*sink) : c10::IValue()};
+  operation.callBoxed(stack);
+  return stack.at(0).toTensor();
+}
+
+template <typename Work>
+int64_t told(char* message, int64_t size, Work work) {  // 0, or 1 and why
+  try {
+    work();
+    return 0;
+  } catch (const std::exception& error) {
+    strncpy(message, error.what(), size - 1);
+  } catch (...) {
+    strncpy(message, "unknown", size - 1);
+  }
+  return 1;
+}
+
+}  // namespace
+
+// toolkit::attend as the programs call it.
+extern "C" AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle of_q, AtenTensorHandle of_k, AtenTensorHandle of_v,
+                                                double scaling, int64_t* window, double* softcap,
+                                                AtenTensorHandle* sinks, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const auto tensor = torch::aot_inductor::tensor_handle_to_tensor_pointer;
+    const at::Tensor &q = *tensor(of_q), &k = *tensor(of_k), &v = *tensor(of_v);
+    *out = torch::aot_inductor::tensor_pointer_to_tensor_handle(
+        new at::Tensor(is_direct(q, k, v, window, softcap, sinks)
+                           ? attend_directly(q, k, v, scaling)
+                           : attend_by_python(q, k, v, scaling, window, softcap, sinks)));
+  });
+}
+
+extern "C" int64_t toolkit_open_program(const char* package, Program** program, char* message, int64_t size) {
+  return told(message, size, [&] { *program = new Program(package, "model", false, 1, -1); });
+}
+
+extern "C" void toolkit_close_program(Program* program) { delete program; }
+
+extern "C" void toolkit_free_tensors(at::Tensor** tensors, int64_t count) {
+  for (int64_t i = 0; i < count; i++) delete tensors[i];
+}
+
+// Layer l of the `count` that run: programs[l], called with others[others_from[l] .. others_to[l]] and its
+// weights[weights_from[l] .. weights_from[l + 1]]. hidden: in [1, T, H], then the last layer's output.
+extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, const int64_t* weights_from,
+                                      at::Tensor** others, const int64_t* others_from, const int64_t* others_to,
+                                      int64_t first, int64_t count, AttentionCall* attention, at::Tensor** hidden,
+                                      char* message, int64_t size) {
+  now = attention;
+  const int64_t failed = told(message, size, [&] {
+    at::Tensor x = **hidden;
+    for (int64_t l = 0; l < count; l++) {
+      attention->layer = first + l;
+      std::vector<at::Tensor> inputs;
+      inputs.reserve(1 + others_to[l] - others_from[l] + weights_from[l + 1] - weights_from[l]);
+      inputs.push_back(std::move(x));
+      for (int64_t i = others_from[l]; i < others_to[l]; i++) inputs.push_back(*others[i]);
+      for (int64_t i = weights_from[l]; i < weights_from[l + 1]; i++) inputs.push_back(*weights[i]);
+      x = std::move(programs[l]->boxed_run(std::move(inputs)).at(0));
+    }
+    **hidden = std::move(x);
+  });
+  now = nullptr;
+  return failed;
+}

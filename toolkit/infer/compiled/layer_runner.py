@@ -1,0 +1,135 @@
+"""Compiled programs in this process, and consecutive layers of them in one call of C++ (layer_runner.cpp).
+
+Tensors cross to C++ as handles: addresses of at::Tensor objects of their own, which somebody has to free.
+
+Shapes: T tokens of all rows side by side, H hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.compiled.opaque_attention import AttentionCall, now
+from toolkit.infer.errors import CompileError
+from toolkit.target.compile_cpp import load_cpp
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+MESSAGE_SIZE = 2000
+
+Inputs = tuple[Tensor, ...]  # what a layer is called with beside hidden
+
+
+@functools.cache
+def runner() -> ctypes.CDLL:
+    """Raises CompileError where it cannot be compiled; the log says why. Loaded before any program, which calls it."""
+    library = load_cpp(SOURCE)
+    if library is None:
+        raise CompileError(f"torch_compile: {SOURCE.name} could not be compiled (see the log); leave --torch-compile out")
+    address = ctypes.c_void_p
+    library.toolkit_open_program.argtypes = [ctypes.c_char_p, ctypes.POINTER(address), ctypes.c_char_p, ctypes.c_int64]
+    library.toolkit_close_program.argtypes = [address]
+    library.toolkit_free_tensors.argtypes = [address, ctypes.c_int64]
+    library.toolkit_run_layers.argtypes = [
+        *[address] * 6, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.POINTER(address),
+        ctypes.c_char_p, ctypes.c_int64,
+    ]  # fmt: skip
+    for function in ("toolkit_open_program", "toolkit_run_layers"):
+        getattr(library, function).restype = ctypes.c_int64
+    return library
+
+
+class CompiledProgram:
+    """One compiled layer, called as the layer is: hidden [1, T, H], its other inputs, its weights -> [hidden].
+
+    Raises CompileError where the package cannot be loaded.
+    """
+
+    def __init__(self, package: Path) -> None:
+        library, loaded, message = runner(), ctypes.c_void_p(), ctypes.create_string_buffer(MESSAGE_SIZE)
+        if library.toolkit_open_program(str(package).encode(), ctypes.byref(loaded), message, MESSAGE_SIZE):
+            raise CompileError(
+                f"torch_compile: {package} cannot be loaded ({message.value.decode(errors='replace')}); remove its "
+                "folder, or leave --torch-compile out"
+            )
+        self.address = loaded.value
+        weakref.finalize(self, library.toolkit_close_program, loaded.value)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        layer = RunnableLayers([self], [[]], number=now.call.layer)
+        return [layer(0, inputs[0], [tuple(inputs[1:])])]
+
+
+class RunnableLayers:
+    """Layers as C++ runs them: each one's program and its weights, in the program's order. number: the first one's."""
+
+    def __init__(
+        self, programs: Sequence[CompiledProgram], weights: Sequence[Sequence[Tensor]], number: int = 0
+    ) -> None:
+        self._number = number
+        self._held = list(programs)
+        self._programs = _addresses([one.address for one in programs])
+        self._weights_from = (ctypes.c_int64 * (len(weights) + 1))(0, *itertools.accumulate(map(len, weights)))
+        tensors = list(itertools.chain(*weights))
+        self._weights = _addresses(_handles(tensors))
+        weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
+
+    def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
+        """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H].
+
+        Their attention asks `now`. Raises what attention in Python raised, else CompileError.
+        """
+        distinct = {id(tensors): tensors for tensors in inputs}
+        ends = list(itertools.accumulate(map(len, distinct.values())))
+        places = {key: (end - len(distinct[key]), end) for key, end in zip(distinct, ends, strict=True)}
+        begins, stops = zip(*(places[id(tensors)] for tensors in inputs), strict=True)
+        count, library, numbers = len(inputs), runner(), ctypes.c_int64 * len(inputs)
+        others = _addresses(_handles(list(itertools.chain(*distinct.values()))))
+        x = ctypes.c_void_p(_handles([hidden])[0])
+        message = ctypes.create_string_buffer(MESSAGE_SIZE)
+        failed = library.toolkit_run_layers(
+            _behind(self._programs, first), self._weights, _behind(self._weights_from, first), others,
+            numbers(*begins), numbers(*stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x), message,
+            MESSAGE_SIZE,
+        )  # fmt: skip
+        library.toolkit_free_tensors(others, len(others))
+        out = _take(x.value)
+        if failed:
+            raise now.take_error() or CompileError(
+                f"layers {first} to {first + count - 1}, compiled, failed: {message.value.decode(errors='replace')}"
+            )
+        return out
+
+
+def _behind(array: Any, first: int) -> ctypes.c_void_p:
+    """The address of entry `first`, of 8 bytes each."""
+    return ctypes.c_void_p(ctypes.addressof(array) + 8 * first)
+
+
+def _addresses(values: Sequence[int | None]) -> Any:
+    return (ctypes.c_void_p * len(values))(*values)
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+def _handles(tensors: list[Tensor]) -> list[int]:
+    """Who calls frees them."""
+    return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+
+
+def _take(handle: int | None) -> Tensor:
+    """The tensor of a handle, which is freed."""
+    take: Callable[[Any], Tensor] = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
+    return take(_capsule(handle, None, None))
