@@ -71,7 +71,8 @@ def given_answers(conversations: Sequence[Conversation], target: Target) -> Any:
 
 def prepare(args: argparse.Namespace, recipe: Recipe, place: Path) -> dict[str, Path]:
     """A run folder for each variant: rollouts and the token map. The held-out rows are the target's own in both."""
-    target = load_target(recipe.target.model, revision=recipe.target.revision, dtype=recipe.target.dtype, batched=True)
+    chosen = recipe.target
+    target = load_target(chosen.model, revision=chosen.revision, dtype=chosen.dtype, use="rollouts")
     conversations = list(first_turns(read_conversations(args.conversations)))[: args.limit]
     folders = {variant: place / variant for variant in VARIANTS}
     prompts = place / "prompts.jsonl"

@@ -2,8 +2,9 @@
 
     python benchmarks/rollouts.py [--prompts CONVERSATIONS] [--batch 16 32] [--ends stop|length]
 
-ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` for batches, packed weights, a prompt
-               taken in as soon as others' answers have ended; nothing drafted
+ours           the bundled engine as `toolkit rollouts` starts it: `dtype: auto` (bfloat16 where our own products of it
+               are to be had, else the faster of the two), packed weights, a prompt taken in as soon as others'
+               answers have ended; nothing drafted
 hf-generate    `generate` in bfloat16 and float32, in batches of as many prompts in the file's order, padded on the
                left; a batch ends with its longest answer
 
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     threads = int(users_threads() or physical_cores())
     torch.set_num_threads(threads)
-    targets = {OURS: load_target(args.target, batched=True)}
+    targets = {OURS: load_target(args.target, use="rollouts")}
     prompts = prompts_of(args, targets[OURS].tokenizer)
     targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
     targets[OURS].pack()

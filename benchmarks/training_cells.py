@@ -95,7 +95,7 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
         revision=chosen.revision,
         device=best_device(),
         quantization=chosen.quantization,
-        batched=True,
+        use="training",
     )
     if not (place / TOKEN_MAP).is_file():
         map_rollouts(

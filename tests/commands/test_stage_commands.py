@@ -12,6 +12,7 @@ from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.commands import synthesize
 from toolkit.commands import train as train_command
+from toolkit.commands.pipeline import Run
 from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.recipe import PromptSettings
 from toolkit.target.load import Target
@@ -89,15 +90,19 @@ def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) 
         synthesize.write_prompts(None, settings, 0, Path("made/p.jsonl"))
 
 
-def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path) -> None:
-    """A draft head makes rollouts quicker; the ids must be the plain ones, and the provenance must name the head."""
+def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:
+    """A draft head makes rollouts quicker; the ids must be the plain ones, and the provenance must name the head. Of
+    these no features are kept, whatever the recipe says, so that their target need not be the training's."""
+    load, uses = Run.load_target, []
+    monkeypatch.setattr(Run, "load_target", lambda self, use: uses.append(use) or load(self, use))
     plain, drafted = Path("plain.jsonl"), Path("drafted.jsonl")
     common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
-    assert cli.main([*common, str(plain)]) == 0
+    assert cli.main([*common, str(plain), "train.features=offline", "rollouts.keep_features=true"]) == 0
     assert cli.main([*common, str(drafted), "--draft", str(draft_dir)]) == 0
     ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, drafted)]
     assert ids[0] == ids[1]
     assert {row["provenance"]["draft"] for row in rows(drafted)} == {str(draft_dir)}
+    assert uses == ["rollouts", "rollouts"]
 
 
 def test_token_map_of_any_text(recipe: Path, tiny_target: Target, tiny_target_directory: Path) -> None:

@@ -178,7 +178,7 @@ def measure_run(job: Run) -> str:
     from toolkit.weights import write_json
 
     job.release_target()
-    ckpt, target = job.folder / "ckpt", job.load_target(batched=False)
+    ckpt, target = job.folder / "ckpt", job.load_target("serving")
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
     record = _measure(target, draft, job.recipe.bench, seed=job.recipe.seed, keep=job.folder / ROUNDS)

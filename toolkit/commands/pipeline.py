@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
     from toolkit.data.conversations import Conversation
     from toolkit.infer.engine import Engine
-    from toolkit.target.load import Target
+    from toolkit.target.load import Target, Use
 
 PROMPTS = "prompts/prompts.jsonl"
 ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"
@@ -58,12 +58,13 @@ class Run:
         prompts_and_shapes(self.recipe.bench)
         if self.trains:
             self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
-        target = self.load_target(batched=True)
+        # Features that are kept for the training are in its target's dtype: it would make others anew.
+        target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
         check_head_fits(target, self.recipe.train)
         return target
 
-    def load_target(self, *, batched: bool) -> Target:
-        """The target for decoding: many rows at once, or a request at a time as users are served."""
+    def load_target(self, use: Use) -> Target:
+        """The target, packed for decoding. `use` decides its dtype, see `toolkit.target.load.load_target`."""
         from toolkit.target.load import load_target
 
         chosen = self.recipe.target
@@ -73,7 +74,7 @@ class Run:
             revision=chosen.revision,
             device=best_device(),
             quantization=chosen.quantization,
-            batched=batched,
+            use=use,
         )
         target.pack()
         return target

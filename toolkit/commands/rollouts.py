@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--force is for the recipe's own rollouts; remove {args.out} to answer again")
     if job.recipe.rollouts.keep_features:
         log.info("rollouts.keep_features is for the recipe's own rollouts; none are kept of %s", args.out)
+        job.recipe = replace(job.recipe, rollouts=replace(job.recipe.rollouts, keep_features=False))
     print(answer_prompts(job.target, job.recipe.rollouts, job.recipe.seed, args.prompts, args.out, args.draft))
     return 0
 

@@ -41,9 +41,14 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+def available() -> bool:
+    """Whether there are such products on this machine; asked for the first time, they may have to be compiled."""
+    return _library() is not None
+
+
 def takes(weight: Tensor) -> bool:
     """Whether there are such products here, of bfloat16 rows with this weight [N, K] or one rounded from it."""
-    return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and _library() is not None
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and available()
 
 
 def is_blocked(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which float this CPU multiplies fastest in batches: with AMX bfloat16, without it often float32."""
+"""Which float torch multiplies fastest in batches on this CPU: with AMX bfloat16, without it often float32."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.log import get_logger
+from toolkit.target import blocked_product
 from toolkit.target.cpu_dtype import fastest_cpu_dtype
 from toolkit.target.demo import DEMO_NAME, demo_directory
 from toolkit.target.errors import TargetError, UnknownFamilyError
@@ -30,12 +31,13 @@ from toolkit.target.quantize import quantize_model
 from toolkit.target.quiet import without_bars
 from toolkit.target.target import Target
 
-__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer", "split_revision"]
+__all__ = ["DTYPES", "Target", "TargetError", "Use", "load_config", "load_target", "load_tokenizer", "split_revision"]
 
 log = get_logger(__name__)
 
 HUB_NAME = re.compile(r"^(?P<name>([\w.-]+/)?[\w.-]+)@(?P<revision>[\w./-]+)$")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Use = Literal["serving", "rollouts", "training"]
 
 
 def load_target(
@@ -45,15 +47,19 @@ def load_target(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     quantization: str | None = None,
-    batched: bool = False,
+    use: Use = "serving",
 ) -> Target:
     """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
 
-    `dtype` "auto" is bfloat16 where the config says so, else float32; with `batched` (for rollouts and training, many
-    rows at a time) float32 also where this CPU multiplies it faster. `revision` is for hub ids; for the demo and GGUF
-    files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
-    that it is the same one from any folder. `quantization` "int8" or "int4" rounds the linear layers to a byte or half
-    of one a weight (CPU); the model that results is the target. Raises `TargetError`.
+    `dtype` "auto" is bfloat16 where the config says so, else float32. On a CPU it also depends on the products that
+    `use` makes: "serving", of a few rows, keeps to the config. "training" multiplies many rows by torch's products, in
+    float32 where this CPU has those faster. "rollouts" does so too where our own products of bfloat16 are not to be
+    had; with them, which a packed target (`Target.pack`) multiplies by, it keeps to the config.
+
+    `revision` is for hub ids; for the demo and GGUF files, whose revision is the file's hash, it must equal that. The
+    target of a path is named by its full path, so that it is the same one from any folder. `quantization` "int8" or
+    "int4" rounds the linear layers to a byte or half of one a weight (CPU); the model that results is the target.
+    Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
@@ -61,9 +67,7 @@ def load_target(
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
-    wanted = DTYPES.get(dtype) or _auto_dtype(
-        config, batched and str(device) == "cpu" and quantization is None, quantization
-    )
+    wanted = DTYPES.get(dtype) or _auto_dtype(config, use if str(device) == "cpu" else "serving", quantization)
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
@@ -247,12 +251,14 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
 
 
-def _auto_dtype(config: PretrainedConfig, fastest: bool, quantization: str | None) -> torch.dtype:
+def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) -> torch.dtype:
     if quantization == "int4":  # its products in float32 are slow
         return torch.bfloat16
     if _config_dtype(config) != torch.bfloat16:
         return torch.float32
-    return fastest_cpu_dtype() if fastest else torch.bfloat16
+    if use == "serving" or quantization is not None or (use == "rollouts" and blocked_product.available()):
+        return torch.bfloat16
+    return fastest_cpu_dtype()
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,7 +50,7 @@ def _load(recipe: Recipe, device: str, place: str) -> Target:
         revision=settings.revision,
         device=place,
         quantization=settings.quantization,
-        batched=device == "cpu",
+        use="training" if device == "cpu" else "serving",  # `place` may be a CPU that multiplies nothing
     )
 
 
