@@ -106,3 +106,31 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
     tiny_target.model.save_pretrained(directory)
     tiny_target.tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def interpreted_layers(monkeypatch) -> list[str]:
+    """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
+    minute. Returns what was asked for, in order."""
+    from toolkit.infer.compiled import compiled_layers, layer_program
+    from toolkit.infer.compiled.opaque_attention import now
+
+    asked: list[str] = []
+
+    def program(exported, _inputs, what):
+        asked.append(what)
+        module = exported.module()
+        return lambda inputs: [module(*inputs)]
+
+    def layers(programs, weights):
+        def run(first, hidden, inputs):
+            for index, tensors in enumerate(inputs, first):
+                now.call.layer = index
+                hidden = programs[index]([hidden, *tensors, *weights[index]])[0]
+            return hidden
+
+        return run
+
+    monkeypatch.setattr(layer_program, "_program", program)
+    monkeypatch.setattr(compiled_layers, "RunnableLayers", layers)
+    return asked

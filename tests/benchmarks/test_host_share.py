@@ -25,24 +25,21 @@ def event(name: str, own: float, *inside: SimpleNamespace) -> SimpleNamespace:
 def test_what_the_profiler_adds_is_taken_off(script) -> None:
     """Python of 3 + 10 + 5 + 4 us, beside and inside operators, whatever the profiler adds to each of them."""
     attend = event("toolkit::attend", 5, event("aten::bmm", 7))
-    program = event("compiled layer", 30, event("toolkit::attend", 4, event("aten::bmm", 6)))
+    program = event("compiled layers", 30, event("toolkit::attend", 4, event("aten::bmm", 6)))
     verify = event("verify", 10, event("aten::linear", 20, event("aten::addmm", 9)), attend, program)
     share = script("host_share").share_of([event("round", 3, verify)], 1.0)
     assert 1e6 * share.host(EACH / 1e6) == pytest.approx(22)
     assert share.outer == 4 and share.events == 8.5
 
 
-def test_compiled_layers_of_target_and_head_count_as_operators(script, monkeypatch, tmp_path, draft_directory) -> None:
+def test_compiled_layers_of_target_and_head_count_as_operators(
+    script, interpreted_layers, monkeypatch, tmp_path, draft_directory
+) -> None:
     """Called by another name than the benchmark knows, their arithmetic would be the host's. What a round with drafts
     calls more than a plain one is the head's."""
     host_share, called = script("host_share"), {}
     monkeypatch.setattr(host_share.torch, "set_num_threads", lambda count: None)
 
-    def interpreted(exported, _inputs, _what):
-        module = exported.module()
-        return lambda inputs: [module(*inputs)]
-
-    monkeypatch.setattr(layer_program, "_program", interpreted)
     for more in ((), ("--torch-compile",)):
         out = tmp_path / "record.json"
         assert host_share.main(["--draft", str(draft_directory), "--rounds", "2", "--out", str(out), *more]) == 0

@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from toolkit.infer.compiled import compiled_head, layer_program
+from toolkit.infer.attention.attention_plan import PromptPlan
+from toolkit.infer.compiled import compiled_head, compiled_layers, layer_program, layer_runner
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
+from toolkit.infer.compiled.opaque_attention import now
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import CompileError
+from toolkit.infer.kernels import cpu_attention
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target import blocked_product
@@ -40,22 +43,8 @@ def answers(engine: Engine) -> list[list[int]]:
         engine.close()
 
 
-@pytest.fixture
-def interpreted(monkeypatch) -> list[str]:
-    """Programs run uncompiled. Returns what was asked for, in order."""
-    asked: list[str] = []
-
-    def program(exported, _inputs, what):
-        asked.append(what)
-        module = exported.module()
-        return lambda inputs: [module(*inputs)]
-
-    monkeypatch.setattr(layer_program, "_program", program)
-    return asked
-
-
 @pytest.mark.parametrize(("shape", "max_batch"), [("3,3,8", 1), ("5,2,12", 3)])
-def test_drafted_answers_are_those_of_plain_decoding(interpreted, small_target, small_draft, shape, max_batch):
+def test_drafted_answers_are_those_of_plain_decoding(interpreted_layers, small_target, small_draft, shape, max_batch):
     """A head that is often right reads hidden states by hooks on the layers: they have to fire, with rows apart."""
     plain = answers(Engine(small_target))
     engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=max_batch, torch_compile=True)
@@ -80,16 +69,16 @@ def family(name: str, tokenizer) -> Target:
 
 
 @pytest.mark.parametrize(("name", "programs"), [("gpt_oss", 4), ("deepseek_v3", 4)])
-def test_each_kind_of_layer_has_its_programs(interpreted, small_target, name, programs):
+def test_each_kind_of_layer_has_its_programs(interpreted_layers, small_target, name, programs):
     """Windows, ropes, sinks and experts by layer; one program for one token, one for more, and each compiled once."""
     target = family(name, small_target.tokenizer)
     plain = answers(Engine(target, max_batch=2))
     assert answers(Engine(target, max_batch=2, torch_compile=True)) == plain
-    assert len(interpreted) == programs
+    assert len(interpreted_layers) == programs
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers", "mtp-hidden-first"])
-def test_heads_run_compiled_too(interpreted, monkeypatch, small_target, small_draft, shared_draft, kind):
+def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, small_draft, shared_draft, kind):
     """Every kind of head drafts what its own code drafts, by programs for one token and for more."""
     draft = small_draft if kind == "eagle3" else shared_draft(kind)
     ran: list[int] = []
@@ -107,12 +96,14 @@ def test_heads_run_compiled_too(interpreted, monkeypatch, small_target, small_dr
     plain, run = accepted(), compiled_head._run
     monkeypatch.setattr(compiled_head, "_run", counted)
     assert accepted(torch_compile=True) == plain
-    assert interpreted[-2:] == ["DraftHeadLayer for 1 token", "DraftHeadLayer for 2 and more tokens"]
+    assert interpreted_layers[-2:] == ["DraftHeadLayer for 1 token", "DraftHeadLayer for 2 and more tokens"]
     assert 1 in ran[2:] and max(ran) > 3, "the head ran by its own code"
     assert all("forward" not in vars(module) for module in draft.head.modules())
 
 
-def test_a_head_whose_program_computes_something_else_is_refused(interpreted, monkeypatch, small_target, small_draft):
+def test_a_head_whose_program_computes_something_else_is_refused(
+    interpreted_layers, monkeypatch, small_target, small_draft
+):
     own = compiled_head._run
     monkeypatch.setattr(compiled_head, "_run", lambda *given: own(*given) * 1.01)
     with pytest.raises(CompileError, match="DraftLayer of the head, compiled, gives another result: off by 0.01"):
@@ -120,18 +111,18 @@ def test_a_head_whose_program_computes_something_else_is_refused(interpreted, mo
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_quantised_target(interpreted, tiny_target_directory, quantization):
+def test_a_quantised_target(interpreted_layers, tiny_target_directory, quantization):
     """Its products choose their kernel by the number of rows, which a program must not fix."""
     target = load_target(tiny_target_directory, quantization=quantization, dtype="float32")
     plain = answers(Engine(target, max_batch=3))
     assert answers(Engine(target, max_batch=3, torch_compile=True)) == plain
 
 
-def test_nothing_is_compiled_while_serving(interpreted, small_target, small_draft):
+def test_nothing_is_compiled_while_serving(interpreted_layers, small_target, small_draft):
     """All sizes of batch and tree, prompts too, run programs that the construction made."""
     engine = Engine(small_target, small_draft, DraftShape.parse("3,3,8"), max_batch=3, torch_compile=True)
     compiled = engine._forward._compiled
-    before, graphs = len(interpreted), dict(counters["stats"])
+    before, graphs = len(interpreted_layers), dict(counters["stats"])
     calls = []
     for index, programs in enumerate(zip(*compiled._programs.values(), strict=True)):
         assert len(set(programs)) == 2, f"layer {index} has one program for all"
@@ -140,11 +131,11 @@ def test_nothing_is_compiled_while_serving(interpreted, small_target, small_draf
         engine.set_shape(DraftShape.parse(shape))
         calls += engine.generate(prompts(24), PARAMS)
     engine.close()
-    assert len(calls) == 10 and len(interpreted) == before
+    assert len(calls) == 10 and len(interpreted_layers) == before
     assert dict(counters["stats"]) == graphs, "Dynamo compiled something in a step"
 
 
-def test_the_model_is_left_as_it_was(interpreted, small_target, small_draft):
+def test_the_model_is_left_as_it_was(interpreted_layers, small_target, small_draft):
     """Between steps, after a step that fails, and after close: other users of the model meet its own layers."""
     model = small_target.model
     ids = torch.tensor([[5, 6, 7]])
@@ -162,6 +153,7 @@ def test_the_model_is_left_as_it_was(interpreted, small_target, small_draft):
     with pytest.raises(RuntimeError, match="a layer failed"):
         engine.step()
     engine._forward._compiled._calls[2] = whole
+    assert not compiled_layers._inputs.waiting, "the next forward would run the layers before it once more"
     assert torch.equal(model(input_ids=ids).logits, before)
     engine.abort(request)
     engine.close()
@@ -181,7 +173,7 @@ def test_a_program_that_computes_something_else_is_refused(monkeypatch, small_ta
         Engine(small_target, torch_compile=True)
 
 
-def test_layers_that_differ_in_secret_are_refused(interpreted, small_target, monkeypatch):
+def test_layers_that_differ_in_secret_are_refused(interpreted_layers, small_target, monkeypatch):
     """A layer's activation that is a plain function is no setting that tells kinds apart: the comparison finds it."""
     monkeypatch.setattr(type(small_target.layers[1].mlp), "forward", tanh_in_one_layer(small_target.layers[1].mlp))
     with pytest.raises(CompileError, match="layer 1 .* another result"):
@@ -195,7 +187,7 @@ def tanh_in_one_layer(odd):
     return forward
 
 
-def test_a_family_that_cannot_be_traced_is_refused(interpreted, small_target):
+def test_a_family_that_cannot_be_traced_is_refused(interpreted_layers, small_target):
     with pytest.raises(CompileError, match="GPT2Block .* leave --torch-compile out"):
         Engine(family("gpt2", small_target.tokenizer), torch_compile=True)
 
@@ -246,6 +238,46 @@ def test_compiled_layers_call_our_own_products(tiny_target_directory, monkeypatc
     blocked_product._library.cache_clear()
     programs = list((tmp_path / "compiled").glob("*/layer.pt2"))
     assert len(programs) == 2 and all(blocked_product.OPERATOR.encode() in machine_code(one) for one in programs)
+
+
+@pytest.mark.slow
+def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory, monkeypatch, tmp_path):
+    """Attention of few nodes does not come back to Python, that of a prompt does, with its own error; a hook parts the
+    layers and is handed what it would be handed without compiling."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    target = load_target(tiny_target_directory, dtype="float32")
+    engine = Engine(target, torch_compile=True)
+    ran, asked = [], []
+    together, attend = layer_runner.RunnableLayers.__call__, type(now).attend
+    monkeypatch.setattr(
+        layer_runner.RunnableLayers,
+        "__call__",
+        lambda self, first, hidden, inputs: ran.append((first, len(inputs))) or together(self, first, hidden, inputs),
+    )
+    monkeypatch.setattr(type(now), "attend", lambda self, *given: asked.append(self.call.layer) or attend(self, *given))
+    request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
+    layers = len(target.layers)
+    engine.step()
+    assert asked == list(range(layers)), "a prompt's attention is not that of few nodes"
+    engine.step()
+    assert len(ran) > 1 and set(ran) == {(0, layers)}
+    if cpu_attention._library() is not None:
+        assert len(asked) == layers, "a decoding step asked Python"
+    read = []
+    handle = target.layers[1].register_forward_pre_hook(lambda _layer, given: read.append(given[0].clone()))
+    ran.clear()
+    engine.step()
+    handle.remove()
+    assert ran == [(0, 1), (1, layers - 1)] and read[0].isfinite().all()
+
+    def fails(*_given):
+        raise ValueError("no attention today")
+
+    engine.abort(request)
+    monkeypatch.setattr(PromptPlan, "attend", fails)
+    with pytest.raises(ValueError, match="no attention today"):
+        engine.generate([[5, 6, 7]], PARAMS)
+    engine.close()
 
 
 @pytest.mark.slow

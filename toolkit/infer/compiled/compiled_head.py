@@ -19,12 +19,12 @@ from toolkit.infer.compiled.compiled_layers import allowed_difference, forwards
 from toolkit.infer.compiled.drafting_attention import HeadLayer, drafting, drafting_layers
 from toolkit.infer.compiled.layer_program import (
     TOKEN_RANGES,
-    Program,
     TokenRange,
     compile_layer,
     program_for,
     weights_of,
 )
+from toolkit.infer.compiled.layer_runner import Program
 from toolkit.infer.errors import CompileError
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.models.decoder_layer import Attend, DecoderLayer

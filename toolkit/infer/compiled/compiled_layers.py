@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.compiled.layer_program import (
     TOKEN_RANGES,
-    Program,
     TokenRange,
     compile_layer,
     program_for,
     tensors_in,
     weights_of,
 )
-from toolkit.infer.compiled.layer_runner import Inputs, RunnableLayers
+from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableLayers
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.compiled.layer_runner import CompiledProgram
+from toolkit.infer.compiled.layer_runner import Program
 from toolkit.infer.compiled.packed_products import C_FUNCTIONS, merge_products, stand_in, teach_inductor
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
@@ -28,7 +28,6 @@ from toolkit.target.compile_cpp import compiler, compiler_name, cpu_flags
 logger = get_logger(__name__)
 
 PACKAGE = "layer.pt2"
-Program = Callable[[list[Tensor]], list[Tensor]]  # hidden, the tensors of its keywords, its weights -> [hidden]
 Runs = TypeVar("Runs")
 
 
@@ -137,7 +136,7 @@ def _program(exported: Any, inputs: Sequence[Tensor], what: str) -> Program:
         check_compiler()
         logger.info("torch_compile: compiling %s; the next start finds it in %s", what, folder.parent)
     build_once(folder, lambda made: _compile(exported, made / PACKAGE, what))
-    return CompiledProgram(folder / PACKAGE)
+    return Program(folder / PACKAGE)
 
 
 def check_compiler() -> None:

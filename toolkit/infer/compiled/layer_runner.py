@@ -33,7 +33,9 @@ def runner() -> ctypes.CDLL:
     """Raises CompileError where it cannot be compiled; the log says why. Loaded before any program, which calls it."""
     library = load_cpp(SOURCE)
     if library is None:
-        raise CompileError(f"torch_compile: {SOURCE.name} could not be compiled (see the log); leave --torch-compile out")
+        raise CompileError(
+            f"torch_compile: {SOURCE.name} could not be compiled (see the log); leave --torch-compile out"
+        )
     address = ctypes.c_void_p
     library.toolkit_open_program.argtypes = [ctypes.c_char_p, ctypes.POINTER(address), ctypes.c_char_p, ctypes.c_int64]
     library.toolkit_close_program.argtypes = [address]
@@ -47,7 +49,7 @@ def runner() -> ctypes.CDLL:
     return library
 
 
-class CompiledProgram:
+class Program:
     """One compiled layer, called as the layer is: hidden [1, T, H], its other inputs, its weights -> [hidden].
 
     Raises CompileError where the package cannot be loaded.
@@ -71,9 +73,7 @@ class CompiledProgram:
 class RunnableLayers:
     """Layers as C++ runs them: each one's program and its weights, in the program's order. number: the first one's."""
 
-    def __init__(
-        self, programs: Sequence[CompiledProgram], weights: Sequence[Sequence[Tensor]], number: int = 0
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], weights: Sequence[Sequence[Tensor]], number: int = 0) -> None:
         self._number = number
         self._held = list(programs)
         self._programs = _addresses([one.address for one in programs])
@@ -97,8 +97,8 @@ class RunnableLayers:
         message = ctypes.create_string_buffer(MESSAGE_SIZE)
         failed = library.toolkit_run_layers(
             _behind(self._programs, first), self._weights, _behind(self._weights_from, first), others,
-            numbers(*begins), numbers(*stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x), message,
-            MESSAGE_SIZE,
+            numbers(*begins), numbers(*stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x),
+            message, MESSAGE_SIZE,
         )  # fmt: skip
         library.toolkit_free_tensors(others, len(others))
         out = _take(x.value)

@@ -46,8 +46,9 @@ def _address(name: str) -> int | None:
 
 
 class RowAttention:
-    """What one forward's layers share (name: of the library's function): B rows of which the first lengths[b] positions are committed, node_mask [B, N,
-    M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company."""
+    """What one forward's layers share: B rows of which the first lengths[b] positions are committed, node_mask [B, N,
+    M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company. name: of the
+    library's function."""
 
     def __init__(self, name: str, lengths: Sequence[int], node_mask: Tensor) -> None:
         self._name, self._function = name, getattr(_library(), name)
