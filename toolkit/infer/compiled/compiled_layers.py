@@ -92,6 +92,19 @@ class _Noted:
     asked: tuple[Any, ...]
 
 
+class _Instead:
+    """Stands in a body's list for a layer that nobody hooks: without a module's way to its forward."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Tensor]) -> None:
+        self._layer, self._call = layer, call
+
+    def __call__(self, hidden: Tensor, **keywords: Any) -> Tensor:
+        return self._call(hidden, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 class _NotedPlan:
     """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
 
@@ -145,15 +158,24 @@ class CompiledLayers:
         different = {program for programs in self._programs.values() for program in programs}
         logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
         self._calls = [self._call(index) for index in range(len(self._layers))]
+        self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
+        self._body = target.body
+        self._name = next(name for name, child in self._body.named_children() if child is target.layers)
 
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
         now.start(plan, rows)
-        with forwards(self._layers, self._calls):
+        hooked = [index for index, one in enumerate(self._layers) if one._forward_hooks or one._forward_pre_hooks]
+        inside: list[_Instead | nn.Module] = [*self._instead]
+        for index in hooked:
+            inside[index] = self._layers[index]
+        self._body.__dict__[self._name] = inside  # a plain entry of the instance: what is costs no time
+        with forwards([self._layers[index] for index in hooked], [self._calls[index] for index in hooked]):
             try:
                 yield
             finally:
+                del self._body.__dict__[self._name]
                 now.stop()
                 _inputs.forget()
 
@@ -236,7 +258,7 @@ class CompiledLayers:
 
 @contextmanager
 def forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Iterator[None]:
-    """The layers run these in place of their own forward. A plain entry of the instance: what is costs no time."""
+    """The layers run these in place of their own forward."""
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer, call in zip(layers, calls, strict=True):
         layer.__dict__["forward"] = call
