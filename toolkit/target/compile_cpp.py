@@ -51,8 +51,8 @@ def cpu_flags() -> tuple[str, ...]:
     return tuple(sorted(flags.partition(":")[2].split()))
 
 
-def load_cpp(source: Path) -> ctypes.CDLL | None:
-    """The library of one C++ file; None, and the log says why, where it cannot be made.
+def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
+    """The library of one C++ file; None, and the log says why and what `instead`, where it cannot be made.
 
     Its symbols are seen by libraries that are loaded later, as the compiled layers' programs are.
     """
@@ -61,29 +61,29 @@ def load_cpp(source: Path) -> ctypes.CDLL | None:
         decides = (source.read_text(encoding="utf-8"), torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
         folder = cache_root() / "compiled" / f"{source.stem}-{key}"
-        if not folder.is_dir() and not _may_compile(source, folder):
+        if not folder.is_dir() and not _may_compile(source, folder, instead):
             return None
         build_once(folder, lambda made: _compile(source, made / LIBRARY, openmp))
         return ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
     except subprocess.CalledProcessError as error:
         why = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
-        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, INSTEAD)
+        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, instead)
         with suppress(OSError):
             _failure(folder).write_text(_identity(), encoding="utf-8")
     except (OSError, TargetError) as error:
-        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, INSTEAD)
+        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, instead)
     return None
 
 
-def _may_compile(source: Path, folder: Path) -> bool:
+def _may_compile(source: Path, folder: Path, instead: str) -> bool:
     """Whether there is a compiler, and not one that failed before."""
     if compiler() is None:
-        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
+        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, instead)
         return False
     failure = _failure(folder)
     if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
         log.info(
-            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), INSTEAD, failure
+            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), instead, failure
         )
         return False
     return True

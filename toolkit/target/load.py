@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -63,6 +63,8 @@ def load_target(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
+    if use not in get_args(Use):
+        raise TargetError(f"use {use!r} came; one of {', '.join(get_args(Use))} is needed")
     name, revision = split_revision(str(name), revision)
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)

@@ -7,18 +7,21 @@ compiles them.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from toolkit.infer.attention.attention_plan import PromptPlan
-from toolkit.infer.compiled import compiled_head, compiled_layers, layer_program, layer_runner
+from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
+from toolkit.infer.compiled import compiled_head, layer_program, layer_runner
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
-from toolkit.infer.compiled.opaque_attention import now
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import CompileError
@@ -154,12 +157,84 @@ def test_the_model_is_left_as_it_was(interpreted_layers, small_target, small_dra
         engine.step()
     engine._forward._compiled._calls[2] = whole
     assert "layers" not in vars(small_target.body)
-    assert not compiled_layers._inputs.waiting, "the next forward would run the layers before it once more"
     assert torch.equal(model(input_ids=ids).logits, before)
     engine.abort(request)
     engine.close()
     assert all("forward" not in vars(layer) and not layer._forward_pre_hooks for layer in small_target.layers)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_target):
+    """Nobody hooks a layer here, so those before the one that fails have left their work to it."""
+    plain = answers(Engine(small_target))
+    engine = Engine(small_target, torch_compile=True)
+    layer = engine._forward._compiled._instead[2]
+    whole = layer._call
+
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("a layer failed")
+
+    layer._call = fails
+    request = engine.add_request([5, 6, 7], PARAMS)
+    with pytest.raises(RuntimeError, match="a layer failed"):
+        engine.step()
+    engine.abort(request)
+    layer._call = whole
+    assert answers(engine) == plain
+
+
+def with_a_loop_of_its_own(target: Target, between) -> Target:
+    """The target with another loop over its layers: between(number, hidden, kept) -> hidden, behind every layer."""
+    model = copy.deepcopy(target.model)
+    body = model.model
+
+    def forward(input_ids, position_ids=None, plan=None, **_others):
+        hidden, kept = body.embed_tokens(input_ids), {}
+        at = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        keywords = {"attention_mask": None, "position_ids": at, "position_embeddings": body.rotary_emb(hidden, at)}
+        for number, layer in enumerate(body.layers):
+            hidden = layer(hidden, **keywords, **({} if plan is None else {"plan": plan}))
+            hidden = between(number, hidden, kept)
+        return BaseModelOutputWithPast(last_hidden_state=body.norm(hidden))
+
+    body.forward = forward
+    return Target(model=model, tokenizer=target.tokenizer, name="its own loop", revision=None)
+
+
+def test_a_body_that_changes_a_layers_output(interpreted_layers, small_target):
+    """It gets that output, not what the layer was called with."""
+    target = with_a_loop_of_its_own(small_target, lambda number, hidden, _kept: 2 * hidden if number == 1 else hidden)
+    plain = answers(Engine(target))
+    engine = Engine(target, torch_compile=True)
+    assert engine._forward._compiled._handed_on == [True, False, True, False]
+    assert answers(engine) == plain != answers(Engine(small_target))
+
+
+def test_a_body_that_also_reads_a_layers_output_aside_is_refused(interpreted_layers, small_target):
+    """Nothing tells beforehand that it is read: the logits of a whole forward do."""
+
+    def skipping(number, hidden, kept):
+        aside = kept.setdefault("aside", hidden)
+        return hidden + aside if number == 3 else hidden
+
+    target = with_a_loop_of_its_own(small_target, skipping)
+    assert all(map(len, answers(Engine(target))))
+    with pytest.raises(CompileError, match="logits differ .* leave --torch-compile out"):
+        Engine(target, torch_compile=True)
+
+
+def test_hooks_on_all_modules_fire(interpreted_layers, small_target):
+    """Counters of operations install such."""
+    engine, seen = Engine(small_target, torch_compile=True), {}
+    engine.add_request([5, 6, 7], PARAMS)
+    handle = register_module_forward_hook(lambda layer, _given, out: seen.setdefault(layer, out) and None)
+    try:
+        engine.step()
+    finally:
+        handle.remove()
+        engine.close()
+    states = [seen[layer] for layer in small_target.layers]
+    assert all(not torch.equal(one, behind) for one, behind in pairwise(states))
 
 
 def test_a_program_that_computes_something_else_is_refused(monkeypatch, small_target):
@@ -241,44 +316,68 @@ def test_compiled_layers_call_our_own_products(tiny_target_directory, monkeypatc
     assert len(programs) == 2 and all(blocked_product.OPERATOR.encode() in machine_code(one) for one in programs)
 
 
-@pytest.mark.slow
-def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory, monkeypatch, tmp_path):
-    """Attention of few nodes does not come back to Python, that of a prompt does, with its own error; a hook parts the
-    layers and is handed what it would be handed without compiling."""
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    target = load_target(tiny_target_directory, dtype="float32")
-    engine = Engine(target, torch_compile=True)
-    ran, asked = [], []
-    together, attend = layer_runner.RunnableLayers.__call__, type(now).attend
-    monkeypatch.setattr(
-        layer_runner.RunnableLayers,
-        "__call__",
-        lambda self, first, hidden, inputs: ran.append((first, len(inputs))) or together(self, first, hidden, inputs),
-    )
-    monkeypatch.setattr(type(now), "attend", lambda self, *given: asked.append(self.call.layer) or attend(self, *given))
+def before_layer_1(engine: Engine) -> torch.Tensor:
+    """What a hook is handed in a step that decodes, behind two that nobody hooks."""
+    read: list[torch.Tensor] = []
     request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
-    layers = len(target.layers)
     engine.step()
-    assert asked == list(range(layers)), "a prompt's attention is not that of few nodes"
     engine.step()
-    assert len(ran) > 1 and set(ran) == {(0, layers)}
-    if cpu_attention._library() is not None:
-        assert len(asked) == layers, "a decoding step asked Python"
-    read = []
-    handle = target.layers[1].register_forward_pre_hook(lambda _layer, given: read.append(given[0].clone()))
-    ran.clear()
+    handle = engine.target.layers[1].register_forward_pre_hook(lambda _, given: read.append(given[0].clone()))
     engine.step()
     handle.remove()
-    assert ran == [(0, 1), (1, layers - 1)] and read[0].isfinite().all()
+    engine.abort(request)
+    return read[0]
+
+
+@pytest.mark.slow
+def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory, monkeypatch, tmp_path):
+    """Attention of a prompt asks Python, with its own error, that of few nodes does not; a hook parts the layers and is
+    handed what it is handed without compiling; what C++ is handed is freed."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    target = load_target(tiny_target_directory, dtype="float32")
+    expected, layers = before_layer_1(Engine(target)), len(target.layers)
+    ran, asked, handles = [], [], []  # handles: how many came, and, below 0, went
+
+    def noted(place, name, note):
+        own = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given: note(*given) or own(*given))
+
+    noted(layer_runner, "_handles", lambda tensors: handles.append(len(tensors)))
+    noted(layer_runner, "_take", lambda _handle: handles.append(-1))
+    noted(layer_runner.runner(), "toolkit_free_tensors", lambda _some, count: handles.append(-count))
+    engine = Engine(target, torch_compile=True)
+    noted(
+        layer_runner.RunnableLayers, "__call__", lambda _self, first, _hidden, inputs: ran.append((first, len(inputs)))
+    )
+    noted(PromptPlan, "attend", lambda _self, layer, *_given: asked.append(layer))
+    noted(TreePlan, "attend", lambda _self, layer, *_given: asked.append(layer))
+    held = sum(handles)
+    assert held == 2 * sum(len(weights) for weights in engine._forward._compiled._weights) > 0
+    torch.testing.assert_close(before_layer_1(engine), expected, rtol=1e-4, atol=1e-4)
+    assert sum(handles) == held
+    assert ran[-2:] == [(0, 1), (1, layers - 1)] and set(ran[:-2]) == {(0, layers)} and len(ran) > 3
+    assert asked == [*range(layers)] if cpu_attention._library() is not None else len(asked) > layers
 
     def fails(*_given):
         raise ValueError("no attention today")
 
-    engine.abort(request)
     monkeypatch.setattr(PromptPlan, "attend", fails)
     with pytest.raises(ValueError, match="no attention today"):
-        engine.generate([[5, 6, 7]], PARAMS)
+        engine.add_request([8, 9], PARAMS)
+        engine.step()
     engine.close()
+    del engine
+    gc.collect()
+    assert sum(handles) == 0
+
+
+@pytest.mark.slow
+def test_windows_and_sinks_compiled(small_target, monkeypatch, tmp_path):
+    """Inductor's own programs hand them to the attention in Python; a window lost on the way would write others."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    target = family("gpt_oss", small_target.tokenizer)
+    plain = answers(Engine(target, max_batch=2))
+    assert answers(Engine(target, max_batch=2, torch_compile=True)) == plain
 
 
 @pytest.mark.slow
@@ -292,6 +391,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     target.pack()
     assert answers(Engine(target, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3, torch_compile=True)) == plain
     monkeypatch.setenv("CXX", "no-such-compiler")
+    layer_runner.runner.cache_clear()
     opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain

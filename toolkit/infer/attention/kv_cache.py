@@ -74,6 +74,7 @@ class KVCache:
         self._homes_begin = [
             (keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.home_keys, self.home_values, strict=True)
         ]
+        # The same for C++, which is handed an address of all layers' ones.
         self._first_homes = torch.tensor(self._homes_begin, dtype=torch.int64).view(-1, 2).T.contiguous()
         pool.attach(self)
 

@@ -22,7 +22,7 @@ from toolkit.infer.attention.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_layers import CompiledLayers
-from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.errors import CompileError, UnsupportedTargetError
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.target.load import Target, TargetError
 
@@ -68,6 +68,10 @@ class TargetForward:
             ) from error
         if torch_compile:
             self._compiled = CompiledLayers(target, self._run, self._own_attention)
+            try:
+                self.compare_logits()
+            except UnsupportedTargetError as error:
+                raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
 
     @property
     def waits_for_positions(self) -> bool:

@@ -13,7 +13,7 @@ Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.compiled.layer_program import (
@@ -102,6 +103,8 @@ class _Instead:
         return self._call(hidden, **keywords)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_layer":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._layer, name)
 
 
@@ -157,16 +160,19 @@ class CompiledLayers:
         self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
         logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
-        self._calls = [self._call(index) for index in range(len(self._layers))]
+        self._leaves = [False] * len(self._layers)  # its work to the next one, in the forward that runs
+        self._calls = [_call(index, self._runs, self._leaves) for index in range(len(self._layers))]
         self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
         self._body = target.body
         self._name = next(name for name, child in self._body.named_children() if child is target.layers)
 
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
-        """A forward of the target's body inside runs its layers compiled; their hooks fire as ever."""
+        """A forward of the target's body inside runs its layers compiled. Hooks that are there when it begins fire."""
+        if self._name in self._body.__dict__:
+            raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
         now.start(plan, rows)
-        hooked = [index for index, one in enumerate(self._layers) if one._forward_hooks or one._forward_pre_hooks]
+        hooked = self._part()
         inside: list[_Instead | nn.Module] = [*self._instead]
         for index in hooked:
             inside[index] = self._layers[index]
@@ -179,25 +185,14 @@ class CompiledLayers:
                 now.stop()
                 _inputs.forget()
 
-    def _call(self, index: int) -> Callable[..., Tensor]:
-        def forward(hidden: Tensor, **keywords: Any) -> Tensor:
-            del keywords["plan"]
-            waiting = _inputs.waiting
-            waiting.append(_inputs.of(keywords))
-            if self._leaves_its_work(index):
-                return hidden
-            run = program_for(hidden.shape[0] * hidden.shape[1], self._runs)
-            out = run(index + 1 - len(waiting), _side_by_side(hidden), waiting)
-            waiting.clear()
-            return out if now.rows == 1 else out.view(hidden.shape)
-
-        return forward
-
-    def _leaves_its_work(self, index: int) -> bool:
-        """Whether nobody but the next layer reads what this one gives."""
-        if not self._handed_on[index]:
-            return False
-        return not self._layers[index]._forward_hooks and not self._layers[index + 1]._forward_pre_hooks
+    def _part(self) -> list[int]:
+        """The layers that somebody hooks; sets which ones leave their work to the next, as nobody else reads theirs."""
+        of_all = bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+        before = [of_all or bool(layer._forward_pre_hooks) for layer in self._layers]
+        behind = [of_all or bool(layer._forward_hooks) for layer in self._layers]
+        for index, handed_on in enumerate(self._handed_on):
+            self._leaves[index] = handed_on and not behind[index] and not before[index + 1]
+        return [index for index, hooks in enumerate(zip(before, behind, strict=True)) if any(hooks)]
 
     def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
         """One forward by the layers' own code; what each was called with."""
@@ -254,6 +249,25 @@ class CompiledLayers:
                     f"{difference:.2g} of its size (allowed: {allowed:g}), attention {plan.asked} in place of "
                     f"{note.asked}; leave --torch-compile out"
                 )
+
+
+def _call(
+    index: int, runs: Mapping[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]], leaves: Sequence[bool]
+) -> Callable[..., Tensor]:
+    """What takes the place of a layer's forward."""
+
+    def forward(hidden: Tensor, **keywords: Any) -> Tensor:
+        del keywords["plan"]
+        waiting = _inputs.waiting
+        waiting.append(_inputs.of(keywords))
+        if leaves[index]:
+            return hidden
+        run = program_for(hidden.shape[0] * hidden.shape[1], runs)
+        out = run(index + 1 - len(waiting), _side_by_side(hidden), waiting)
+        waiting.clear()
+        return out if now.rows == 1 else out.view(hidden.shape)
+
+    return forward
 
 
 @contextmanager

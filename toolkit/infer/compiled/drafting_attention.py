@@ -10,6 +10,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
+from toolkit.infer.compiled.opaque_attention import now
 from toolkit.models.decoder_layer import Attend, DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
 
@@ -33,7 +34,8 @@ def drafting_layers(head: nn.Module) -> list[HeadLayer]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D]."""
-    return drafting.attend(q, k, v).contiguous()
+    with now.keeping_errors():
+        return drafting.attend(q, k, v).contiguous()
 
 
 # Programs kept on disk call it by this name and signature.

@@ -12,8 +12,8 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
+#include <atomic>
 #include <cstring>
-#include <memory>
 
 namespace {
 
@@ -33,6 +33,7 @@ struct AttentionCall {
 };
 
 thread_local AttentionCall* now = nullptr;
+std::atomic<int64_t> running{0};
 
 bool is_direct(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const int64_t* window,
                const double* softcap, const AtenTensorHandle* sinks) {
@@ -77,6 +78,8 @@ int64_t told(char* message, int64_t size, Work work) {  // 0, or 1 and why
   try {
     work();
     return 0;
+  } catch (const c10::Error& error) {
+    strncpy(message, error.what_without_backtrace(), size - 1);
   } catch (const std::exception& error) {
     strncpy(message, error.what(), size - 1);
   } catch (...) {
@@ -105,7 +108,9 @@ extern "C" int64_t toolkit_open_program(const char* package, Program** program, 
   return told(message, size, [&] { *program = new Program(package, "model", false, 1, -1); });
 }
 
-extern "C" void toolkit_close_program(Program* program) { delete program; }
+extern "C" void toolkit_close_program(Program* program) {
+  if (!running) delete program;  // else this process ends while a thread still runs one
+}
 
 extern "C" void toolkit_free_tensors(at::Tensor** tensors, int64_t count) {
   for (int64_t i = 0; i < count; i++) delete tensors[i];
@@ -118,6 +123,7 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
                                       int64_t first, int64_t count, AttentionCall* attention, at::Tensor** hidden,
                                       char* message, int64_t size) {
   now = attention;
+  running++;
   const int64_t failed = told(message, size, [&] {
     at::Tensor x = **hidden;
     for (int64_t l = 0; l < count; l++) {
@@ -131,6 +137,7 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
     }
     **hidden = std::move(x);
   });
+  running--;
   now = nullptr;
   return failed;
 }

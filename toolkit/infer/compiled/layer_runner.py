@@ -30,11 +30,12 @@ Inputs = tuple[Tensor, ...]  # what a layer is called with beside hidden
 
 @functools.cache
 def runner() -> ctypes.CDLL:
-    """Raises CompileError where it cannot be compiled; the log says why. Loaded before any program, which calls it."""
-    library = load_cpp(SOURCE)
+    """Loaded before any program, which calls it. Raises CompileError where it cannot be compiled; the log says why."""
+    library = load_cpp(SOURCE, instead="--torch-compile cannot do without")
     if library is None:
         raise CompileError(
-            f"torch_compile: {SOURCE.name} could not be compiled (see the log); leave --torch-compile out"
+            f"torch_compile needs {SOURCE.name}, which could not be compiled (the log says why): a C++ compiler is "
+            "needed once (Debian, Ubuntu: apt install g++; or name one in CXX); or leave --torch-compile out"
         )
     address = ctypes.c_void_p
     library.toolkit_open_program.argtypes = [ctypes.c_char_p, ctypes.POINTER(address), ctypes.c_char_p, ctypes.c_int64]
@@ -63,6 +64,7 @@ class Program:
                 "folder, or leave --torch-compile out"
             )
         self.address = loaded.value
+        # At exit too: it removes the files that it unpacked.
         weakref.finalize(self, library.toolkit_close_program, loaded.value)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -80,12 +82,13 @@ class RunnableLayers:
         self._weights_from = (ctypes.c_int64 * (len(weights) + 1))(0, *itertools.accumulate(map(len, weights)))
         tensors = list(itertools.chain(*weights))
         self._weights = _addresses(_handles(tensors))
-        weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
+        freed = weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
+        freed.atexit = False  # a thread that does not end may still read them
 
     def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
         """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H].
 
-        Their attention asks `now`. Raises what attention in Python raised, else CompileError.
+        Their attention asks `now`. Raises what attention in Python raised, else RuntimeError.
         """
         distinct = {id(tensors): tensors for tensors in inputs}
         ends = list(itertools.accumulate(map(len, distinct.values())))
@@ -103,15 +106,16 @@ class RunnableLayers:
         library.toolkit_free_tensors(others, len(others))
         out = _take(x.value)
         if failed:
-            raise now.take_error() or CompileError(
-                f"layers {first} to {first + count - 1}, compiled, failed: {message.value.decode(errors='replace')}"
+            began = self._number + first
+            raise now.take_error() or RuntimeError(
+                f"compiled layers {began} to {began + count - 1} failed: {message.value.decode(errors='replace')}"
             )
         return out
 
 
 def _behind(array: Any, first: int) -> ctypes.c_void_p:
-    """The address of entry `first`, of 8 bytes each."""
-    return ctypes.c_void_p(ctypes.addressof(array) + 8 * first)
+    """The address of entry `first`: C++ counts from the first layer that runs."""
+    return ctypes.c_void_p(ctypes.addressof(array) + ctypes.sizeof(array._type_) * first)
 
 
 def _addresses(values: Sequence[int | None]) -> Any:

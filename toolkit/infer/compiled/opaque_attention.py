@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,11 +44,11 @@ class Now(threading.local):
 
     def __init__(self) -> None:
         self.call = AttentionCall()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def start(self, plan: AttentionPlan, rows: int = 1) -> None:
         """A forward begins. Where the plan has one, attention is C++'s, unless a layer asks for more than it does."""
-        self.plan, self.rows = plan, rows
+        self.plan, self.rows, self._error = plan, rows, None
         self.call.attend = None
         for name, value in (plan.for_cpp() if isinstance(plan, TreePlan) else {}).items():
             setattr(self.call, name, value)
@@ -56,14 +58,16 @@ class Now(threading.local):
         del self.plan
         self.rows, self.call.attend = 1, None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    @contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """Attention that a program calls: C++ hands on no more of an error than its words."""
         try:
-            return self.plan.attend(self.call.layer, q, k, v, scoring)
-        except Exception as error:  # C++ hands on no more than its words
+            yield
+        except BaseException as error:
             self._error = error
             raise
 
-    def take_error(self) -> Exception | None:
+    def take_error(self) -> BaseException | None:
         """What attention raised since it was last asked."""
         error, self._error = self._error, None
         return error
@@ -80,7 +84,8 @@ def _attend(
     rows = now.rows
     if rows > 1:
         q, k, v = (x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-    out = now.attend(q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
+    with now.keeping_errors():
+        out = now.plan.attend(now.call.layer, q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
     return out.view(1, -1, *out.shape[2:]) if rows > 1 else out
 
 
@@ -95,6 +100,11 @@ _library.define(
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("toolkit::attend", _shape)
+# And as a function of C (layer_runner.cpp), which needs no Python where a forward's attention is C++'s.
+C_FUNCTION = (
+    "AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double "
+    "scaling, int64_t* window, double* softcap, AtenTensorHandle* sinks, AtenTensorHandle* result)"
+)
 
 
 def _opaque(_module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, _call: LayerCall) -> Tensor:

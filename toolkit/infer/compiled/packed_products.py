@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import toolkit.infer.compiled.opaque_attention  # noqa: F401  (defines an operator)
 import toolkit.target.packed_linear  # noqa: F401  (defines the operators)
+from toolkit.infer.compiled import opaque_attention
 from toolkit.target.blocked_product import OPERATOR
 
 # As Inductor makes it of the operator: tensors by handle, an optional one by the address of one, the result behind.
@@ -24,10 +24,7 @@ C_FUNCTIONS = {
         f"AOTITorchError {OPERATOR}(AtenTensorHandle x, AtenTensorHandle blocks, AtenTensorHandle* scale, "
         "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* result)"
     ],
-    torch.ops.toolkit.attend.default: [
-        "AOTITorchError aoti_torch_cpu_attend(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double "
-        "scaling, int64_t* window, double* softcap, AtenTensorHandle* sinks, AtenTensorHandle* result)"
-    ],
+    torch.ops.toolkit.attend.default: [opaque_attention.C_FUNCTION],
 }
 
 

@@ -42,6 +42,7 @@ def _address(name: str) -> int | None:
     """Of one of the library's functions."""
     library = _library()
     assert library is not None, "row_attention() has looked"
+    # Not the attribute, in whose place a measurement may have put a function of Python.
     return ctypes.cast(library[name], ctypes.c_void_p).value
 
 
