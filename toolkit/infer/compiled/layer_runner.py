@@ -76,7 +76,7 @@ class RunnableLayers:
     """Layers as C++ runs them: each one's program and its weights, in the program's order. number: the first one's."""
 
     def __init__(self, programs: Sequence[Program], weights: Sequence[Sequence[Tensor]], number: int = 0) -> None:
-        self._number = number
+        self._number, self._message = number, ctypes.create_string_buffer(MESSAGE_SIZE)
         self._held = list(programs)
         self._programs = _addresses([one.address for one in programs])
         self._weights_from = (ctypes.c_int64 * (len(weights) + 1))(0, *itertools.accumulate(map(len, weights)))
@@ -97,18 +97,17 @@ class RunnableLayers:
         count, library, numbers = len(inputs), runner(), ctypes.c_int64 * len(inputs)
         others = _addresses(_handles(list(itertools.chain(*distinct.values()))))
         x = ctypes.c_void_p(_handles([hidden])[0])
-        message = ctypes.create_string_buffer(MESSAGE_SIZE)
         failed = library.toolkit_run_layers(
             _behind(self._programs, first), self._weights, _behind(self._weights_from, first), others,
             numbers(*begins), numbers(*stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x),
-            message, MESSAGE_SIZE,
+            self._message, MESSAGE_SIZE,
         )  # fmt: skip
         library.toolkit_free_tensors(others, len(others))
         out = _take(x.value)
         if failed:
             began = self._number + first
             raise now.take_error() or RuntimeError(
-                f"compiled layers {began} to {began + count - 1} failed: {message.value.decode(errors='replace')}"
+                f"compiled layers {began} to {began + count - 1} failed: {self._message.value.decode(errors='replace')}"
             )
         return out
 
