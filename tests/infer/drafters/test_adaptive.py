@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters.adaptive import AdaptiveShape, smaller_shapes
+from toolkit.infer.drafters.adaptive import LOOK_GAP, AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.request import Request
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -120,7 +120,7 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     world.seconds = world.tokens = 0.0
     world.play(chooser, 2872, requests)
     assert world.seconds < 1.03 * world.tokens
-    assert world.looking - before > 2872 / 48 * LOOK_COST * 0.9
+    assert world.looking - before > 2872 / LOOK_GAP * LOOK_COST * 0.9
 
 
 @pytest.mark.parametrize("best", [0.3, 0.5, 0.7])

@@ -42,7 +42,9 @@ from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
-CATCH_UP = 64  # pending positions of a row that skip lets gather: reading them at once costs little more than one
+# Pending positions of a row that skip lets gather: those of an answer that ends sooner are never read. Adaptive
+# drafting looks at a head before that.
+CATCH_UP = 160
 
 
 class AutoregressiveDrafter:
@@ -151,8 +153,9 @@ class AutoregressiveDrafter:
             if not self._drafts(request):
                 pending.counts[row] = 0  # it is never read for; the newest position keeps its place
         features = self._head.features().to(self._dtype)
-        path = found.path[:, :, None].expand(-1, -1, self._head.width)
-        pending.append(features.gather(1, path), found.tokens, [accepted + 1 for accepted in found.accepted])
+        if features.shape[1] > 1:
+            features = features.gather(1, found.path[:, :, None].expand(-1, -1, self._head.width))
+        pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
         self.pending.move_row(destination, source)
