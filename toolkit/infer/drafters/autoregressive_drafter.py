@@ -42,9 +42,7 @@ from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
-# Pending positions of a row that skip lets gather: those of an answer that ends sooner are never read. Adaptive
-# drafting looks at a head before that.
-CATCH_UP = 160
+CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
 
 
 class AutoregressiveDrafter:
@@ -154,7 +152,7 @@ class AutoregressiveDrafter:
                 pending.counts[row] = 0  # it is never read for; the newest position keeps its place
         features = self._head.features().to(self._dtype)
         if features.shape[1] > 1:
-            features = features.gather(1, found.path[:, :, None].expand(-1, -1, self._head.width))
+            features = features.gather(1, found.path[:, :, None].expand(-1, -1, features.shape[2]))
         pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
@@ -225,12 +223,11 @@ class AutoregressiveDrafter:
         rows, pending = len(requests), self.pending
         self.first_tokens(requests)
         counts = pending.counts[:rows]
-        before = [request.length - 1 - held for request, held in zip(requests, counts, strict=True)]
-        longest = max(counts)
+        before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
+        held = (slice(rows), slice(max(counts)))
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
-        hidden = self._head.first_hidden(pending.features[:rows, :longest].contiguous())
-        tokens, carry = pending.tokens[:rows, :longest], pending.carry[:rows]
-        return Expansion(self.reader, tokens, hidden, carry, before, counts, room)
+        hidden = self._head.first_hidden(pending.features[held].contiguous())
+        return Expansion(self.reader, pending.tokens[held], hidden, pending.carry[:rows], before, counts, room)
 
     def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""
