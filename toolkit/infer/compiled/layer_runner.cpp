@@ -109,7 +109,8 @@ extern "C" int64_t toolkit_open_program(const char* package, Program** program, 
 }
 
 extern "C" void toolkit_close_program(Program* program) {
-  if (!running) delete program;  // else this process ends while a thread still runs one
+  // While any thread runs one it is left: at exit that may be this one, which nobody waits for.
+  if (!running) delete program;
 }
 
 extern "C" void toolkit_free_tensors(at::Tensor** tensors, int64_t count) {
