@@ -193,7 +193,7 @@ class OracleDrafter:
 
     lookahead = 0
 
-    def reach(self, shape: DraftShape) -> int:
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return 0
 
     def positions_read(self, row: int, request: Request) -> int:

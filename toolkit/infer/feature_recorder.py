@@ -97,8 +97,8 @@ class FeatureRecorder:
     def lookahead(self) -> int:
         return self.inner.lookahead
 
-    def reach(self, shape: DraftShape) -> int:
-        return self.inner.reach(shape)
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return self.inner.reach(shape, skips=skips)
 
     def positions_read(self, row: int, request: Request) -> int:
         return self.inner.positions_read(row, request)

@@ -227,8 +227,8 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
     stem = torch.randint(3, VOCABULARY, (35,), generator=generator).tolist()
     prompts = [stem + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 5, 1, 9, 7)]
     wanted = [reference(target, prompt, 40) for prompt in prompts]
-    other = (NgramLookup(), "3,1,4", 224) if scattered else (build_head(target), "3,1,4", 400)  # each once is enough
-    for draft, shape, room in ((build_head(target), "3,4,14", 464), other):
+    other = (NgramLookup(), "3,1,4", 224) if scattered else (build_head(target), "3,1,4", 208)  # each once is enough
+    for draft, shape, room in ((build_head(target), "3,4,14", 240), other):
         memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
         engine = Engine(target, draft, DraftShape.parse(shape), max_batch=5, max_context=128, memory=memory)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]

@@ -100,7 +100,7 @@ def test_cuda_graphs_write_what_eager_rounds_write(small_target, build, name, sh
 def test_graphs_where_pages_run_out(small_target, build, recording):
     """Rows lose their pages and come back on others, some of them a prefix that they share."""
     graphed, eager = (
-        engine_with(small_target, build("eagle3"), "3,3,8", graphs, tokens=360)
+        engine_with(small_target, build("eagle3"), "3,3,8", graphs, tokens=200)
         for graphs in (GraphSettings(3, recording), None)  # rounds of 4 and 5 rows run eagerly
     )
     preempted = graphed.scheduler._preempt

@@ -129,7 +129,7 @@ def agreeing(small_target, shared_draft):
 
 CASES = [
     ("none", "", True, None), ("eagle2", "3,1,4", True, None), ("eagle2", "3,3,8", True, None),
-    ("eagle2", "3,3,8", False, None), ("eagle2", "3,3,8", True, 224), ("mtp-three-layers", "4,1,5", True, None),
+    ("eagle2", "3,3,8", False, None), ("eagle2", "3,3,8", True, 112), ("mtp-three-layers", "4,1,5", True, None),
 ]  # fmt: skip
 
 

@@ -91,9 +91,9 @@ class AutoregressiveDrafter:
     def lookahead(self) -> int:
         return self._head.stages
 
-    def reach(self, shape: DraftShape) -> int:
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         """Drafted nodes lie behind the longest row of pending positions."""
-        return CATCH_UP + shape.num_steps + 1 + room_for(shape)
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)
 
     def _drafts(self, request: Request) -> bool:
         """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""

@@ -24,8 +24,9 @@ class Drafter(Protocol):
         """Tokens behind a position that its entry in the drafter's cache depends on; 0 without a cache."""
         ...
 
-    def reach(self, shape: DraftShape) -> int:
-        """Positions behind a row's tokens that drafting `shape` may write in the drafter's cache."""
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        """Positions behind a row's tokens that drafting `shape` may write in the drafter's cache. skips: with rounds of
+        skip or look between those of propose."""
         ...
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
@@ -91,7 +92,7 @@ class NoDrafter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def reach(self, shape: DraftShape) -> int:
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return 0
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:

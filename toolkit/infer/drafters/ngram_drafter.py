@@ -127,7 +127,7 @@ class NgramDrafter:
     def set_shape(self, shape: DraftShape) -> None:
         self.shape = shape
 
-    def reach(self, shape: DraftShape) -> int:
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return 0
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
