@@ -112,7 +112,8 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
 def interpreted_layers(monkeypatch) -> list[str]:
     """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
     minute. Returns what was asked for, in order."""
-    from toolkit.infer.compiled import compiled_layers, layer_program
+    from toolkit.infer.attention.attention_plan import tree_plan
+    from toolkit.infer.compiled import compiled_head, compiled_layers, layer_program
     from toolkit.infer.compiled.opaque_attention import now
 
     asked: list[str] = []
@@ -131,6 +132,21 @@ def interpreted_layers(monkeypatch) -> list[str]:
 
         return run
 
+    def chain(reads, picks):
+        def run(hidden, inputs):
+            drafts = [picks(0, hidden, [()])]
+            for further in inputs:
+                hidden = reads(0, hidden, [(drafts[-1], *further)])
+                drafts.append(picks(0, hidden, [()]))
+                cache, first_row = now.plan._homes
+                one = torch.ones(hidden.shape[1], 1, 1, dtype=torch.bool)
+                now.start(tree_plan(cache, (now.plan._lengths + 1).tolist(), one, None, first_row), now.rows)
+            return torch.cat(drafts)
+
+        return run
+
     monkeypatch.setattr(layer_program, "_program", program)
-    monkeypatch.setattr(compiled_layers, "RunnableLayers", layers)
+    for module in (compiled_layers, compiled_head):
+        monkeypatch.setattr(module, "RunnableLayers", layers)
+    monkeypatch.setattr(compiled_head, "RunnableChain", chain)
     return asked

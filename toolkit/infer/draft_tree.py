@@ -96,7 +96,10 @@ class DraftShape:
     @classmethod
     def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:
         """The smallest shape that every one of `shapes` fits in."""
-        return cls(*(max(sizes) for sizes in zip(*map(astuple, shapes), strict=True)))
+        different = set(shapes)
+        if len(different) == 1:
+            return different.pop()
+        return cls(*(max(sizes) for sizes in zip(*map(astuple, different), strict=True)))
 
     @property
     def is_chain(self) -> bool:
@@ -167,6 +170,8 @@ class DraftTree:
     @property
     def depth_offered(self) -> Tensor:
         """[B]: the depth of each row's deepest node."""
+        if self.is_chain:
+            return self.offered
         return self.depths.masked_fill(~self.valid, 0).max(dim=1).values
 
 

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
 from toolkit.infer.compiled import compiled_head, layer_program, layer_runner
+from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
@@ -80,15 +81,23 @@ def test_each_kind_of_layer_has_its_programs(interpreted_layers, small_target, n
     assert len(interpreted_layers) == programs
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers", "mtp-hidden-first"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers", "mtp", "mtp-hidden-first"])
 def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, small_draft, shared_draft, kind):
     """Every kind of head drafts what its own code drafts, by programs for one token and for more."""
     draft = small_draft if kind == "eagle3" else shared_draft(kind)
-    ran: list[int] = []
+    ran: list[tuple[str, int]] = []
+    in_cpp = cpu_attention._library() is not None
 
-    def counted(program, tensors, *others):
-        ran.append(len(tensors[0]))
-        return run(program, tensors, *others)
+    def counted(name):
+        own = getattr(CompiledHead, name)
+
+        def run(head, *given):
+            out = own(head, *given)
+            ran.append((name, given[1].numel() if name == "read" else len(given[0])))
+            assert name == "read" or (out is None) == (kind == "mtp-hidden-first" or not in_cpp)
+            return out
+
+        monkeypatch.setattr(CompiledHead, name, run)
 
     def accepted(**compiled: bool) -> list[list[list[int]]]:
         engine = Engine(small_target, draft, DraftShape.chain(3), max_batch=2, **compiled)
@@ -96,20 +105,31 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
         engine.close()
         return [[one.output_ids, *([event.offered, event.accepted] for event in one.events)] for one in requests]
 
-    plain, run = accepted(), compiled_head._run
-    monkeypatch.setattr(compiled_head, "_run", counted)
+    plain, own = accepted(), draft.head.rope
+    counted("read"), counted("best_chain")
     assert accepted(torch_compile=True) == plain
-    assert interpreted_layers[-2:] == ["DraftHeadLayer for 1 token", "DraftHeadLayer for 2 and more tokens"]
-    assert 1 in ran[2:] and max(ran) > 3, "the head ran by its own code"
-    assert all("forward" not in vars(module) for module in draft.head.modules())
+    of_head = [what for what in interpreted_layers if what.startswith("Head")]
+    assert of_head[:2] == ["HeadPass for 1 token", "HeadPass for 2 and more tokens"]
+    assert max(tokens for name, tokens in ran if name == "read") > 3, "the head ran by its own code"
+    assert {tokens for name, tokens in ran if name == "best_chain"} == {1, 2}
+    assert draft.head.rope is own
 
 
+@pytest.mark.parametrize(("name", "change"), [
+    ("HeadPass", lambda out: out * 1.01),
+    ("HeadPick", lambda out: out if out.is_floating_point() else out.roll(1, -1) * 0 + 1),
+])  # fmt: skip
 def test_a_head_whose_program_computes_something_else_is_refused(
-    interpreted_layers, monkeypatch, small_target, small_draft
+    interpreted_layers, monkeypatch, small_target, small_draft, name, change
 ):
-    own = compiled_head._run
-    monkeypatch.setattr(compiled_head, "_run", lambda *given: own(*given) * 1.01)
-    with pytest.raises(CompileError, match="DraftLayer of the head, compiled, gives another result: off by 0.01"):
+    made = compiled_head.RunnableLayers
+
+    def wrong(programs, weights):
+        run = made(programs, weights)
+        return lambda *given: change(run(*given))
+
+    monkeypatch.setattr(compiled_head, "RunnableLayers", wrong)
+    with pytest.raises(CompileError, match=f"{name} of the draft head, compiled, gives another result: off by 0"):
         Engine(small_target, small_draft, torch_compile=True)
 
 
@@ -168,18 +188,19 @@ def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_ta
     """Nobody hooks a layer here, so those before the one that fails have left their work to it."""
     plain = answers(Engine(small_target))
     engine = Engine(small_target, torch_compile=True)
-    layer = engine._forward._compiled._instead[2]
-    whole = layer._call
+    runs = engine._forward._compiled._runs
+    whole = dict(runs)
 
-    def fails(*_args, **_kwargs):
+    def fails(_first, _hidden, inputs):
+        assert len(inputs) == 4
         raise RuntimeError("a layer failed")
 
-    layer._call = fails
+    runs.update(dict.fromkeys(runs, fails))
     request = engine.add_request([5, 6, 7], PARAMS)
     with pytest.raises(RuntimeError, match="a layer failed"):
         engine.step()
     engine.abort(request)
-    layer._call = whole
+    runs.update(whole)
     assert answers(engine) == plain
 
 
@@ -372,6 +393,36 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers"])
+def test_a_chain_in_one_call(small_target, small_draft, shared_draft, monkeypatch, tmp_path, kind):
+    """Inductor's own programs and the loop of C++, in fp32: one row, and rows that differ in what they have to read.
+    Every draft is the one that the head's own code grows from the same nodes."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    layer_runner.runner.cache_clear()  # as a second copy: programs call the attention of the first
+    if cpu_attention._library() is None:
+        pytest.skip("attention is not C++'s here")
+    draft = small_draft if kind == "eagle3" else shared_draft(kind)
+    engine = Engine(small_target, draft, DraftShape.chain(4), max_batch=3)
+    drafter, chains = engine.drafter, []
+    own = drafter._draft_chain
+
+    def both(nodes, shape, picks):
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter.reader, "compiled", compiled)
+            chains.append((len(nodes.tokens), max(nodes._counts) > min(nodes._counts), nodes.best_chain(4)))
+        grown = own(nodes, shape, picks)
+        assert chains[-1][2].tolist() == grown.tolist()
+        return grown
+
+    with torch.inference_mode():
+        compiled = CompiledHead(drafter._head, small_target.embed_tokens, drafter.to_target, torch.float32)
+    monkeypatch.setattr(drafter, "_draft_chain", both)
+    engine.generate(prompts(24), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.close()
+    assert {rows for rows, *_ in chains} == {1, 2, 3} and any(ragged for _, ragged, _ in chains)
+
+
+@pytest.mark.slow
 def test_windows_and_sinks_compiled(small_target, monkeypatch, tmp_path):
     """Inductor's own programs hand them to the attention in Python; a window lost on the way would write others."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
@@ -396,7 +447,8 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
-    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 4, "two of the target's layers, two of the head's"
+    made = list((tmp_path / "compiled").glob("*/layer.pt2"))
+    assert len(made) == 6, "two each of the target's layers, the head's pass and its pick"
 
 
 @pytest.mark.slow

@@ -1,111 +1,175 @@
-"""The layers of a draft head, compiled on a CPU as the target's are: a draft step costs what its parameters cost.
+"""A draft head on a CPU, compiled as the target's layers are: a draft step costs what its parameters cost.
 
-Attention stays the engine's, one opaque operator (drafting_attention.py), so that a program depends on the number of
+`HeadPass` reads tokens (embedding and layers), one program a stage. `HeadPick` names the most probable token behind a
+state. A chain of both runs in one call of C++ (layer_runner.cpp):
+
+    states at the roots -> pick -> level 1 -> pass -> pick -> level 2 -> ..
+
+Attention stays the engine's, one opaque operator (opaque_attention.py), so that a program depends on the number of
 tokens alone.
 
-Shapes: T tokens, H head hidden size, hd head dim.
+Shapes: B rows, n tokens a row, T = B * n, H head hidden size, hd head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.compiled.compiled_layers import allowed_difference, forwards
-from toolkit.infer.compiled.drafting_attention import HeadLayer, drafting, drafting_layers
-from toolkit.infer.compiled.layer_program import (
-    TOKEN_RANGES,
-    TokenRange,
-    compile_layer,
-    program_for,
-    weights_of,
-)
-from toolkit.infer.compiled.layer_runner import Program
+from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan, tree_plan
+from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.compiled.compiled_layers import NotedPlan, allowed_difference
+from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
+from toolkit.infer.compiled.layer_runner import Inputs, RunnableChain, RunnableLayers
+from toolkit.infer.compiled.opaque_attention import now
+from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.errors import CompileError
-from toolkit.infer.kernels.reference import attend_causal
-from toolkit.models.decoder_layer import Attend, DecoderLayer
+from toolkit.models.rope import Rope
+
+PASS_INPUTS = ("tokens", "positions", "cos", "sin")  # beside hidden
 
 
-class DraftHeadLayer(nn.Module):
-    """A layer as `compile_layer` takes it: [1, T, ..] in and out, the attention the opaque one."""
+class HeadPass(nn.Module):
+    """One stage of a head as `compile_layer` takes it: [1, T, ..] in and out, the attention the opaque one."""
 
-    def __init__(self, layer: HeadLayer) -> None:
+    def __init__(self, head: DraftingHead, stage: int, embed: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.module, self.embed = head.module, embed
+        self._head, self._stage = head, stage
+        self._scoring = head_scoring(head)
 
-    def forward(self, first: Tensor, *, others: tuple[Tensor, ...]) -> Tensor:
-        return self.layer(first[0], *(one[0] for one in others), torch.ops.toolkit.attend_drafting)[None]
+    def forward(self, hidden: Tensor, *, tokens: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """hidden [1, T, H], tokens and positions [1, T], cos and sin [1, T, 1, hd] -> [1, T, H]."""
+        rope, self.module.rope = self.module.rope, cast(Rope, lambda *_: (cos[0], sin[0]))  # no table in a program
+        try:
+            embeds = self.embed(tokens[0]).to(hidden.dtype)
+            return self._head.step(self._stage, embeds, hidden[0], positions[0], self._attend, 0)[None]
+        finally:
+            self.module.rope = rope
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return torch.ops.toolkit.attend(q, k, v, *self._scoring)[0]
+
+
+class HeadPick(nn.Module):
+    """The target's id of the most probable draft behind each state: [1, T, H] -> [1, T]."""
+
+    def __init__(self, head: DraftingHead, to_target: Tensor) -> None:
+        super().__init__()
+        self.module, self.output = head.module, head.output
+        self._head = head
+        self.to_target = nn.Buffer(to_target)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.to_target[self._head.logits(0, hidden).max(dim=-1).indices]
 
 
 class CompiledHead:
-    """Programs for all layers of a head on the CPU; the head is changed only inside `running`.
+    """Programs for all stages of a head on the CPU; the head itself is not changed.
 
-    Every program is compared with the layer's own code, on each range of numbers of tokens. Raises CompileError.
+    Every program is compared with the head's own code, on each range of numbers of tokens. Raises CompileError.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        layers = drafting_layers(head)
-        self._layers: list[nn.Module] = [*layers]
-        self._calls = [_call(layer) for layer in layers]
+    def __init__(self, head: DraftingHead, embed: nn.Module, to_target: Tensor, dtype: torch.dtype) -> None:
+        self._head = head
+        self._passes = [self._compiled_pass(HeadPass(head, stage, embed), dtype) for stage in range(head.stages)]
+        self._chains: dict[TokenRange, RunnableChain] = {}
+        if head.stages == 1:  # another stage first reads what the first has read
+            picks = self._compiled_picks(HeadPick(head, to_target), dtype)
+            self._chains = {tokens: RunnableChain(self._passes[0][tokens], pick) for tokens, pick in picks.items()}
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Passes of the head inside run its layers compiled."""
-        with forwards(self._layers, self._calls):
-            yield
+    def read(
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
+    ) -> Tensor:
+        """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
+        rows, new = tokens.shape
+        now.start(plan, rows)
+        try:
+            run = program_for(rows * new, self._passes[stage])
+            inputs = (tokens.reshape(1, -1), *self._inputs(positions.reshape(1, -1), hidden, reach))
+            return run(0, hidden.reshape(1, rows * new, -1).contiguous(), [inputs]).view(rows, new, -1)
+        finally:
+            now.stop()
+
+    def best_chain(self, hidden: Tensor, lengths: Sequence[int], steps: int, cache: KVCache) -> Tensor | None:
+        """The most probable chains of target ids behind states [B, H] of rows that have read `lengths` positions: [B,
+        steps]. None where it takes more than one call: more stages, or attention that is not C++'s."""
+        rows, device, farthest = len(lengths), hidden.device, max(lengths) + steps
+        window = self._head.config.sliding_window
+        if not self._chains or (window is not None and window < farthest):
+            return None
+        plan = tree_plan(cache, lengths, torch.ones(rows, 1, 1, dtype=torch.bool, device=device))
+        if not isinstance(plan, TreePlan) or not plan.for_cpp():
+            return None
+        at = torch.tensor(lengths, device=device) + torch.arange(steps - 1, device=device)[:, None]  # [steps-1, B]
+        later = list(zip(*self._inputs(at, hidden, farthest), strict=True))  # of each level but the first
+        now.start(plan, rows)
+        try:
+            run = program_for(rows, self._chains)
+            return run(hidden.reshape(1, rows, -1).contiguous(), [tuple(x[None] for x in one) for one in later]).t()
+        finally:
+            now.stop()
+
+    def _inputs(self, positions: Tensor, like: Tensor, reach: int) -> Inputs:
+        """A pass's further inputs: positions [L, T] < reach, cos and sin [L, T, 1, hd]."""
+        cos, sin = self._head.module.rope(positions.flatten(), like, reach)
+        return positions.contiguous(), *(x.view(*positions.shape, *x.shape[1:]) for x in (cos, sin))
+
+    def _compiled_pass(self, layer: HeadPass, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
+        made = {}
+        for tokens in TOKEN_RANGES:
+            hidden, at = self._states(tokens, dtype), torch.arange(tokens.example)[None]
+            keywords = dict(zip(PASS_INPUTS, (at + 1, *self._inputs(at, hidden, tokens.example)), strict=True))
+            made[tokens] = run = _runnable(layer, hidden, keywords, tokens)
+            with _noting() as wanted:
+                own = layer(hidden, **keywords).float()
+            with _noting() as asked:
+                difference = run(0, hidden, [tuple(keywords.values())]).float() - own
+            _check(layer, float(difference.norm() / own.norm()) if asked == wanted else torch.inf, dtype)
+        return made
+
+    def _compiled_picks(self, layer: HeadPick, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
+        made = {}
+        for tokens in TOKEN_RANGES:
+            hidden = self._states(tokens, dtype)
+            made[tokens] = run = _runnable(layer, hidden, {}, tokens)
+            scores = self._head.logits(0, hidden).float()
+            picked = layer.to_target.eq(run(0, hidden, [()])[..., None]).int().argmax(dim=-1, keepdim=True)
+            lost = (scores.max(dim=-1, keepdim=True).values - scores.gather(-1, picked)).max()
+            _check(layer, float(lost / scores.abs().max()), dtype)
+        return made
+
+    def _states(self, tokens: TokenRange, dtype: torch.dtype) -> Tensor:
+        """[1, T, H]; which numbers hardly matters."""
+        size = (1, tokens.example, self._head.config.hidden_size)
+        return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _call(layer: HeadLayer) -> Callable[..., Tensor]:
-    weights = list(weights_of(layer).values())
-    programs = {tokens: _checked(layer, weights, tokens) for tokens in TOKEN_RANGES}
-
-    def forward(*inputs: Any) -> Tensor:
-        *tensors, attend = inputs
-        return _run(program_for(len(tensors[0]), programs), tensors, weights, attend)
-
-    return forward
+def _runnable(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], tokens: TokenRange) -> RunnableLayers:
+    return RunnableLayers([compile_layer(layer, hidden, keywords, tokens)], [list(weights_of(layer).values())])
 
 
-def _run(program: Program, tensors: list[Tensor], weights: list[Tensor], attend: Attend) -> Tensor:
-    """The layer's tensors [T, ..] -> [T, H]."""
-    drafting.attend = attend
+@contextmanager
+def _noting() -> Iterator[list[tuple[Any, ...]]]:
+    """Each token sees those before it; notes the attention that is asked for."""
+    plan = NotedPlan()
+    now.start(plan)
+    now.call.layer = 0
     try:
-        return program([*(one.contiguous()[None] for one in tensors), *weights])[0][0]
+        yield plan.asked
     finally:
-        del drafting.attend
+        now.stop()
 
 
-def _checked(layer: HeadLayer, weights: list[Tensor], tokens: TokenRange) -> Program:
-    """The program for so many tokens, which gives what the layer gives."""
-    inputs = _inputs(layer, tokens.example)
-    first, *others = (one[None] for one in inputs)
-    program = compile_layer(DraftHeadLayer(layer), first, {"others": tuple(others)}, tokens)
-    own = layer(*inputs, _causal).float()
-    difference = ((_run(program, inputs, weights, _causal).float() - own).norm() / own.norm()).item()
-    allowed = allowed_difference(inputs[0].dtype)
-    if not difference <= allowed:
+def _check(layer: nn.Module, off: float, dtype: torch.dtype) -> None:
+    allowed = allowed_difference(dtype)
+    if not off <= allowed:
         raise CompileError(
-            f"torch_compile: {type(layer).__name__} of the head, compiled, gives another result: off by "
-            f"{difference:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
+            f"torch_compile: {type(layer).__name__} of the draft head, compiled, gives another result: off by "
+            f"{off:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
         )
-    return program
-
-
-def _inputs(layer: HeadLayer, tokens: int) -> list[Tensor]:
-    """What the layer reads, of the right shapes and dtype; the numbers hardly matter."""
-    norm = layer.post_attention_layernorm.weight
-    drawn = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, tokens, len(norm), generator=drawn).to(norm.dtype)
-    angles = torch.randn(tokens, 1, layer.self_attn.head_dim, generator=drawn)
-    read = list(hidden[: 1 if isinstance(layer, DecoderLayer) else 2])  # the first layer reads embeddings too
-    return [*read, angles.cos().to(norm.dtype), angles.sin().to(norm.dtype)]
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [T, Hq, hd], k and v [T, Hkv, hd] -> [T, Hq, hd]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return attend_causal(q, k, v, scaling=q.shape[-1] ** -0.5)[0]

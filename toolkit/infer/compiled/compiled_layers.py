@@ -7,6 +7,8 @@ one reads leaves its work to that one, and the last of them runs all in one call
     layer     0      1      2      3 ..      hook before 3
     returns   what it was called with | hidden of 0, 1 and 2 together
 
+Where the body calls all its layers with the very same tensors, it need not call those that leave their work at all.
+
 Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim.
 """
 
@@ -65,7 +67,7 @@ class _Inputs(threading.local):
 
     def of(self, keywords: dict[str, Any]) -> Inputs:
         last = self._keywords
-        if last is None or last.keys() != keywords.keys() or not all(map(is_, last.values(), keywords.values())):
+        if last is None or not _same(last, keywords):
             self._keywords = keywords  # held, so that no other object can take the identity of these
             self._tensors = tuple(_side_by_side(tensor) for tensor in tensors_in(keywords))
         return self._tensors
@@ -108,7 +110,7 @@ class _Instead:
         return getattr(self._layer, name)
 
 
-class _NotedPlan:
+class NotedPlan:
     """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
 
     def __init__(self) -> None:
@@ -160,9 +162,13 @@ class CompiledLayers:
         self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
         logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
+        # Then the body can do nothing between two layers that another number of them would change.
+        self._called_alike = all(self._handed_on[:-1]) and all(_same(one.keywords, noted[0].keywords) for one in noted)
         self._leaves = [False] * len(self._layers)  # its work to the next one, in the forward that runs
-        self._calls = [_call(index, self._runs, self._leaves) for index in range(len(self._layers))]
+        self._uncalled = [0] * len(self._layers)  # layers before it that the body is not shown
+        self._calls = [_call(index, self._runs, self._leaves, self._uncalled) for index in range(len(self._layers))]
         self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
+        self._hooks = [[vars(one)[kind] for one in self._layers] for kind in ("_forward_pre_hooks", "_forward_hooks")]
         self._body = target.body
         self._name = next(name for name, child in self._body.named_children() if child is target.layers)
 
@@ -173,10 +179,8 @@ class CompiledLayers:
             raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
         now.start(plan, rows)
         hooked = self._part()
-        inside: list[_Instead | nn.Module] = [*self._instead]
-        for index in hooked:
-            inside[index] = self._layers[index]
-        self._body.__dict__[self._name] = inside  # a plain entry of the instance: what is costs no time
+        # A plain entry of the instance: what is costs no time.
+        self._body.__dict__[self._name] = self._shown(set(hooked))
         with forwards([self._layers[index] for index in hooked], [self._calls[index] for index in hooked]):
             try:
                 yield
@@ -188,11 +192,22 @@ class CompiledLayers:
     def _part(self) -> list[int]:
         """The layers that somebody hooks; sets which ones leave their work to the next, as nobody else reads theirs."""
         of_all = bool(module._global_forward_hooks or module._global_forward_pre_hooks)
-        before = [of_all or bool(layer._forward_pre_hooks) for layer in self._layers]
-        behind = [of_all or bool(layer._forward_hooks) for layer in self._layers]
+        before, behind = ([of_all or bool(hooks) for hooks in one] for one in self._hooks)
         for index, handed_on in enumerate(self._handed_on):
             self._leaves[index] = handed_on and not behind[index] and not before[index + 1]
         return [index for index, hooks in enumerate(zip(before, behind, strict=True)) if any(hooks)]
+
+    def _shown(self, hooked: set[int]) -> list[_Instead | nn.Module]:
+        """The layers that the body is to call, in order."""
+        shown: list[_Instead | nn.Module] = []
+        uncalled = 0
+        for index, leaves in enumerate(self._leaves):
+            if leaves and self._called_alike and index not in hooked:
+                uncalled += 1
+                continue
+            shown.append(self._layers[index] if index in hooked else self._instead[index])
+            self._uncalled[index], uncalled = uncalled, 0
+        return shown
 
     def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
         """One forward by the layers' own code; what each was called with."""
@@ -211,7 +226,7 @@ class CompiledLayers:
 
             return forward
 
-        plan = _NotedPlan()
+        plan = NotedPlan()
         at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
         with forwards(self._layers, [noting(layer) for layer in self._layers]):
             run("toolkit", at * 7919 % target.vocab_size, at, plan)
@@ -230,7 +245,7 @@ class CompiledLayers:
     def _check(self, noted: list[_Noted], programs: list[Program], allowed: float) -> None:
         """Each layer's program must ask for the same attention and give the same output as the layer."""
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
-            plan = _NotedPlan()
+            plan = NotedPlan()
             now.start(plan)
             now.call.layer = index
             try:
@@ -252,14 +267,17 @@ class CompiledLayers:
 
 
 def _call(
-    index: int, runs: Mapping[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]], leaves: Sequence[bool]
+    index: int,
+    runs: Mapping[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]],
+    leaves: Sequence[bool],
+    uncalled: Sequence[int],
 ) -> Callable[..., Tensor]:
     """What takes the place of a layer's forward."""
 
     def forward(hidden: Tensor, **keywords: Any) -> Tensor:
         del keywords["plan"]
         waiting = _inputs.waiting
-        waiting.append(_inputs.of(keywords))
+        waiting.extend([_inputs.of(keywords)] * (1 + uncalled[index]))
         if leaves[index]:
             return hidden
         run = program_for(hidden.shape[0] * hidden.shape[1], runs)
@@ -268,6 +286,11 @@ def _call(
         return out if now.rows == 1 else out.view(hidden.shape)
 
     return forward
+
+
+def _same(keywords: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether a layer is called with the very objects of another."""
+    return keywords.keys() == others.keys() and all(map(is_, keywords.values(), others.values()))
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-// Runs the compiled programs of consecutive layers in one call, and is the attention that they call.
+// Runs the compiled programs of consecutive layers, or those of a whole drafted chain, in one call, and is the attention
+// that they call.
 //
 // A program is a layer: hidden, the tensors that it is called with, its weights -> hidden. From layer to layer, and from
 // a layer to the attention of few new nodes (cpu_attention.cpp), nothing asks Python; other attention goes back to it,
@@ -15,9 +16,9 @@
 #include <atomic>
 #include <cstring>
 
-namespace {
+// Names that every copy of this library shares: a program calls the attention of the copy that was loaded first.
+namespace toolkit {
 
-typedef torch::inductor::AOTIModelPackageLoader Program;
 typedef void Attend(const void* q, const void* k, const void* v, void* keys, void* values, void* out,
                     const void* lengths, const void* mask, int64_t B, int64_t N, int64_t M, int64_t Hq, int64_t Hkv,
                     int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node, int64_t k_row,
@@ -33,6 +34,15 @@ struct AttentionCall {
 };
 
 thread_local AttentionCall* now = nullptr;
+thread_local bool only_directly = false;  // Python's plan does not follow what runs
+
+}  // namespace toolkit
+
+namespace {
+
+using namespace toolkit;
+typedef torch::inductor::AOTIModelPackageLoader Program;
+
 std::atomic<int64_t> running{0};
 
 bool is_direct(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const int64_t* window,
@@ -55,11 +65,13 @@ at::Tensor attend_directly(const at::Tensor& q, const at::Tensor& k, const at::T
               out.mutable_data_ptr(), now->lengths, now->mask, now->B, N, now->M, q.size(1), k.size(1), q.size(3),
               now->stride_row, N * q.stride(2), q.stride(1), q.stride(2), N * k.stride(2), k.stride(1), k.stride(2),
               N * v.stride(2), v.stride(1), v.stride(2), scaling);
+  now->layer++;  // of a program with more than one
   return out;
 }
 
 at::Tensor attend_by_python(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scaling,
                             const int64_t* window, const double* softcap, const AtenTensorHandle* sinks) {
+  TORCH_CHECK(!only_directly, "attention of a drafted chain that is not C++'s");
   static const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("toolkit::attend", "");
   const auto* sink = sinks ? torch::aot_inductor::tensor_handle_to_tensor_pointer(*sinks) : nullptr;
   torch::jit::Stack stack = {q,
@@ -71,6 +83,11 @@ at::Tensor attend_by_python(const at::Tensor& q, const at::Tensor& k, const at::
                              sink ? c10::IValue(*sink) : c10::IValue()};
   operation.callBoxed(stack);
   return stack.at(0).toTensor();
+}
+
+at::Tensor run(Program* program, std::vector<at::Tensor> inputs, at::Tensor** weights, int64_t count) {
+  for (int64_t i = 0; i < count; i++) inputs.push_back(*weights[i]);
+  return std::move(program->boxed_run(std::move(inputs)).at(0));
 }
 
 template <typename Work>
@@ -129,16 +146,47 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
     at::Tensor x = **hidden;
     for (int64_t l = 0; l < count; l++) {
       attention->layer = first + l;
-      std::vector<at::Tensor> inputs;
-      inputs.reserve(1 + others_to[l] - others_from[l] + weights_from[l + 1] - weights_from[l]);
-      inputs.push_back(std::move(x));
+      std::vector<at::Tensor> inputs{std::move(x)};
       for (int64_t i = others_from[l]; i < others_to[l]; i++) inputs.push_back(*others[i]);
-      for (int64_t i = weights_from[l]; i < weights_from[l + 1]; i++) inputs.push_back(*weights[i]);
-      x = std::move(programs[l]->boxed_run(std::move(inputs)).at(0));
+      x = run(programs[l], std::move(inputs), weights + weights_from[l], weights_from[l + 1] - weights_from[l]);
     }
     **hidden = std::move(x);
   });
   running--;
+  now = nullptr;
+  return failed;
+}
+
+// Drafts of `steps` levels behind the states hidden [1, B, H]: pick (a state's best token, [1, T]) and pass (hidden, the
+// tokens, others[(level - 1) * each ..], the weights -> hidden) in turn. A token stands behind all that its row has read,
+// so that each level is a plain decoding step, one position further. drafts [steps, B].
+extern "C" int64_t toolkit_run_chain(Program* pick, at::Tensor** pick_weights, int64_t pick_count, Program* pass,
+                                     at::Tensor** pass_weights, int64_t pass_count, at::Tensor** others, int64_t each,
+                                     int64_t steps, AttentionCall* attention, at::Tensor* hidden, int64_t* drafts,
+                                     char* message, int64_t size) {
+  now = attention;
+  only_directly = true;
+  running++;
+  const int64_t failed = told(message, size, [&] {
+    const int64_t* given = static_cast<const int64_t*>(attention->lengths);
+    std::vector<int64_t> lengths(given, given + attention->B);
+    attention->lengths = lengths.data();
+    at::Tensor x = *hidden;
+    for (int64_t level = 1;; level++, drafts += attention->B, others += each) {
+      const at::Tensor tokens = run(pick, {x}, pick_weights, pick_count).contiguous();
+      memcpy(drafts, tokens.const_data_ptr<int64_t>(), attention->B * sizeof(int64_t));
+      if (level == steps) break;
+      std::vector<at::Tensor> inputs{std::move(x), tokens};
+      for (int64_t i = 0; i < each; i++) inputs.push_back(*others[i]);
+      attention->layer = 0;
+      x = run(pass, std::move(inputs), pass_weights, pass_count);
+      for (int64_t& length : lengths) length++;
+      attention->span++;
+    }
+  });
+  attention->lengths = nullptr;
+  running--;
+  only_directly = false;
   now = nullptr;
   return failed;
 }

@@ -1,8 +1,8 @@
-"""Compiled programs in this process, and consecutive layers of them in one call of C++ (layer_runner.cpp).
+"""Compiled programs in this process; consecutive layers, or a drafted chain, in one call of C++ (layer_runner.cpp).
 
 Tensors cross to C++ as handles: addresses of at::Tensor objects of their own, which somebody has to free.
 
-Shapes: T tokens of all rows side by side, H hidden size.
+Shapes: B rows, T tokens of all rows side by side, H hidden size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def runner() -> ctypes.CDLL:
         *[address] * 6, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.POINTER(address),
         ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
-    for function in ("toolkit_open_program", "toolkit_run_layers"):
+    library.toolkit_run_chain.argtypes = [
+        *(address, address, ctypes.c_int64) * 2, address, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall),
+        address, address, ctypes.c_char_p, ctypes.c_int64,
+    ]  # fmt: skip
+    for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_chain"):
         getattr(library, function).restype = ctypes.c_int64
     return library
 
@@ -85,6 +89,11 @@ class RunnableLayers:
         freed = weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
         freed.atexit = False  # a thread that does not end may still read them
 
+    def alone(self) -> tuple[int | None, Any, int]:
+        """Of the only layer: its program's address, its weights', and their number."""
+        (program,) = self._held
+        return program.address, self._weights, len(self._weights)
+
     def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
         """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H].
 
@@ -110,6 +119,34 @@ class RunnableLayers:
                 f"compiled layers {began} to {began + count - 1} failed: {self._message.value.decode(errors='replace')}"
             )
         return out
+
+
+class RunnableChain:
+    """A draft head's pass (hidden [1, T, H], tokens [1, T], .. -> hidden) and its pick (hidden -> tokens) in turn.
+
+    Both are one program. The attention of `now` is C++'s, of one new node a row.
+    """
+
+    def __init__(self, reads: RunnableLayers, picks: RunnableLayers) -> None:
+        self._held = reads, picks
+        self._pass, self._pick = reads.alone(), picks.alone()
+
+    def __call__(self, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
+        """hidden [1, B, H] and the further inputs of each pass -> one more level of tokens than passes, [levels, B].
+
+        Raises RuntimeError.
+        """
+        levels, library, message = len(inputs) + 1, runner(), ctypes.create_string_buffer(MESSAGE_SIZE)
+        drafts = torch.empty(levels, hidden.shape[1], dtype=torch.long)
+        others = _addresses(_handles([hidden, *itertools.chain(*inputs)]))
+        failed = library.toolkit_run_chain(
+            *self._pick, *self._pass, _behind(others, 1), (len(others) - 1) // max(1, len(inputs)), levels,
+            ctypes.byref(now.call), others[0], drafts.data_ptr(), message, MESSAGE_SIZE,
+        )  # fmt: skip
+        library.toolkit_free_tensors(others, len(others))
+        if failed:
+            raise RuntimeError(f"a compiled draft chain failed: {message.value.decode(errors='replace')}")
+        return drafts
 
 
 def _behind(array: Any, first: int) -> ctypes.c_void_p:

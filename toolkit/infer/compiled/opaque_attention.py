@@ -36,7 +36,7 @@ class Now(threading.local):
     """The layer that runs in this thread: what the operator cannot be handed through compiled code.
 
     rows: how many lie side by side in the one row that the layer is handed; 1: they come as they are. call.layer: its
-    number, which C++ sets too.
+    number, which C++ sets too; where a program has several layers, each call of attention counts on.
     """
 
     plan: AttentionPlan
@@ -86,6 +86,7 @@ def _attend(
         q, k, v = (x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
     with now.keeping_errors():
         out = now.plan.attend(now.call.layer, q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
+    now.call.layer += 1
     return out.view(1, -1, *out.shape[2:]) if rows > 1 else out
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -30,7 +29,7 @@ from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
-from toolkit.infer.drafters.draft_picks import Draws, Picks, picks_for
+from toolkit.infer.drafters.draft_picks import BestPicks, Draws, Picks, picks_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
@@ -67,8 +66,9 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        running = CompiledHead(draft.head).running if torch_compile else nullcontext
-        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, running)
+        embed = target.embed_tokens
+        compiled = CompiledHead(self._head, embed, self.to_target, self._dtype) if torch_compile else None
+        self.reader = HeadReader(self._head, embed, self._dtype, self._device, pool, compiled)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
@@ -247,6 +247,9 @@ class AutoregressiveDrafter:
 
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""
+        at_once = nodes.best_chain(shape.num_steps) if isinstance(picks, BestPicks) else None
+        if at_once is not None:
+            return at_once
         hidden, last = nodes.at_roots()[:, None], nodes.roots
         drafts = [self.to_target[picks(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):

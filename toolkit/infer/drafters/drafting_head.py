@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.kv_cache import KVShape
+from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.models.decoder_layer import Attend
 from toolkit.models.eagle2 import Eagle2Head
 from toolkit.models.eagle3 import Eagle3Head
@@ -19,15 +19,21 @@ from toolkit.models.head_config import HeadConfig
 from toolkit.models.mtp import MtpHead
 from toolkit.target.features import AuxCapture, LastCapture
 from toolkit.target.load import Target
+from toolkit.target.packed_linear import pack_linears
 
 
 class DraftingHead(Protocol):
     """One kind of head. Its features arrive by hooks on the target.
 
     stages: modules that draft one level each, the last one all further levels (MTP layers); 1 for a head that always
-    feeds itself. layers: attention layers of a stage. width: W.
+    feeds itself. layers: attention layers of a stage. width: W. module: what holds its weights; output: what holds
+    those of the output matrix, if that is the target's.
     """
 
+    @property
+    def module(self) -> Eagle3Head | Eagle2Head | MtpHead: ...
+    @property
+    def output(self) -> SharedOutput | None: ...
     @property
     def config(self) -> HeadConfig: ...
     @property
@@ -61,12 +67,12 @@ class DraftingHead(Protocol):
 class Eagle3Drafting:
     """Features of several layers, fused by the head; a vocabulary and output matrix of its own."""
 
-    stages = 1
+    stages, output = 1, None
 
     def __init__(self, head: Eagle3Head, target: Target) -> None:
         self.config = config = head.config
         self.layers = config.num_hidden_layers
-        self._head = head
+        self.module = head
         self._capture = AuxCapture(target, config.aux_layer_ids)
         self.width = len(config.aux_layer_ids) * config.target_hidden_size
 
@@ -74,35 +80,41 @@ class Eagle3Drafting:
         return self._capture.take()
 
     def first_hidden(self, features: Tensor) -> Tensor:
-        return self._head.fuse(features)
+        return self.module.fuse(features)
 
     def step(self, stage: int, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int) -> Tensor:
-        return self._head(embeds, hidden, positions, attend, reach)
+        return self.module(embeds, hidden, positions, attend, reach)
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
-        return self._head.logits(hidden)
+        return self.module.logits(hidden)
 
     def remove(self) -> None:
         self._capture.remove()
 
 
-class SharedOutput:
+class SharedOutput(nn.Module):
     """The rows of the target's output matrix that a token map keeps, gathered once; all of them without a map."""
 
     def __init__(self, target: Target, draft: DraftCheckpoint) -> None:
+        super().__init__()
         self._target = target
-        self._rows = self._bias = None
+        self.lm_head: nn.Module = target.lm_head
         if draft.token_map.size < target.vocab_size:
-            ids = draft.token_map.ids.to(target.device)
-            self._rows = target.lm_head.weight[ids]
-            self._bias = None if target.lm_head.bias is None else target.lm_head.bias[ids]
+            self.lm_head = _rows_of(target.lm_head.weight, target.lm_head.bias, draft.token_map.ids.to(target.device))
+            if not isinstance(target.lm_head, nn.Linear):  # the target's weights lie as its products read them
+                pack_linears(self)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] as after the target's final norm -> logits [..., D], with the family's logit factor and soft cap."""
-        hidden = hidden.to(self._target.dtype)
-        if self._rows is None:
-            return self._target.logits(hidden)
-        return self._target.finish_scores(F.linear(hidden, self._rows, self._bias))
+        return self._target.finish_scores(self.lm_head(hidden.to(self._target.dtype)))
+
+
+def _rows_of(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:
+    rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
+    rows.weight = nn.Parameter(weight[ids], requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias[ids], requires_grad=False)
+    return rows
 
 
 class Eagle2Drafting:
@@ -112,7 +124,7 @@ class Eagle2Drafting:
 
     def __init__(self, head: Eagle2Head, target: Target, output: SharedOutput) -> None:
         self.config = config = head.config
-        self._head, self._output = head, output
+        self.module, self.output = head, output
         self._capture = LastCapture(target)
         self.layers, self.width = config.num_hidden_layers, config.hidden_size
 
@@ -123,10 +135,10 @@ class Eagle2Drafting:
         return features
 
     def step(self, stage: int, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int) -> Tensor:
-        return self._head(embeds, hidden, positions, attend, reach)
+        return self.module(embeds, hidden, positions, attend, reach)
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
-        return self._output(hidden)
+        return self.output(hidden)
 
     def remove(self) -> None:
         self._capture.remove()
@@ -139,7 +151,7 @@ class MtpDrafting:
 
     def __init__(self, head: MtpHead, target: Target, output: SharedOutput) -> None:
         self.config = config = head.config
-        self._head, self._output = head, output
+        self.module, self.output = head, output
         after_norm = config.target_hidden == "post_norm"
         self._capture = LastCapture(target) if after_norm else AuxCapture(target, (target.n_layers,))
         self.stages, self.width = config.num_mtp_layers, config.hidden_size
@@ -151,10 +163,10 @@ class MtpDrafting:
         return features
 
     def step(self, stage: int, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int) -> Tensor:
-        return self._head(embeds, hidden, positions, attend, reach, stage)
+        return self.module(embeds, hidden, positions, attend, reach, stage)
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
-        return self._output(self._head.normed(hidden, stage))
+        return self.output(self.module.normed(hidden, stage))
 
     def remove(self) -> None:
         self._capture.remove()
@@ -167,6 +179,11 @@ def drafting_head(draft: DraftCheckpoint, target: Target) -> DraftingHead:
         return Eagle3Drafting(head, target)
     output = SharedOutput(target, draft)
     return Eagle2Drafting(head, target, output) if isinstance(head, Eagle2Head) else MtpDrafting(head, target, output)
+
+
+def head_scoring(head: DraftingHead) -> Scoring:
+    """How its queries and keys are scored."""
+    return Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
 
 
 def stage_shape(head: DraftingHead, like: Tensor) -> KVShape:

@@ -18,8 +18,7 @@ all nodes that stage 0 has read. A head of one stage only ever reads its new nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -28,12 +27,12 @@ from torch import Tensor, nn
 from toolkit.infer.attention.attention_plan import AttentionPlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.attention.page_pool import PagePool
-from toolkit.infer.drafters.drafting_head import DraftingHead, stage_shape
-from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.compiled.compiled_head import CompiledHead
+from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, stage_shape
 
 
 class HeadReader:
-    """A head with its caches, one for each stage: what is read is also remembered. running: what its passes run in."""
+    """A head with its caches, one for each stage: what is read is also remembered. compiled: what its passes run in."""
 
     def __init__(
         self,
@@ -42,11 +41,11 @@ class HeadReader:
         dtype: torch.dtype,
         device: torch.device,
         pool: PagePool,
-        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiled: CompiledHead | None = None,
     ) -> None:
-        self.head, self._running = head, running
+        self.head, self.compiled = head, compiled
         self._embed = embed
-        self._scoring = Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
+        self._scoring = head_scoring(head)
         self.dtype = dtype
         shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
@@ -55,6 +54,8 @@ class HeadReader:
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
     ) -> Tensor:
         """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
+        if self.compiled is not None:
+            return self.compiled.read(stage, tokens, hidden, positions, plan, reach)
         rows, new = tokens.shape
         layers = count()
 
@@ -63,8 +64,7 @@ class HeadReader:
             return plan.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        with self._running():
-            out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
         return out.view(rows, new, -1)
 
 
@@ -90,7 +90,7 @@ class Expansion:
         committed ones. carry [B, S-1, H] as `Pending` has it. room: nodes that will be added at most."""
         rows, pending = tokens.shape
         device = tokens.device
-        self._reader, self._before, self._old_carry = reader, before, carry
+        self._reader, self._before, self._counts, self._old_carry = reader, before, counts, carry
         self.nodes, self.depth, self.stage = pending, 0, 0
         self.tokens = torch.nn.functional.pad(tokens, (0, room))
         at = torch.arange(pending + room, device=device)
@@ -120,6 +120,15 @@ class Expansion:
             out = self._read(_rows_of(self.states, parents), added)
             self.states = torch.cat((self.states, out), dim=1)
         return self.states[:, new]
+
+    def best_chain(self, steps: int) -> Tensor | None:
+        """The most probable tokens of `steps` levels, each below the one before, in one call: target ids [B, steps].
+        None where that is not to be had; they are no nodes."""
+        compiled = self._reader.compiled
+        if compiled is None:
+            return None
+        read = [before + pending for before, pending in zip(self._before, self._counts, strict=True)]
+        return compiled.best_chain(self.at_roots(), read, steps, self._reader.caches[0])
 
     def at_roots(self) -> Tensor:
         """The newest stage's states at each row's last committed token, [B, H]."""
