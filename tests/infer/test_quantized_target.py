@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.conftest import build_draft
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.llm import LLM
+from toolkit.infer.open_draft import OpenError
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.errors import TargetError
 from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import load_target
 from toolkit.target.packed_linear import PackedLinear
+from toolkit.target.quantize import quantize_head
 from toolkit.target.target import Target
 from toolkit.weights import read_json, write_json
 
@@ -93,3 +97,40 @@ def test_offline(tiny_target_directory):
         drafted = llm.generate([[5, 6, 7, 5, 6]], PARAMS)[0]
         assert drafted.token_ids == llm.generate([[5, 6, 7, 5, 6]], PARAMS, speculative=False)[0].token_ids
         assert llm.target.quantization == "int8"
+
+
+@pytest.mark.parametrize(("target", "asked", "expected"), [
+    ("none", "auto", PackedLinear), ("none", "int8", Int8Linear), ("none", "none", PackedLinear),
+    ("int8", "auto", Int8Linear), ("int8", "none", PackedLinear), ("int4", "auto", Int8Linear),
+])  # fmt: skip
+def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected):
+    """As asked, else as the target; all of it, its output matrix too; and the answers are the target's."""
+    opened = open_engine(draft=tiny_draft_directory, quantization=target, draft_quantization=asked, shape="3,1,4")
+    head = opened.draft.head
+    assert {type(layer) for layer in (head.fc, head.midlayer.mlp.up_proj, head.lm_head)} == {expected}
+    assert not any(isinstance(module, torch.nn.Linear) for module in head.modules())
+    got = [one.output_ids for one in opened.engine.generate(prompts(opened.target.vocab_size), PARAMS)]
+    opened.engine.close()
+    plain = Engine(opened.target).generate(prompts(opened.target.vocab_size), PARAMS)
+    assert got == [one.output_ids for one in plain]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_heads_scores_in_a_byte_a_weight(tiny_target, dtype):
+    """Near those of the whole weights; a product that is handed in gets the rounded ones."""
+    head = build_draft(tiny_target).head.to(dtype)
+    states = torch.randn(9, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = head.logits(states).float()
+    quantize_head(head)
+    for scores in (head.logits(states), head.logits(states, lambda x, weight: x @ weight.T)):
+        assert 0 < (scores.float() - whole).norm() < 0.02 * whole.norm()
+
+
+def test_a_head_that_cannot_be_quantised(tiny_target, tiny_draft_directory):
+    with pytest.raises(OpenError, match="--draft-quantization int8 came without a draft head"):
+        open_engine(target="smollm2-135m", draft="ngram", draft_quantization="int8")
+    with pytest.raises(OpenError, match="draft quantization 'int4' came; one of auto, none, int8 is needed"):
+        open_engine(draft=tiny_draft_directory, draft_quantization="int4")
+    head = build_draft(tiny_target).head.to(torch.float16)
+    with pytest.raises(TargetError, match="float16 on cpu came"):
+        quantize_head(head)

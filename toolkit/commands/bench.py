@@ -105,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype",
         "verify",
         "quantization",
+        "draft_quantization",
         "torch_compile",
         "out",
     )
@@ -126,7 +127,13 @@ def _measure_any(args: argparse.Namespace) -> int:
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
-    from toolkit.infer.open_draft import check_token_map_goes_with, fit_draft, open_draft, pack
+    from toolkit.infer.open_draft import (
+        check_draft_quantization,
+        check_token_map_goes_with,
+        fit_draft,
+        open_draft,
+        pack,
+    )
     from toolkit.infer.open_engine import quantization_of, target_of
     from toolkit.infer.sampling.choose_verifier import choose_verifier
     from toolkit.target.load import load_target
@@ -136,6 +143,8 @@ def _measure_any(args: argparse.Namespace) -> int:
     draft = open_draft(args.draft, args.target)
     if args.token_map is not None:
         check_token_map_goes_with(draft, args.token_map)
+    draft_quantization = args.draft_quantization or "auto"
+    check_draft_quantization(draft_quantization, draft, divided=False)
     verify = args.verify or "follow"
     for shape in shapes:
         choose_verifier(verify, draft, shape)
@@ -148,7 +157,7 @@ def _measure_any(args: argparse.Namespace) -> int:
         quantization=quantization_of(draft, args.quantization or "auto"),
     )
     draft = fit_draft(draft, target, args.token_map)
-    pack(target, draft)
+    pack(target, draft, draft_quantization)
     record = _measure(
         target,
         draft,

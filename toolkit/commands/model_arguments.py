@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # the parser is built without torch
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--draft, --target, --shape, --adaptive, --token-map, --verify, --no-draft, --dtype, --quantization,
-    --torch-compile, --torch-compile-max-bs, --cuda-graph-max-bs, --disable-overlap-schedule, --tensor-parallel-size,
-    --device."""
+    --draft-quantization, --torch-compile, --torch-compile-max-bs, --cuda-graph-max-bs, --disable-overlap-schedule,
+    --tensor-parallel-size, --device."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--draft",
@@ -65,12 +65,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quantization_argument(group: argparse._ActionsContainer) -> None:
-    """--quantization; `bench` takes it too."""
+    """--quantization and --draft-quantization; `bench` takes them too."""
     group.add_argument(
         "--quantization",
         choices=("auto", "none", "int8", "int4"),
         help="a byte, or half of one, a weight in the target's linear layers (CPU); the answers are then those of the "
         "quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+    )
+    group.add_argument(
+        "--draft-quantization",
+        choices=("auto", "none", "int8"),
+        help="a byte a weight in the draft head's linear layers (CPU): shorter draft steps, other drafts now and then, "
+        "the same answers (default: auto, int8 where the target is quantised)",
     )
 
 
@@ -137,6 +143,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opene
         use_draft=not args.no_draft,
         dtype=args.dtype,
         quantization=args.quantization or "auto",
+        draft_quantization=args.draft_quantization or "auto",
         torch_compile=bool(args.torch_compile),
         torch_compile_max_bs=args.torch_compile_max_bs,
         cuda_graph_max_bs=args.cuda_graph_max_bs,

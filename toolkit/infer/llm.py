@@ -74,7 +74,8 @@ class LLM:
     kept, and how many tokens of prompts are read between two rounds of running answers. mem_fraction: in place of
     max_total_tokens, the cache's share of a GPU's free memory (None: 0.8), or of the machine's (0.125).
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
-    none, or auto (as the draft directory states it). torch_compile: layers run compiled, which the first start pays
+    none, or auto (as the draft directory states it). draft_quantization: int8 for a head of a byte a weight (CPU),
+    none, or auto (int8 where the target is quantised). torch_compile: layers run compiled, which the first start pays
     with about a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
     cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU); disable_overlap_schedule: each is
     launched only when the results of the one before it are read. device: auto (a GPU if there is one), cpu, cuda,
@@ -102,6 +103,7 @@ class LLM:
         chunked_prefill_size: int = 1024,
         dtype: str = "auto",
         quantization: str = "auto",
+        draft_quantization: str = "auto",
         torch_compile: bool = False,
         torch_compile_max_bs: int | None = None,
         cuda_graph_max_bs: int | None = None,
@@ -121,6 +123,7 @@ class LLM:
             token_map=token_map,
             dtype=dtype,
             quantization=quantization,
+            draft_quantization=draft_quantization,
             torch_compile=torch_compile,
             torch_compile_max_bs=torch_compile_max_bs,
             cuda_graph_max_bs=cuda_graph_max_bs,

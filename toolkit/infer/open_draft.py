@@ -12,6 +12,7 @@ from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.log import get_logger
 from toolkit.target.load import Target
 from toolkit.target.packed_linear import pack_linears
+from toolkit.target.quantize import DRAFT_QUANTIZATIONS, quantize_head
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
@@ -75,8 +76,25 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
     return replace(draft, token_map=given)
 
 
-def pack(target: Target, draft: Draft | None) -> None:
-    """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted."""
+def pack(target: Target, draft: Draft | None, draft_quantization: str = "auto") -> None:
+    """Both for decoding on a CPU, see `Target.pack`; `draft` is fitted.
+
+    draft_quantization: "int8" for a head of a byte a weight, "none", or "auto": int8 where the target is quantised.
+    Raises TargetError for a head that cannot be."""
     target.pack()
-    if isinstance(draft, DraftCheckpoint) and target.device.type == "cpu":
+    if not isinstance(draft, DraftCheckpoint):
+        return
+    if draft_quantization == "int8" or (draft_quantization == "auto" and target.quantization is not None):
+        quantize_head(draft.head)
+    elif target.device.type == "cpu":
         pack_linears(draft.head)
+
+
+def check_draft_quantization(wanted: str, draft: Draft | None, *, divided: bool) -> None:
+    """Raise `OpenError` for an unknown one, and for int8 without a head or with one that several processes divide."""
+    if wanted not in DRAFT_QUANTIZATIONS:
+        raise OpenError(f"draft quantization {wanted!r} came; one of {', '.join(DRAFT_QUANTIZATIONS)} is needed")
+    if wanted == "int8" and not isinstance(draft, DraftCheckpoint):
+        raise OpenError("--draft-quantization int8 came without a draft head; give --draft, or leave it out")
+    if wanted == "int8" and divided:
+        raise OpenError("--draft-quantization int8 is for one process; leave it out, or --tensor-parallel-size at 1")

@@ -16,7 +16,14 @@ from toolkit.infer.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.errors import CompileError, DraftShapeError
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kv_memory import DEFAULT_MEMORY, MemorySettings
-from toolkit.infer.open_draft import OpenError, check_token_map_goes_with, fit_draft, open_draft, pack
+from toolkit.infer.open_draft import (
+    OpenError,
+    check_draft_quantization,
+    check_token_map_goes_with,
+    fit_draft,
+    open_draft,
+    pack,
+)
 from toolkit.infer.parallel.lock_step import engine_of
 from toolkit.infer.parallel.ranks import Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
@@ -64,6 +71,7 @@ def open_engine(
     adaptive: bool | None = None,
     memory: MemorySettings = DEFAULT_MEMORY,
     quantization: str = "auto",
+    draft_quantization: str = "auto",
     torch_compile: bool = False,
     torch_compile_max_bs: int | None = None,
     cuda_graph_max_bs: int | None = None,
@@ -79,7 +87,8 @@ def open_engine(
     keeps only the draft directory's choice of target. device "auto" is a GPU if there is one. max_context in tokens,
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
-    the draft directory states it, else none. memory: the cache's size. cuda_graph_max_bs, overlap_schedule: see
+    the draft directory states it, else none. draft_quantization: "int8" for a head of a byte a weight (CPU), "none", or
+    "auto": int8 where the target is quantised. memory: the cache's size. cuda_graph_max_bs, overlap_schedule: see
     GraphSettings. torch_compile: see compile_settings. ranks: this process is one of several that open and run the
     engine together (see open_parallel). Raises ValueError: OpenError and those of what it opens.
     """
@@ -104,6 +113,7 @@ def open_engine(
         where = ranks.place(where, quantization=quantized, torch_compile=torch_compile, graphs=graphs is not None)
         memory = ranks.memory(memory)
     head = head if use_draft else None
+    check_draft_quantization(draft_quantization, head, divided=ranks is not None)
     if head is None:
         check_nothing_drafts(wanted, adaptive)
     if token_map is not None:
@@ -111,7 +121,7 @@ def open_engine(
     verify = verify_for(verify, head, wanted, drawing=graphs is None)
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
     loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
-    loaded, head = load_both(name, head, token_map, ranks, **loading)
+    loaded, head = load_both(name, head, token_map, ranks, draft_quantization, **loading)
     if head is not None:
         wanted = wanted or best_shape(head)
     options: Any = {"max_batch": max_batch, "max_context": max_context, "verify": verify, "memory": memory}
@@ -139,7 +149,12 @@ def check_nothing_drafts(shape: DraftShape | None, adaptive: bool | None) -> Non
 
 
 def load_both(
-    name: str, draft: Draft | None, token_map: str | Path | None, ranks: Ranks | None, **loading: Any
+    name: str,
+    draft: Draft | None,
+    token_map: str | Path | None,
+    ranks: Ranks | None,
+    draft_quantization: str,
+    **loading: Any,
 ) -> tuple[Target, Draft | None]:
     """The target, and the draft fitted to it: packed to decode with, or this rank's parts of both."""
     logger.info("loading the target %s", name)
@@ -147,7 +162,7 @@ def load_both(
     if draft is not None:
         draft = fit_draft(draft, target, token_map)
     if ranks is None:
-        pack(target, draft)
+        pack(target, draft, draft_quantization)
     else:
         shard_output_and_head(ranks, target, draft)
     return target, draft

@@ -50,7 +50,7 @@ inline float widen(bf16 value) {
 inline void store(bf16* to, Floats sums, int64_t count) {
   const Words bits = (Words)sums;
   const Halves out = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
-  memcpy(to, &out, 2 * (count < LANES ? count : LANES));
+  memcpy(to, &out, 2 * count);
 }
 
 inline Words words_at(const char* at) {
@@ -94,13 +94,17 @@ struct End {
 };
 
 inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
-  const int64_t count = end.count - from;
+  const int64_t count = end.count - from < LANES ? end.count - from : LANES;
   if (count <= 0) return;
-  for (int n = 0; n < LANES && n < count; n++) {
-    if (end.scale) sums[n] *= end.scale[from + n];
-    if (end.bias) sums[n] += widen(end.bias[from + n]);
-  }
-  store(end.y + row * end.N + from, sums, count);
+  if (end.scale)
+    for (int n = 0; n < count; n++) sums[n] *= end.scale[from + n];
+  if (end.bias)
+    for (int n = 0; n < count; n++) sums[n] += widen(end.bias[from + n]);
+  bf16* y = end.y + row * end.N + from;
+  if (count == LANES)
+    store(y, sums, LANES);  // a size that the compiler knows
+  else
+    store(y, sums, count);
 }
 
 // ROWS rows x [.., K] against one block of weights.

@@ -11,7 +11,11 @@ Shapes: M rows, K input features, N output features, P planes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.target.blocked_product import from_blocks, takes, to_blocks, traceable_product
@@ -69,8 +73,11 @@ class Int8Linear(FixedLinear):
         levels = from_blocks(self.qweight, self.out_features) if self.blocked else self.qweight
         return levels.to(self._dtype) * self.scale.to(self._dtype)[:, None]
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """[..., K] -> [..., N] in the inputs' dtype."""
+    def forward(self, inputs: Tensor, project: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+        """[..., K] -> [..., N] in the inputs' dtype; a product that is handed in gets the plain weight (see
+        `OutputMatrix`)."""
+        if project is not F.linear:
+            return project(inputs, self.weight)
         if self.blocked:
             return traceable_product(inputs, self.qweight, self.scale, self.bias, self.out_features)
         rows, shared = inputs.reshape(-1, self.in_features), self.shared

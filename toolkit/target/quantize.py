@@ -1,10 +1,13 @@
-"""Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8.
+"""Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8; those of a
+draft head int8.
 
 The quantised model is then the target: what it says is what speculative decoding must reproduce. The token embedding
 stays as it is, also where the model ties it to the output matrix: a step reads one row of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,6 +21,7 @@ from toolkit.target.packed_linear import PackedLinear
 from toolkit.target.shared_input import SharedInput, same_input_layers
 
 QUANTIZATIONS = ("int8", "int4")
+DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
 LEAST_SHARE = 0.5
 
@@ -53,9 +57,25 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
             f"quantization {quantization} changes linear layers, and they hold only {covered / total:.0%} of the "
             f"weights of {type(model).__name__} ({name}); leave the quantization out for this family"
         )
+    _replace(model, linears, dict(_int4_for(model)) if quantization == "int4" else {})
+
+
+def quantize_head(head: nn.Module) -> None:
+    """Replaces every linear layer of a draft head, which is on the CPU, by an `Int8Linear`: what it drafts changes a
+    little, what is answered does not. Raises `TargetError` for another device or dtype."""
+    weight = next(head.parameters())
+    if weight.device.type != "cpu" or weight.dtype not in PLANES:
+        raise TargetError(
+            f"a draft head of int8 weights is for bfloat16 or float32 on the CPU; {weight.dtype} on {weight.device} "
+            "came. Give --device cpu, or --draft-quantization none"
+        )
+    _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
+
+
+def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:
+    """The layers at these paths become those of `small`, and int8 ones where they are not in it."""
     if not all(takes(module.weight) for module in linears.values()):
         check_integer_products()
-    small: dict[nn.Linear, nn.Module] = dict(_int4_for(model)) if quantization == "int4" else {}
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")
         if module not in small:
