@@ -4,8 +4,7 @@
 //
 //     bfloat16  w [ceil(N / WIDTH), K / 2, WIDTH, 2]   pairs of inputs side by side, as 32-bit words:
 //                                                      low half: input 2p, high half: input 2p+1 of one output
-//     int8      w [ceil(N / WIDTH), K / 4, WIDTH, 4]   four inputs of one output, the first in the lowest byte;
-//                                                      y = (x w^T) * scale + b, a scale for every output
+//     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, a scale for every output
 //
 // Weights and inputs are widened to float32, products are added in the order of the inputs. (Those of two bfloat16
 // are exact.) A row's result therefore does not depend on the rows beside it, nor on the number of threads.
@@ -13,6 +12,8 @@
 // Shapes: M rows, N outputs, K inputs (a multiple of 4).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
@@ -59,9 +60,10 @@ inline Words words_at(const char* at) {
   return words;
 }
 
-// INPUTS inputs' weights of LANES outputs lie in one vector of words. ROWS: at most in one pass, as registers allow.
+// INPUTS inputs' weights of WIDTH outputs are 4 * WIDTH bytes; those of the second LANES outputs lie HIGH bytes behind
+// those of the first. ROWS: at most in one pass, as registers allow.
 struct Bfloat16 {
-  static constexpr int INPUTS = 2, ROWS = TILE;
+  static constexpr int INPUTS = 2, ROWS = TILE, HIGH = 4 * LANES;
 
   static void load(const char* at, Floats (&to)[INPUTS]) {
     const Words words = words_at(at);
@@ -71,17 +73,16 @@ struct Bfloat16 {
 };
 
 struct Int8 {
-  static constexpr int INPUTS = 4, ROWS = 2 * TILE / 3;
-
-  // 2^23 and a byte's value are a float32 whose lowest bits are the byte: no conversion is needed.
-  static Floats level(Words byte) { return (Floats)(byte ^ 0x4b000080u) - 8388736.0f; }
+  static constexpr int INPUTS = 4, ROWS = 2 * TILE / 3, HIGH = LANES;
 
   static void load(const char* at, Floats (&to)[INPUTS]) {
-    const Words words = words_at(at);
-    to[0] = level(words & 0xffu);
-    to[1] = level(words >> 8 & 0xffu);
-    to[2] = level(words >> 16 & 0xffu);
-    to[3] = level(words >> 24);
+    for (int i = 0; i < INPUTS; i++, at += WIDTH) {
+#if defined(__AVX512F__)  // GCC's own conversion goes byte by byte
+      to[i] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#else
+      to[i] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#endif
+    }
   }
 };
 
@@ -116,7 +117,7 @@ void multiply(const char* w, const float* x, int64_t K, const End& end) {
   for (int64_t k = 0; k < K; k += INPUTS, w += BYTES) {
     Floats low_weights[INPUTS], high_weights[INPUTS];
     Weights::load(w, low_weights);
-    Weights::load(w + BYTES / 2, high_weights);
+    Weights::load(w + Weights::HIGH, high_weights);
     for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
     for (int m = 0; m < ROWS; m++)
       for (int i = 0; i < INPUTS; i++) {
@@ -194,7 +195,7 @@ extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, Ate
   int32_t dtype = 0;
   void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
-      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 4 : 2) != sizes[dims - 1] ||
+      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 1 : 2) != sizes[dims - 1] ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
       dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
       (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))

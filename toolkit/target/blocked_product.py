@@ -56,12 +56,12 @@ def is_blocked(weight: Tensor) -> bool:
 
 
 def to_blocks(weight: Tensor) -> Tensor:
-    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K/4, W, 4]; rows of zeros fill the last block."""
+    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K, W, 1]; rows of zeros fill the last block."""
     library = _library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
     full = F.pad(weight.detach().contiguous(), (0, 0, 0, -weight.shape[0] % width))
-    together = 4 // weight.element_size()  # inputs that make a word of 32 bits
+    together = 2 if weight.dtype == torch.bfloat16 else 1  # a pair of inputs makes a word of 32 bits
     return full.view(-1, width, weight.shape[1] // together, together).transpose(1, 2).contiguous()
 
 
