@@ -1,6 +1,7 @@
 """Which engines benchmarks/engine_cpu.py starts, by its arguments, and why others have no row.
 
-Ours, with  -compiled  the layers compiled (--torch-compile),  -int8, -int4  the target quantised (--quantization):
+Ours, with  -compiled  the layers compiled (--torch-compile),  -int8, -int4  the target quantised (--quantization), and
+the head int8 with it:
 
     plain   eagle3-chain   eagle3-tree   eagle3-adaptive (what a user gets who says nothing)   ngram
 """

@@ -28,6 +28,7 @@ from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.choose_verifier import choose_verifier
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target.load import Target
+from toolkit.target.quantize import is_int8
 from toolkit.weights import sha256_file
 
 FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other
@@ -203,4 +204,5 @@ def _describe_draft(draft: Draft) -> dict[str, Any]:
         "draft_vocab_size": draft.token_map.size,
         "aux_layer_ids": None if aux_layer_ids is None else list(aux_layer_ids),
         "dtype": str(next(draft.head.parameters()).dtype).removeprefix("torch."),
+        "quantization": "int8" if is_int8(draft.head) else None,
     }

@@ -144,7 +144,7 @@ def _measure_any(args: argparse.Namespace) -> int:
     if args.token_map is not None:
         check_token_map_goes_with(draft, args.token_map)
     draft_quantization = args.draft_quantization or "auto"
-    check_draft_quantization(draft_quantization, draft, divided=False)
+    check_draft_quantization(draft_quantization, draft, best_device(), divided=False)
     verify = args.verify or "follow"
     for shape in shapes:
         choose_verifier(verify, draft, shape)

@@ -174,7 +174,8 @@ class Engine:
         slack = self._slack(shape)
         self._memory.check_slack(slack)
         self.drafter.set_shape(shape)
-        self.shape, self._memory.slack = shape, slack
+        # What the old shape left to read may be more than the new one leaves.
+        self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
 
     def close(self) -> None:
         """Take the engine's hooks off the target. The engine must not be stepped afterwards."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -86,15 +88,21 @@ def pack(target: Target, draft: Draft | None, draft_quantization: str = "auto") 
         return
     if draft_quantization == "int8" or (draft_quantization == "auto" and target.quantization is not None):
         quantize_head(draft.head)
+        logger.info("the draft head has int8 weights; --draft-quantization none keeps it whole")
     elif target.device.type == "cpu":
         pack_linears(draft.head)
 
 
-def check_draft_quantization(wanted: str, draft: Draft | None, *, divided: bool) -> None:
-    """Raise `OpenError` for an unknown one, and for int8 without a head or with one that several processes divide."""
+def check_draft_quantization(wanted: str, draft: Draft | None, device: torch.device | str, *, divided: bool) -> None:
+    """Raise `OpenError` for an unknown one, and for int8 without a head, on a GPU, or divided among processes."""
     if wanted not in DRAFT_QUANTIZATIONS:
         raise OpenError(f"draft quantization {wanted!r} came; one of {', '.join(DRAFT_QUANTIZATIONS)} is needed")
     if wanted == "int8" and not isinstance(draft, DraftCheckpoint):
         raise OpenError("--draft-quantization int8 came without a draft head; give --draft, or leave it out")
+    if wanted == "int8" and torch.device(device).type != "cpu":
+        raise OpenError(
+            f"--draft-quantization int8 came with a head on {device}; it is for the CPU: leave it out, or give "
+            "--device cpu"
+        )
     if wanted == "int8" and divided:
         raise OpenError("--draft-quantization int8 is for one process; leave it out, or --tensor-parallel-size at 1")

@@ -113,7 +113,7 @@ def open_engine(
         where = ranks.place(where, quantization=quantized, torch_compile=torch_compile, graphs=graphs is not None)
         memory = ranks.memory(memory)
     head = head if use_draft else None
-    check_draft_quantization(draft_quantization, head, divided=ranks is not None)
+    check_draft_quantization(draft_quantization, head, where, divided=ranks is not None)
     if head is None:
         check_nothing_drafts(wanted, adaptive)
     if token_map is not None:

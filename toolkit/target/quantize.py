@@ -72,6 +72,11 @@ def quantize_head(head: nn.Module) -> None:
     _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
 
 
+def is_int8(head: nn.Module) -> bool:
+    """Whether `quantize_head` was here."""
+    return any(isinstance(module, Int8Linear) for module in head.modules())
+
+
 def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:
     """The layers at these paths become those of `small`, and int8 ones where they are not in it."""
     if not all(takes(module.weight) for module in linears.values()):

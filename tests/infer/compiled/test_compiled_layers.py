@@ -31,6 +31,7 @@ from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target import blocked_product
 from toolkit.target.load import Target, load_target
+from toolkit.target.quantize import quantize_head
 
 PARAMS = SamplingParams(max_tokens=16)
 
@@ -81,10 +82,12 @@ def test_each_kind_of_layer_has_its_programs(interpreted_layers, small_target, n
     assert len(interpreted_layers) == programs
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers", "mtp", "mtp-hidden-first"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-int8", "eagle2-two-layers", "mtp", "mtp-hidden-first"])
 def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, small_draft, shared_draft, kind):
     """Every kind of head drafts what its own code drafts, by programs for one token and for more."""
-    draft = small_draft if kind == "eagle3" else shared_draft(kind)
+    draft = copy.deepcopy(small_draft) if kind.startswith("eagle3") else shared_draft(kind)
+    if kind == "eagle3-int8":
+        quantize_head(draft.head)
     ran: list[tuple[str, int]] = []
     in_cpp = cpu_attention._library() is not None
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
-from toolkit.infer.compiled.compiled_layers import NotedPlan, allowed_difference
+from toolkit.infer.compiled.compiled_layers import allowed_difference
 from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
 from toolkit.infer.compiled.layer_runner import Inputs, RunnableChain, RunnableLayers
+from toolkit.infer.compiled.noted_forward import NotedPlan
 from toolkit.infer.compiled.opaque_attention import now
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.errors import CompileError
@@ -70,9 +71,10 @@ class HeadPick(nn.Module):
 
 
 class CompiledHead:
-    """Programs for all stages of a head on the CPU; the head itself is not changed.
+    """Programs for all stages of a head on the CPU, which computes in `dtype`; the head itself is not changed.
 
-    Every program is compared with the head's own code, on each range of numbers of tokens. Raises CompileError.
+    embed: the target's token embedding. to_target [D]: the target's ids of what the head scores. Every program is
+    compared with the head's own code, on each range of numbers of tokens. Raises CompileError.
     """
 
     def __init__(self, head: DraftingHead, embed: nn.Module, to_target: Tensor, dtype: torch.dtype) -> None:
@@ -123,8 +125,9 @@ class CompiledHead:
     def _compiled_pass(self, layer: HeadPass, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
         made = {}
         for tokens in TOKEN_RANGES:
-            hidden, at = self._states(tokens, dtype), torch.arange(tokens.example)[None]
-            keywords = dict(zip(PASS_INPUTS, (at + 1, *self._inputs(at, hidden, tokens.example)), strict=True))
+            # Tokens of their own: what is one tensor to the tracer is one input of the program.
+            hidden, at = self._states(tokens, dtype), torch.arange(1, tokens.example + 1)[None]
+            keywords = dict(zip(PASS_INPUTS, (at + 1, *self._inputs(at, hidden, tokens.example + 1)), strict=True))
             made[tokens] = run = _runnable(layer, hidden, keywords, tokens)
             with _noting() as wanted:
                 own = layer(hidden, **keywords).float()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -36,11 +35,10 @@ from toolkit.infer.compiled.layer_program import (
     weights_of,
 )
 from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableLayers
+from toolkit.infer.compiled.noted_forward import Forward, Noted, NotedPlan, forwards, noted_calls
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
-from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.infer.kernels.reference import attend_causal
 from toolkit.log import get_logger
 from toolkit.target.load import Target
 
@@ -48,7 +46,6 @@ logger = get_logger(__name__)
 
 # How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-Forward = Callable[[str, Tensor, Tensor, Any], Tensor]  # attention's name, input_ids, positions, plan -> hidden
 
 
 def allowed_difference(dtype: torch.dtype) -> float:
@@ -85,16 +82,6 @@ def _side_by_side(tensor: Tensor) -> Tensor:
 _inputs = _Inputs()
 
 
-@dataclass
-class _Noted:
-    """One layer's call in a forward of the target's own code: what went in and came out, and what it asked for."""
-
-    hidden: Tensor
-    keywords: dict[str, Any]
-    out: Tensor
-    asked: tuple[Any, ...]
-
-
 class _Instead:
     """Stands in a body's list for a layer that nobody hooks: without a module's way to its forward."""
 
@@ -108,19 +95,6 @@ class _Instead:
         if name == "_layer":  # a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self._layer, name)
-
-
-class NotedPlan:
-    """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D]."""
-        *numbers, sinks = scoring
-        self.asked.append((layer, *numbers, None if sinks is None else sinks.tolist()))
-        return attend_causal(q, k, v, scaling=scoring.scaling)
 
 
 def check_device(device: torch.device) -> None:
@@ -143,12 +117,12 @@ class CompiledLayers:
         check_device(target.device)
         self._layers = list(target.layers)
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
-        self._check_inputs(self._note(target, run, rows=2, tokens=3))
+        self._check_inputs(noted_calls(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
         self._runs: dict[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]] = {}
         for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
-            noted = self._note(target, run, 1, tokens.example)
+            noted = noted_calls(target, run, 1, tokens.example)
             kinds: dict[Any, Program] = {}
             for layer, note in zip(self._layers, noted, strict=True):
                 kind = _kind(layer, note)
@@ -209,30 +183,7 @@ class CompiledLayers:
             self._uncalled[index], uncalled = uncalled, 0
         return shown
 
-    def _note(self, target: Target, run: Forward, rows: int, tokens: int) -> list[_Noted]:
-        """One forward by the layers' own code; what each was called with."""
-        calls: list[tuple[Tensor, dict[str, Any], Tensor]] = []
-
-        def noting(layer: nn.Module) -> Callable[..., Tensor]:
-            def forward(hidden: Tensor, *others: Any, **keywords: Any) -> Tensor:
-                out = type(layer).forward(layer, hidden, *others, **keywords)
-                if others or not isinstance(out, Tensor):
-                    raise CompileError(
-                        f"torch_compile: {type(layer).__name__} takes unnamed arguments or gives more than its output, "
-                        "which is not known here; leave --torch-compile out for this target"
-                    )
-                calls.append((hidden, {name: value for name, value in keywords.items() if name != "plan"}, out))
-                return out
-
-            return forward
-
-        plan = NotedPlan()
-        at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
-        with forwards(self._layers, [noting(layer) for layer in self._layers]):
-            run("toolkit", at * 7919 % target.vocab_size, at, plan)
-        return [_Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
-
-    def _check_inputs(self, noted: list[_Noted]) -> None:
+    def _check_inputs(self, noted: list[Noted]) -> None:
         """Every tensor that goes into a layer must be of rows and tokens, so that rows can lie side by side."""
         for layer, note in zip(self._layers, noted, strict=True):
             wrong = [list(one.shape) for one in tensors_in(note.keywords) if one.shape[:2] != note.hidden.shape[:2]]
@@ -242,7 +193,7 @@ class CompiledLayers:
                     "..], which is not known here; leave --torch-compile out for this target"
                 )
 
-    def _check(self, noted: list[_Noted], programs: list[Program], allowed: float) -> None:
+    def _check(self, noted: list[Noted], programs: list[Program], allowed: float) -> None:
         """Each layer's program must ask for the same attention and give the same output as the layer."""
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
             plan = NotedPlan()
@@ -293,23 +244,7 @@ def _same(keywords: dict[str, Any], others: dict[str, Any]) -> bool:
     return keywords.keys() == others.keys() and all(map(is_, keywords.values(), others.values()))
 
 
-@contextmanager
-def forwards(layers: list[nn.Module], calls: list[Callable[..., Tensor]]) -> Iterator[None]:
-    """The layers run these in place of their own forward."""
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer, call in zip(layers, calls, strict=True):
-        layer.__dict__["forward"] = call
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = own
-
-
-def _kind(layer: nn.Module, note: _Noted) -> Any:
+def _kind(layer: nn.Module, note: Noted) -> Any:
     """Equal for layers that one program serves: classes, plain settings, attention, shapes of weights and inputs."""
     plain = (int, float, str, bool, type(None))
     settings = [

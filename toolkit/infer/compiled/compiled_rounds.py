@@ -18,8 +18,8 @@ from torch import nn
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.compiled.compiled_layers import forwards
 from toolkit.infer.compiled.drafting_attention import drafting, drafting_layers
+from toolkit.infer.compiled.noted_forward import forwards
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.errors import CompileError
 

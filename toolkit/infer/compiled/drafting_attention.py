@@ -10,7 +10,6 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.compiled.opaque_attention import now
 from toolkit.models.decoder_layer import Attend, DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
 
@@ -34,11 +33,9 @@ def drafting_layers(head: nn.Module) -> list[HeadLayer]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D]."""
-    with now.keeping_errors():
-        return drafting.attend(q, k, v).contiguous()
+    return drafting.attend(q, k, v).contiguous()
 
 
-# Programs kept on disk call it by this name and signature.
 _library = torch.library.Library("toolkit", "FRAGMENT")
 _library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
 _library.impl("attend_drafting", _attend, "CompositeExplicitAutograd")

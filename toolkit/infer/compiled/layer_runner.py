@@ -95,7 +95,8 @@ class RunnableLayers:
         return program.address, self._weights, len(self._weights)
 
     def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
-        """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H].
+        """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H] (of a draft
+        head's pick: [1, T]).
 
         Their attention asks `now`. Raises what attention in Python raised, else RuntimeError.
         """

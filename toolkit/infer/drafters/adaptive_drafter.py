@@ -42,8 +42,8 @@ class AdaptiveDrafter:
     def lookahead(self) -> int:
         return self.inner.lookahead
 
-    def reach(self, shape: DraftShape, *, skips: bool = True) -> int:
-        return self.inner.reach(shape, skips=skips)
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return self.inner.reach(shape, skips=True)
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self.inner.admit(first_row, requests, tokens)

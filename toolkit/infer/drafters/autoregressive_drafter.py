@@ -66,9 +66,9 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        embed = target.embed_tokens
-        compiled = CompiledHead(self._head, embed, self.to_target, self._dtype) if torch_compile else None
-        self.reader = HeadReader(self._head, embed, self._dtype, self._device, pool, compiled)
+        given = (self._head, target.embed_tokens)
+        compiled = CompiledHead(*given, self.to_target, self._dtype) if torch_compile else None
+        self.reader = HeadReader(*given, self._dtype, self._device, pool, compiled)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
@@ -247,9 +247,8 @@ class AutoregressiveDrafter:
 
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""
-        at_once = nodes.best_chain(shape.num_steps) if isinstance(picks, BestPicks) else None
-        if at_once is not None:
-            return at_once
+        if isinstance(picks, BestPicks) and (whole := nodes.best_chain(shape.num_steps)) is not None:
+            return whole
         hidden, last = nodes.at_roots()[:, None], nodes.roots
         drafts = [self.to_target[picks(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):

@@ -18,8 +18,9 @@ from toolkit.models.eagle3 import Eagle3Head
 from toolkit.models.head_config import HeadConfig
 from toolkit.models.mtp import MtpHead
 from toolkit.target.features import AuxCapture, LastCapture
+from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.load import Target
-from toolkit.target.packed_linear import pack_linears
+from toolkit.target.packed_linear import PackedLinear, pack_linears
 
 
 class DraftingHead(Protocol):
@@ -100,8 +101,9 @@ class SharedOutput(nn.Module):
         self._target = target
         self.lm_head: nn.Module = target.lm_head
         if draft.token_map.size < target.vocab_size:
-            self.lm_head = _rows_of(target.lm_head.weight, target.lm_head.bias, draft.token_map.ids.to(target.device))
-            if not isinstance(target.lm_head, nn.Linear):  # the target's weights lie as its products read them
+            rows = _rows_of(target.lm_head.weight, target.lm_head.bias, draft.token_map.ids.to(target.device))
+            self.lm_head = Int8Linear(rows) if isinstance(target.lm_head, Int8Linear) else rows
+            if isinstance(target.lm_head, PackedLinear):
                 pack_linears(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
