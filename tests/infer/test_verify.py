@@ -6,9 +6,8 @@ import random
 
 import torch
 
-from toolkit.infer.draft_tree import DraftTree, chain_tree, rerank, root_only
-from toolkit.infer.kernels.tree_reference import ancestor_mask, follow_choices, without_padding
-from toolkit.infer.verify import follow as follow_tree
+from toolkit.infer.draft_tree import DraftTree, rerank, root_only
+from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.verify import moved_entries, walk
 
 
@@ -123,19 +122,3 @@ def test_a_walk_through_a_tree_of_fewer_nodes_than_levels():
     tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
     found = walk(tree, torch.tensor([[7, 1, 2]]))
     assert (found.path_nodes, found.path_tokens, found.ranks) == ([[0, 2]], [[7, 2]], [[1]])
-
-
-def test_chains_are_followed_as_trees_are() -> None:
-    """Fewer operations, the same path, padding included."""
-    generator, accepted = torch.Generator().manual_seed(0), set()
-    for _ in range(50):
-        drafts = torch.randint(2, (3, 4), generator=generator)
-        counts = torch.randint(5, (3,), generator=generator).tolist()
-        choices = torch.randint(2, (3, 5), generator=generator)
-        tree = chain_tree(torch.tensor([7, 8, 9]), drafts, counts)
-        followed = follow_tree(tree, choices)
-        wanted = follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, tree.deepest + 1)
-        assert all(map(torch.equal, followed, wanted))
-        accepted |= set(followed.accepted.tolist())
-        assert tree.depth_offered.tolist() == tree.offered.tolist() == counts
-    assert accepted == {0, 1, 2, 3, 4}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toolkit.infer.draft_tree import DraftTree
 from toolkit.infer.kernels.choose import ops_for
-from toolkit.infer.kernels.tree_reference import Followed, follow_chain
+from toolkit.infer.kernels.tree_reference import Followed
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
     """The accepted paths, A = tree.deepest + 1 long, on the device."""
-    if tree.is_chain and choices.device.type == "cpu":  # a third of the operations
-        return follow_chain(tree.tokens, tree.valid, choices)
     follow_choices = ops_for(choices.device.type).follow_choices
     return follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, tree.deepest + 1)
 

@@ -47,14 +47,6 @@ def follow_choices(
     return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
 
 
-def follow_chain(tokens: Tensor, valid: Tensor, choices: Tensor) -> Followed:
-    """`follow_choices` where each node stands below the one before it: tokens, valid and choices [B, N], A = N."""
-    accepted = (valid[:, 1:] & (tokens[:, 1:] == choices[:, :-1])).cumprod(dim=1).sum(dim=1)
-    number = torch.arange(tokens.shape[1], device=tokens.device)
-    path = number * (number <= accepted[:, None])
-    return Followed(path, choices.gather(1, path), torch.zeros_like(path), accepted)
-
-
 class Ranked(NamedTuple):
     """Trees of the best candidates: fields of `DraftTree`."""
 
