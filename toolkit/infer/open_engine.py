@@ -114,10 +114,7 @@ def open_engine(
         memory = ranks.memory(memory)
     head = head if use_draft else None
     check_draft_quantization(draft_quantization, head, where, divided=ranks is not None)
-    if head is None:
-        check_nothing_drafts(wanted, adaptive)
-    if token_map is not None:
-        check_token_map_goes_with(head, token_map)
+    check_draft_settings(head, wanted, adaptive, token_map)
     verify = verify_for(verify, head, wanted, drawing=graphs is None)
     adaptive = head is not None and (wanted is None and graphs is None if adaptive is None else adaptive)
     loading: Any = {"revision": revision, "dtype": dtype, "device": where, "quantization": quantized}
@@ -138,14 +135,18 @@ def verify_for(name: str, draft: Draft | None, shape: DraftShape | None, *, draw
     return name
 
 
-def check_nothing_drafts(shape: DraftShape | None, adaptive: bool | None) -> None:
-    """Raise OpenError where settings of drafting came without a draft."""
-    if shape is not None:
+def check_draft_settings(
+    draft: Draft | None, shape: DraftShape | None, adaptive: bool | None, token_map: str | Path | None
+) -> None:
+    """Raise OpenError where settings of drafting came without a draft, or a token map with a draft that takes none."""
+    if draft is None and shape is not None:
         raise OpenError(
             f"shape {shape.as_text()} came without a draft head to use it; give a draft, or leave the shape out"
         )
-    if adaptive:
+    if draft is None and adaptive:
         raise OpenError("--adaptive came without a draft head to use it; give --draft, or leave --adaptive out")
+    if token_map is not None:
+        check_token_map_goes_with(draft, token_map)
 
 
 def load_both(

@@ -66,9 +66,8 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        given = (self._head, target.embed_tokens)
-        compiled = CompiledHead(*given, self.to_target, self._dtype) if torch_compile else None
-        self.reader = HeadReader(*given, self._dtype, self._device, pool, compiled)
+        compiled = CompiledHead(self._head, target.embed_tokens, self.to_target, self._dtype) if torch_compile else None
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, compiled)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
@@ -92,8 +91,7 @@ class AutoregressiveDrafter:
         return self._head.stages
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        """Drafted nodes lie behind the longest row of pending positions."""
-        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # behind the longest pending row
 
     def _drafts(self, request: Request) -> bool:
         """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
