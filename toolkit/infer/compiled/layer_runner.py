@@ -125,7 +125,7 @@ class RunnableLayers:
 class RunnableChain:
     """A draft head's pass (hidden [1, T, H], tokens [1, T], .. -> hidden) and its pick (hidden -> tokens) in turn.
 
-    Both are one program. The attention of `now` is C++'s, of one new node a row.
+    Each is one program. The attention of `now` is C++'s, of one new node a row.
     """
 
     def __init__(self, reads: RunnableLayers, picks: RunnableLayers) -> None:
