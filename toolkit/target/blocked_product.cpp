@@ -6,14 +6,21 @@
 //                                                      low half: input 2p, high half: input 2p+1 of one output
 //     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, a scale for every output
 //
-// Weights and inputs are widened to float32, products are added in the order of the inputs. (Those of two bfloat16
-// are exact.) A row's result therefore does not depend on the rows beside it, nor on the number of threads.
+// Products of two bfloat16 are exact in float32, and are added there in an order that K alone decides: that of the
+// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both). A row's result therefore
+// does not depend on the rows beside it, nor on the number of threads.
 //
-// Shapes: M rows, N outputs, K inputs (a multiple of 4).
+// Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <immintrin.h>
+
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -94,18 +101,29 @@ struct End {
   const bf16* bias;
 };
 
+// COUNT: a number that the compiler knows, or 0 for `count`.
+template <int COUNT>
+inline void finish_some(const End& end, int64_t row, int64_t from, int64_t count, Floats sums) {
+  if (COUNT) count = COUNT;
+  Floats values = {};
+  if (end.scale) {
+    memcpy(&values, end.scale + from, 4 * count);
+    sums *= values;
+  }
+  if (end.bias) {
+    Halves biases = {};
+    memcpy(&biases, end.bias + from, 2 * count);
+    sums += (Floats)(__builtin_convertvector(biases, Words) << 16);
+  }
+  store(end.y + row * end.N + from, sums, count);
+}
+
 inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
-  const int64_t count = end.count - from < LANES ? end.count - from : LANES;
-  if (count <= 0) return;
-  if (end.scale)
-    for (int n = 0; n < count; n++) sums[n] *= end.scale[from + n];
-  if (end.bias)
-    for (int n = 0; n < count; n++) sums[n] += widen(end.bias[from + n]);
-  bf16* y = end.y + row * end.N + from;
-  if (count == LANES)
-    store(y, sums, LANES);  // a size that the compiler knows
-  else
-    store(y, sums, count);
+  const int64_t count = end.count - from;
+  if (count >= LANES)
+    finish_some<LANES>(end, row, from, LANES, sums);
+  else if (count > 0)
+    finish_some<0>(end, row, from, count, sums);
 }
 
 // ROWS rows x [.., K] against one block of weights.
@@ -132,6 +150,136 @@ void multiply(const char* w, const float* x, int64_t K, const End& end) {
   }
 }
 
+#if defined(TILES)
+
+// A tile has 16 lines of 64 bytes: of x 16 rows of 32 inputs, of a block's weights 16 pairs of inputs of 16 outputs, as
+// they lie there, of sums 16 rows of 16 outputs. Sums: tiles 0 to 3; x: 4, 5; weights: 6, 7.
+constexpr int64_t LINES = 16, SPAN = 2 * LINES, LINE = 64;
+
+// Linux lets a process use tiles once it has asked.
+bool tiles_granted() {
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  return granted;
+}
+
+// Tile instructions read and write memory without the compiler's knowledge.
+inline void memory_is_read() { asm volatile("" ::: "memory"); }
+
+// The thread's tiles for `rows` rows of x, at most 2 * LINES at a time, while this lives.
+struct Tiles {
+  explicit Tiles(int64_t rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t lines[16] = {};
+    } shapes;
+    const uint8_t first = rows < LINES ? rows : LINES;
+    const uint8_t second = rows >= 2 * LINES ? LINES : rows > LINES ? rows - LINES : 1;
+    for (int tile = 0; tile < 8; tile++) {
+      shapes.bytes[tile] = LINE;
+      shapes.lines[tile] = tile >= 6 ? LINES : tile == 2 || tile == 3 || tile == 5 ? second : first;
+    }
+    memory_is_read();
+    _tile_loadconfig(&shapes);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// A tile's weights of all WIDTH outputs: SPAN inputs from `w`, as pairs; `room` has space for them.
+inline const char* pairs(const char* w, char*, Bfloat16) { return w; }
+
+inline const char* pairs(const char* w, char* room, Int8) {  // every int8 is a bfloat16
+  for (int64_t pair = 0; pair < LINES; pair++, w += 2 * WIDTH, room += 4 * WIDTH)
+    for (int half = 0; half < 2; half++) {
+      const auto widened = [&](int64_t input) {
+        const char* at = w + input * WIDTH + half * LANES;
+        const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return (Words)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels));
+      };
+      const Words both = (widened(0) >> 16) | (widened(1) & 0xffff0000u);
+      memcpy(room + half * LINE, &both, LINE);
+    }
+  return room - LINES * 4 * WIDTH;
+}
+
+// The thread's Tiles are for `rows`, more than LINES where SECOND.
+template <typename Weights, bool SECOND>
+void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, const End& end) {
+  alignas(64) char room[2][SPAN * 2 * WIDTH];  // in turns, so that widening does not wait for tiles
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < K; k += SPAN, w += SPAN / Weights::INPUTS * 4 * WIDTH) {
+    if (ahead)
+      for (int64_t line = 0; line < SPAN / Weights::INPUTS * 4 * WIDTH; line += LINE)
+        __builtin_prefetch(w + AHEAD + line);
+    const char* weights = pairs(w, room[k / SPAN % 2], Weights());
+    memory_is_read();
+    _tile_loadd(6, weights, 4 * WIDTH);
+    _tile_loadd(7, weights + LINE, 4 * WIDTH);
+    _tile_loadd(4, x + k, 2 * K);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (SECOND) {
+      _tile_loadd(5, x + LINES * K + k, 2 * K);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  alignas(64) float sums[4][LINES][LANES];
+  _tile_stored(0, sums[0], LINE);
+  _tile_stored(1, sums[1], LINE);
+  if (SECOND) {
+    _tile_stored(2, sums[2], LINE);
+    _tile_stored(3, sums[3], LINE);
+  }
+  memory_is_read();
+  for (int64_t m = 0; m < rows; m++)
+    for (int half = 0; half < 2; half++) {
+      Floats sum;
+      memcpy(&sum, sums[m / LINES * 2 + half][m % LINES], sizeof sum);
+      finish(end, m, half * LANES, sum);
+    }
+}
+
+// As `product`, of K that tiles divide.
+template <typename Weights>
+void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t N,
+                      int64_t K) {
+  constexpr int64_t STEP = SPAN / Weights::INPUTS * 4 * WIDTH, PAIRED = SPAN * 2 * WIDTH;  // bytes of SPAN inputs
+  const int64_t blocks = (N + WIDTH - 1) / WIDTH, rows = M < 2 * LINES ? M : 2 * LINES;
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    const Tiles tiles(rows);
+    static thread_local std::vector<char> held;
+    const bool paired_once = STEP != PAIRED && M > rows;
+    if (paired_once) held.resize(K / SPAN * PAIRED);
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t first = block * WIDTH;
+      const char* weights = w + block * (K / SPAN) * STEP;
+      if (paired_once)
+        for (int64_t step = 0; step < K / SPAN; step++)
+          pairs(weights + step * STEP, held.data() + step * PAIRED, Weights());
+      for (int64_t from = 0; from < M; from += rows) {
+        const int64_t m = from < M - rows ? from : M - rows;  // the last rows with some before them, written alike
+        const End end = {y + m * N + first, N, N - first < WIDTH ? N - first : WIDTH, scale ? scale + first : nullptr,
+                         bias ? bias + first : nullptr};
+        if (paired_once)
+          multiply_tiles<Bfloat16, true>(held.data(), x + m * K, K, rows, false, end);
+        else if (rows > LINES)
+          multiply_tiles<Weights, true>(weights, x + m * K, K, rows, from == 0, end);
+        else
+          multiply_tiles<Weights, false>(weights, x + m * K, K, rows, from == 0, end);
+      }
+    }
+  }
+}
+
+#endif
+
 typedef void Multiply(const char*, const float*, int64_t, const End&);
 
 template <typename Weights, typename>
@@ -147,6 +295,10 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
              int64_t K) {
   typedef ByRows<Weights, std::make_integer_sequence<int, Weights::ROWS>> Tile;
   const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
+#if defined(TILES)
+  if (K % SPAN == 0 && tiles_granted())
+    return product_in_tiles<Weights>(rows, static_cast<const char*>(w), scale, biases, static_cast<bf16*>(y), M, N, K);
+#endif
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
   float* wide = held.data();

@@ -328,7 +328,6 @@ def test_compiled_layers_call_our_own_products(tiny_target_directory, monkeypatc
     """Programs of bfloat16 layers for one token and several: the function of C is called, not the operator, and every
     layer's result is the layer's own (the engine compares them when it opens)."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(blocked_product, "BETTER_LEFT", "no such instruction")
     blocked_product._library.cache_clear()
     target = load_target(tiny_target_directory, dtype="bfloat16")
     target.pack()
