@@ -69,10 +69,10 @@ def forced(pattern: Sequence[int], token_map: TokenMap, vocab_size: int, device:
         ops = own(device_type)
 
         def follow_choices(tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, *more: Any) -> Any:
-            choices, longest = more
+            choices, *others = more
             if tokens.shape[1] > 1:
                 choices = place.choices(tokens, parents, mask, valid, choices)
-            return ops.follow_choices(tokens, parents, mask, valid, choices, longest)
+            return ops.follow_choices(tokens, parents, mask, valid, choices, *others)
 
         return replace(ops, follow_choices=follow_choices)
 

@@ -124,23 +124,31 @@ def interpreted_layers(monkeypatch) -> list[str]:
         return lambda inputs: [module(*inputs)]
 
     def layers(programs, weights):
-        def run(first, hidden, inputs):
+        def run(first, hidden, inputs, taps=()):
             for index, tensors in enumerate(inputs, first):
                 now.call.layer = index
+                for _, keep in (one for one in taps if one[0] == index):
+                    keep(hidden)
                 hidden = programs[index]([hidden, *tensors, *weights[index]])[0]
             return hidden
 
         return run
 
-    def chain(reads, picks):
-        def run(hidden, inputs):
+    def chain(firsts, reads, picks):
+        def run(given, roots, lengths, steps):
+            hidden, tokens, *places = given
+            rows, begun = len(roots), tokens.shape[1]
+            parts = [[one[:begun][None] for one in places]]
+            parts += [[one[at : at + rows][None] for one in places] for at in range(begun, len(places[0]), rows)]
+            assert len(parts) == steps and len(places[0]) == begun + rows * (steps - 1)
+            hidden = firsts[begun > 1](0, hidden, [(tokens, *parts[0])])[:, roots]
             drafts = [picks(0, hidden, [()])]
-            for further in inputs:
+            for level, further in enumerate(parts[1:]):
+                cache, first_row = now.plan._homes
+                one = torch.ones(rows, 1, 1, dtype=torch.bool)
+                now.start(tree_plan(cache, [length + level for length in lengths], one, None, first_row), now.rows)
                 hidden = reads(0, hidden, [(drafts[-1], *further)])
                 drafts.append(picks(0, hidden, [()]))
-                cache, first_row = now.plan._homes
-                one = torch.ones(hidden.shape[1], 1, 1, dtype=torch.bool)
-                now.start(tree_plan(cache, (now.plan._lengths + 1).tolist(), one, None, first_row), now.rows)
             return torch.cat(drafts)
 
         return run

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
-from toolkit.infer.draft_tree import DraftTree, rerank, root_only
+from toolkit.infer.draft_tree import DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.infer.verify import moved_entries, walk
 
@@ -58,6 +59,21 @@ def test_walk_equals_following_children():
             assert found.path_tokens[row] == [choices[row, node] for node in path]
             deepest = max(deepest, len(path) - 1)
     assert deepest >= 3
+
+
+def test_a_chain_is_followed_as_the_tree_that_it_is():
+    """By its own way and by that of all trees: every field, of rows that keep fewer drafts too."""
+    torch.manual_seed(0)
+    accepted = set()
+    for _ in range(100):
+        roots, drafts, choices = (torch.randint(3, size) for size in ((4,), (4, 5), (4, 6)))
+        tree = chain_tree(roots, drafts, [5, 0, 3, 5])
+        chain, general = walk(tree, choices), walk(replace(tree, is_chain=False), choices)
+        for name, mine in vars(chain).items():
+            wanted = getattr(general, name)
+            assert torch.equal(mine, wanted) if isinstance(mine, torch.Tensor) else mine == wanted, name
+        accepted |= {*chain.accepted}
+    assert accepted >= {0, 1, 2, 3, 4}
 
 
 def test_padding_nodes_are_never_accepted():

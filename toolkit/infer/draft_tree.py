@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.kernels.choose import ops_for
-from toolkit.infer.kernels.tree_reference import without_padding
+from toolkit.infer.kernels.tree_reference import chain_mask, without_padding
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,6 @@ class DraftTree:
     @property
     def depth_offered(self) -> Tensor:
         """[B]: the depth of each row's deepest node."""
-        if self.is_chain:
-            return self.offered
         return self.depths.masked_fill(~self.valid, 0).max(dim=1).values
 
 
@@ -187,14 +186,19 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
-    at = torch.arange(nodes, device=tokens.device).expand(rows, nodes)
-    mask = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, nodes, nodes)
+    at, mask = _levels(rows, nodes, tokens.device), chain_mask(rows, nodes, tokens.device)
     if min(counts) == nodes - 1:
         valid = torch.ones_like(tokens, dtype=torch.bool)
     else:
         valid = at <= torch.tensor(counts, device=tokens.device)[:, None]
         mask = without_padding(mask, valid)
     return DraftTree(tokens, at - 1, at, mask, valid, nodes - 1, True, proposal)
+
+
+@lru_cache(maxsize=256)  # kept: a recorded round reads it
+def _levels(rows: int, nodes: int, device: torch.device) -> Tensor:
+    """Of chains, [B, N]."""
+    return torch.arange(nodes, device=device).repeat(rows, 1)
 
 
 def rerank(

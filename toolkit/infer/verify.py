@@ -64,12 +64,15 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
     """The accepted paths, A = tree.deepest + 1 long, on the device."""
     follow_choices = ops_for(choices.device.type).follow_choices
-    return follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, choices, tree.deepest + 1)
+    parts = (tree.tokens, tree.parents, tree.mask, tree.valid)
+    return follow_choices(*parts, choices, tree.deepest + 1, tree.is_chain)
 
 
 def numbers_of(tree: DraftTree, followed: Followed) -> Tensor:
     """What the host needs of the walks, side by side: [B, 3 + 3 * A] int64, for `as_walk`."""
-    numbers = torch.stack((followed.accepted, tree.offered, tree.depth_offered), dim=1)
+    offered = tree.offered
+    deepest = offered if tree.is_chain else tree.depth_offered
+    numbers = torch.stack((followed.accepted, offered, deepest), dim=1)
     return torch.cat((numbers, followed.path, followed.tokens, followed.ranks), dim=1)
 
 

@@ -16,16 +16,12 @@
 
 #include <immintrin.h>
 
-#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
-#define TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
+
+#include "amx_tiles.h"
 
 namespace at {
 int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
@@ -152,39 +148,15 @@ void multiply(const char* w, const float* x, int64_t K, const End& end) {
 
 #if defined(TILES)
 
-// A tile has 16 lines of 64 bytes: of x 16 rows of 32 inputs, of a block's weights 16 pairs of inputs of 16 outputs, as
-// they lie there, of sums 16 rows of 16 outputs. Sums: tiles 0 to 3; x: 4, 5; weights: 6, 7.
-constexpr int64_t LINES = 16, SPAN = 2 * LINES, LINE = 64;
-
-// Linux lets a process use tiles once it has asked.
-bool tiles_granted() {
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-  return granted;
+// Of x tiles hold 16 rows of 32 inputs, of a block's weights 16 pairs of inputs of 16 outputs, as they lie there, of sums
+// 16 rows of 16 outputs. Sums: tiles 0 to 3; x: 4, 5; weights: 6, 7.
+inline void shape_tiles(Tiles& tiles, int64_t rows) {  // of which at most 2 * LINES at a time
+  const int64_t first = rows < LINES ? rows : LINES;
+  const int64_t second = rows >= 2 * LINES ? LINES : rows > LINES ? rows - LINES : 1;
+  for (int tile = 0; tile < 8; tile++)
+    tiles.shape(tile, tile >= 6 ? LINES : tile == 2 || tile == 3 || tile == 5 ? second : first, LINE);
+  tiles.use();
 }
-
-// Tile instructions read and write memory without the compiler's knowledge.
-inline void memory_is_read() { asm volatile("" ::: "memory"); }
-
-// The thread's tiles for `rows` rows of x, at most 2 * LINES at a time, while this lives.
-struct Tiles {
-  explicit Tiles(int64_t rows) {
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t lines[16] = {};
-    } shapes;
-    const uint8_t first = rows < LINES ? rows : LINES;
-    const uint8_t second = rows >= 2 * LINES ? LINES : rows > LINES ? rows - LINES : 1;
-    for (int tile = 0; tile < 8; tile++) {
-      shapes.bytes[tile] = LINE;
-      shapes.lines[tile] = tile >= 6 ? LINES : tile == 2 || tile == 3 || tile == 5 ? second : first;
-    }
-    memory_is_read();
-    _tile_loadconfig(&shapes);
-  }
-  ~Tiles() { _tile_release(); }
-};
 
 // A tile's weights of all WIDTH outputs: SPAN inputs from `w`, as pairs; `room` has space for them.
 inline const char* pairs(const char* w, char*, Bfloat16) { return w; }
@@ -203,7 +175,7 @@ inline const char* pairs(const char* w, char* room, Int8) {  // every int8 is a 
   return room - LINES * 4 * WIDTH;
 }
 
-// The thread's Tiles are for `rows`, more than LINES where SECOND.
+// The thread's tiles are for `rows`, more than LINES where SECOND.
 template <typename Weights, bool SECOND>
 void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, const End& end) {
   alignas(64) char room[2][SPAN * 2 * WIDTH];  // in turns, so that widening does not wait for tiles
@@ -252,7 +224,8 @@ void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf
   const int64_t blocks = (N + WIDTH - 1) / WIDTH, rows = M < 2 * LINES ? M : 2 * LINES;
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-    const Tiles tiles(rows);
+    Tiles tiles;
+    shape_tiles(tiles, rows);
     static thread_local std::vector<char> held;
     const bool paired_once = STEP != PAIRED && M > rows;
     if (paired_once) held.resize(K / SPAN * PAIRED);

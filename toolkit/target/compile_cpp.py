@@ -27,6 +27,7 @@ log = get_logger(__name__)
 LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
+HEADERS = (Path(__file__).with_name("amx_tiles.h"),)  # that our files may include
 INSTEAD = "PyTorch's own operators take its place, slower"
 
 
@@ -58,7 +59,8 @@ def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
     """
     openmp = openmp_of_torch()
     try:
-        decides = (source.read_text(encoding="utf-8"), torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
+        texts = [file.read_text(encoding="utf-8") for file in (source, *HEADERS)]
+        decides = (texts, torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
         folder = cache_root() / "compiled" / f"{source.stem}-{key}"
         if not folder.is_dir() and not _may_compile(source, folder, instead):
@@ -105,7 +107,8 @@ def _compile(source: Path, library: Path, openmp: str | None) -> None:
     assert program is not None, "who calls has looked"
     log.info("compiling %s for this CPU, once", source.name)
     compiled = library.with_suffix(".o")
-    _run(program, *FLAGS, f"-I{TORCH / 'include'}", "-c", str(source), "-o", str(compiled))
+    folders = (f"-I{folder}" for folder in (TORCH / "include", *{header.parent for header in HEADERS}))
+    _run(program, *FLAGS, *folders, "-c", str(source), "-o", str(compiled))
     links = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", openmp or "-fopenmp", "-Wl,-z,defs"]
     _run(program, "-shared", str(compiled), *links, "-o", str(library))
     compiled.unlink()

@@ -5,7 +5,10 @@ Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,6 +42,16 @@ def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
         )
 
 
+class InputTap:
+    """A hook that only keeps what enters a layer: who runs layers together need not stop there, but calls `keep`."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
+        self.keep = keep
+
+    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.keep(args[0] if args else kwargs["hidden_states"])
+
+
 class AuxCapture:
     """Keeps the hidden states that enter the named layers during a forward of the target's body.
 
@@ -54,19 +67,14 @@ class AuxCapture:
         self._handles = []
         for layer_id in self.aux_layer_ids:
             module = target.layers[layer_id] if layer_id < target.n_layers else target.final_norm
-            self._handles.append(module.register_forward_pre_hook(self._hook(layer_id), with_kwargs=True))
-
-    def _hook(self, layer_id: int):
-        def keep(_module, args, kwargs):
-            self._states[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
+            keep = partial(self._states.__setitem__, layer_id)
+            self._handles.append(module.register_forward_pre_hook(InputTap(keep), with_kwargs=True))
 
     def take_each(self) -> list[torch.Tensor]:
         """The states [B, N, H] of the last forward, in the ids' order; a second call without a forward is an error."""
         assert len(self._states) == len(self.aux_layer_ids), "no forward of the target ran since the last take"
         states = [self._states[layer_id] for layer_id in self.aux_layer_ids]
-        self._states = {}
+        self._states.clear()
         return states
 
     def take(self) -> torch.Tensor:

@@ -370,7 +370,9 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
     noted(layer_runner.runner(), "toolkit_free_tensors", lambda _some, count: handles.append(-count))
     engine = Engine(target, torch_compile=True)
     noted(
-        layer_runner.RunnableLayers, "__call__", lambda _self, first, _hidden, inputs: ran.append((first, len(inputs)))
+        layer_runner.RunnableLayers,
+        "__call__",
+        lambda _self, first, _hidden, inputs, *_taps: ran.append((first, len(inputs))),
     )
     noted(PromptPlan, "attend", lambda _self, layer, *_given: asked.append(layer))
     noted(TreePlan, "attend", lambda _self, layer, *_given: asked.append(layer))
@@ -406,22 +408,22 @@ def test_a_chain_in_one_call(small_target, small_draft, shared_draft, monkeypatc
     draft = small_draft if kind == "eagle3" else shared_draft(kind)
     engine = Engine(small_target, draft, DraftShape.chain(4), max_batch=3)
     drafter, chains = engine.drafter, []
-    own = drafter._draft_chain
+    own = drafter.propose
 
-    def both(nodes, shape, picks):
-        with monkeypatch.context() as patch:
-            patch.setattr(drafter.reader, "compiled", compiled)
-            chains.append((len(nodes.tokens), max(nodes._counts) > min(nodes._counts), nodes.best_chain(4)))
-        grown = own(nodes, shape, picks)
-        assert chains[-1][2].tolist() == grown.tolist()
-        return grown
+    def both(requests):
+        read = drafter._unread(requests)
+        whole = compiled.best_chain(*read, 4, drafter.reader.caches[0])
+        tree = own(requests)
+        assert whole.tolist() == tree.tokens[:, 1:].tolist()
+        chains.append((len(requests), max(read[3]) > min(read[3])))
+        return tree
 
     with torch.inference_mode():
         compiled = CompiledHead(drafter._head, small_target.embed_tokens, drafter.to_target, torch.float32)
-    monkeypatch.setattr(drafter, "_draft_chain", both)
+    monkeypatch.setattr(drafter, "propose", both)
     engine.generate(prompts(24), SamplingParams(max_tokens=60, ignore_eos=True))
     engine.close()
-    assert {rows for rows, *_ in chains} == {1, 2, 3} and any(ragged for _, ragged, _ in chains)
+    assert {rows for rows, _ in chains} == {1, 2, 3} and any(ragged for _, ragged in chains)
 
 
 @pytest.mark.slow

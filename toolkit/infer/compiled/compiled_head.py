@@ -3,7 +3,7 @@
 `HeadPass` reads tokens (embedding and layers), one program a stage. `HeadPick` names the most probable token behind a
 state. A chain of both runs in one call of C++ (layer_runner.cpp):
 
-    states at the roots -> pick -> level 1 -> pass -> pick -> level 2 -> ..
+    what was not read yet -> pass -> states at the roots -> pick -> level 1 -> pass -> pick -> level 2 -> ..
 
 Attention stays the engine's, one opaque operator (opaque_attention.py), so that a program depends on the number of
 tokens alone.
@@ -29,6 +29,7 @@ from toolkit.infer.compiled.noted_forward import NotedPlan
 from toolkit.infer.compiled.opaque_attention import now
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.errors import CompileError
+from toolkit.infer.kernels.tree_reference import chain_mask
 from toolkit.models.rope import Rope
 
 PASS_INPUTS = ("tokens", "positions", "cos", "sin")  # beside hidden
@@ -83,7 +84,9 @@ class CompiledHead:
         self._chains: dict[TokenRange, RunnableChain] = {}
         if head.stages == 1:  # another stage first reads what the first has read
             picks = self._compiled_picks(HeadPick(head, to_target), dtype)
-            self._chains = {tokens: RunnableChain(self._passes[0][tokens], pick) for tokens, pick in picks.items()}
+            passes = self._passes[0]
+            firsts = [passes[tokens] for tokens in TOKEN_RANGES]
+            self._chains = {tokens: RunnableChain(firsts, passes[tokens], picks[tokens]) for tokens in TOKEN_RANGES}
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
@@ -98,22 +101,30 @@ class CompiledHead:
         finally:
             now.stop()
 
-    def best_chain(self, hidden: Tensor, lengths: Sequence[int], steps: int, cache: KVCache) -> Tensor | None:
-        """The most probable chains of target ids behind states [B, H] of rows that have read `lengths` positions: [B,
-        steps]. None where it takes more than one call: more stages, or attention that is not C++'s."""
-        rows, device, farthest = len(lengths), hidden.device, max(lengths) + steps
+    def best_chain(
+        self, tokens: Tensor, hidden: Tensor, before: Sequence[int], counts: Sequence[int], steps: int, cache: KVCache
+    ) -> Tensor | None:
+        """Row b reads its first counts[b] of tokens [B, P] and hidden [B, P, H], behind before[b] positions, and drafts
+        from there: the most probable chains of target ids, [B, steps].
+
+        None, and nothing is read, where it takes more than one call: more stages, or attention that is not C++'s.
+        """
+        (rows, pending), farthest = tokens.shape, max(before) + tokens.shape[1] + steps
         window = self._head.config.sliding_window
         if not self._chains or (window is not None and window < farthest):
             return None
-        plan = tree_plan(cache, lengths, torch.ones(rows, 1, 1, dtype=torch.bool, device=device))
+        plan = tree_plan(cache, before, chain_mask(rows, pending, tokens.device))
         if not isinstance(plan, TreePlan) or not plan.for_cpp():
             return None
-        at = torch.tensor(lengths, device=device) + torch.arange(steps - 1, device=device)[:, None]  # [steps-1, B]
-        later = list(zip(*self._inputs(at, hidden, farthest), strict=True))  # of each level but the first
+        lengths = [held + count for held, count in zip(before, counts, strict=True)]
+        levels = [length + level for level in range(steps - 1) for length in lengths]
+        at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
+        cos, sin = self._head.module.rope(at, hidden, farthest)
+        given = (hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous(), at, cos, sin)
+        roots = [row * pending + count - 1 for row, count in enumerate(counts)]
         now.start(plan, rows)
         try:
-            run = program_for(rows, self._chains)
-            return run(hidden.reshape(1, rows, -1).contiguous(), [tuple(x[None] for x in one) for one in later]).t()
+            return program_for(rows, self._chains)(given, roots, lengths, steps).t()
         finally:
             now.stop()
 

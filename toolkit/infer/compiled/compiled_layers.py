@@ -7,7 +7,8 @@ one reads leaves its work to that one, and the last of them runs all in one call
     layer     0      1      2      3 ..      hook before 3
     returns   what it was called with | hidden of 0, 1 and 2 together
 
-Where the body calls all its layers with the very same tensors, it need not call those that leave their work at all.
+Where the body calls all its layers with the very same tensors, it need not call those that leave their work at all. A
+hook that only keeps what enters a layer (`InputTap`) parts nothing: it is handed that when they have run.
 
 Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim.
 """
@@ -34,18 +35,22 @@ from toolkit.infer.compiled.layer_program import (
     tensors_in,
     weights_of,
 )
-from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableLayers
+from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableLayers, Taps
 from toolkit.infer.compiled.noted_forward import Forward, Noted, NotedPlan, forwards, noted_calls
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
+from toolkit.target.features import InputTap
 from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
 # How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+Run = Callable[[int, Tensor, list[Inputs], Taps], Tensor]
 
 
 def allowed_difference(dtype: torch.dtype) -> float:
@@ -119,7 +124,7 @@ class CompiledLayers:
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
         self._check_inputs(noted_calls(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
-        self._runs: dict[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]] = {}
+        self._runs: dict[TokenRange, Run] = {}
         for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
             noted = noted_calls(target, run, 1, tokens.example)
@@ -140,7 +145,9 @@ class CompiledLayers:
         self._called_alike = all(self._handed_on[:-1]) and all(_same(one.keywords, noted[0].keywords) for one in noted)
         self._leaves = [False] * len(self._layers)  # its work to the next one, in the forward that runs
         self._uncalled = [0] * len(self._layers)  # layers before it that the body is not shown
-        self._calls = [_call(index, self._runs, self._leaves, self._uncalled) for index in range(len(self._layers))]
+        self._taps: list[tuple[int, InputTap]] = []  # in the forward that runs, by layer
+        parts = (self._runs, self._leaves, self._uncalled, self._taps)
+        self._calls = [_call(index, *parts) for index in range(len(self._layers))]
         self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
         self._hooks = [[vars(one)[kind] for one in self._layers] for kind in ("_forward_pre_hooks", "_forward_hooks")]
         self._body = target.body
@@ -164,12 +171,21 @@ class CompiledLayers:
                 _inputs.forget()
 
     def _part(self) -> list[int]:
-        """The layers that somebody hooks; sets which ones leave their work to the next, as nobody else reads theirs."""
+        """The layers that somebody hooks; sets which ones leave their work to the next, as nobody else reads theirs,
+        and what only taps."""
         of_all = bool(module._global_forward_hooks or module._global_forward_pre_hooks)
-        before, behind = ([of_all or bool(hooks) for hooks in one] for one in self._hooks)
+        before, behind = self._hooks
+        self._taps.clear()
+        for index, hooks in enumerate(before):
+            only = [] if of_all or behind[index] else [one for one in hooks.values() if isinstance(one, InputTap)]
+            if len(only) == len(hooks):
+                self._taps.extend((index, one) for one in only)
+        tapped = {index for index, _ in self._taps}
+        stops = [of_all or bool(hooks) and index not in tapped for index, hooks in enumerate(before)]
+        ends = [of_all or bool(hooks) for hooks in behind]
         for index, handed_on in enumerate(self._handed_on):
-            self._leaves[index] = handed_on and not behind[index] and not before[index + 1]
-        return [index for index, hooks in enumerate(zip(before, behind, strict=True)) if any(hooks)]
+            self._leaves[index] = handed_on and not ends[index] and not stops[index + 1]
+        return [index for index, any_hook in enumerate(zip(stops, ends, strict=True)) if any(any_hook)]
 
     def _shown(self, hooked: set[int]) -> list[_Instead | nn.Module]:
         """The layers that the body is to call, in order."""
@@ -219,9 +235,10 @@ class CompiledLayers:
 
 def _call(
     index: int,
-    runs: Mapping[TokenRange, Callable[[int, Tensor, list[Inputs]], Tensor]],
+    runs: Mapping[TokenRange, Run],
     leaves: Sequence[bool],
     uncalled: Sequence[int],
+    tapped: Sequence[tuple[int, InputTap]],
 ) -> Callable[..., Tensor]:
     """What takes the place of a layer's forward."""
 
@@ -231,8 +248,13 @@ def _call(
         waiting.extend([_inputs.of(keywords)] * (1 + uncalled[index]))
         if leaves[index]:
             return hidden
-        run = program_for(hidden.shape[0] * hidden.shape[1], runs)
-        out = run(index + 1 - len(waiting), _side_by_side(hidden), waiting)
+        run, first = program_for(hidden.shape[0] * hidden.shape[1], runs), index + 1 - len(waiting)
+
+        def as_called(keep: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+            return keep if now.rows == 1 else lambda entered: keep(entered.view(hidden.shape))
+
+        taps = [(layer, as_called(tap.keep)) for layer, tap in tapped if first <= layer <= index]
+        out = run(first, _side_by_side(hidden), waiting, taps)
         waiting.clear()
         return out if now.rows == 1 else out.view(hidden.shape)
 

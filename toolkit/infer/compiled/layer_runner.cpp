@@ -13,6 +13,7 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -135,17 +136,20 @@ extern "C" void toolkit_free_tensors(at::Tensor** tensors, int64_t count) {
 }
 
 // Layer l of the `count` that run: programs[l], called with others[others_from[l] .. others_to[l]] and its
-// weights[weights_from[l] .. weights_from[l + 1]]. hidden: in [1, T, H], then the last layer's output.
+// weights[weights_from[l] .. weights_from[l + 1]]. hidden: in [1, T, H], then the last layer's output. Of the
+// layers in `taps`, ascending, what enters them goes to `tapped`, as new tensors.
 extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, const int64_t* weights_from,
                                       at::Tensor** others, const int64_t* others_from, const int64_t* others_to,
                                       int64_t first, int64_t count, AttentionCall* attention, at::Tensor** hidden,
-                                      char* message, int64_t size) {
+                                      const int64_t* taps, int64_t tap_count, at::Tensor** tapped, char* message,
+                                      int64_t size) {
   now = attention;
   running++;
   const int64_t failed = told(message, size, [&] {
     at::Tensor x = **hidden;
-    for (int64_t l = 0; l < count; l++) {
+    for (int64_t l = 0, tap = 0; l < count; l++) {
       attention->layer = first + l;
+      while (tap < tap_count && taps[tap] == first + l) tapped[tap++] = new at::Tensor(x);
       std::vector<at::Tensor> inputs{std::move(x)};
       for (int64_t i = others_from[l]; i < others_to[l]; i++) inputs.push_back(*others[i]);
       x = run(programs[l], std::move(inputs), weights + weights_from[l], weights_from[l + 1] - weights_from[l]);
@@ -157,30 +161,45 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
   return failed;
 }
 
-// Drafts of `steps` levels behind the states hidden [1, B, H]: pick (a state's best token, [1, T]) and pass (hidden, the
-// tokens, others[(level - 1) * each ..], the weights -> hidden) in turn. A token stands behind all that its row has read,
-// so that each level is a plain decoding step, one position further. drafts [steps, B].
-extern "C" int64_t toolkit_run_chain(Program* pick, at::Tensor** pick_weights, int64_t pick_count, Program* pass,
-                                     at::Tensor** pass_weights, int64_t pass_count, at::Tensor** others, int64_t each,
-                                     int64_t steps, AttentionCall* attention, at::Tensor* hidden, int64_t* drafts,
-                                     char* message, int64_t size) {
+// Drafts of `steps` levels behind what a head has not read yet: given, by `first`, hidden [1, B * N, H] and tokens
+// [1, B * N], and of all that is read, pass by pass, positions [L], cos and sin [L, 1, D]. Row b has read lengths[b]
+// positions then, and its newest state is that of token roots[b]. pick (a state's best token, [1, B]) and pass (of one
+// token a row) follow in turn: a token stands behind all that its row has read, so that each level is a plain decoding
+// step, one position further. drafts [steps, B].
+extern "C" int64_t toolkit_run_chain(Program* pick, at::Tensor** pick_weights, int64_t pick_count, Program* first,
+                                     at::Tensor** first_weights, int64_t first_count, Program* pass,
+                                     at::Tensor** pass_weights, int64_t pass_count, at::Tensor** given,
+                                     const int64_t* roots, int64_t* lengths, int64_t steps, AttentionCall* attention,
+                                     int64_t* drafts, char* message, int64_t size) {
   now = attention;
   only_directly = true;
   running++;
   const int64_t failed = told(message, size, [&] {
-    const int64_t* given = static_cast<const int64_t*>(attention->lengths);
-    std::vector<int64_t> lengths(given, given + attention->B);
-    attention->lengths = lengths.data();
-    at::Tensor x = *hidden;
-    for (int64_t level = 1;; level++, drafts += attention->B, others += each) {
-      const at::Tensor tokens = run(pick, {x}, pick_weights, pick_count).contiguous();
-      memcpy(drafts, tokens.const_data_ptr<int64_t>(), attention->B * sizeof(int64_t));
+    const int64_t B = attention->B;
+    const at::Tensor &hidden = *given[0], &tokens = *given[1];
+    const auto inputs = [&](at::Tensor x, at::Tensor read, int64_t from) {
+      std::vector<at::Tensor> found{std::move(x), std::move(read)};
+      for (int i = 2; i < 5; i++) found.push_back(given[i]->narrow(0, from, found[1].size(1)).unsqueeze(0));
+      return found;
+    };
+    attention->layer = 0;
+    const at::Tensor states = run(first, inputs(hidden, tokens, 0), first_weights, first_count);
+    at::Tensor x = at::empty({1, B, states.size(2)}, states.options());
+    const int64_t bytes = states.size(2) * states.element_size();
+    for (int64_t b = 0; b < B; b++)
+      memcpy(static_cast<char*>(x.mutable_data_ptr()) + b * bytes,
+             static_cast<const char*>(states.const_data_ptr()) + roots[b] * bytes, bytes);
+    attention->lengths = lengths;
+    attention->mask = nullptr;
+    attention->N = attention->M = 1;
+    attention->span = *std::max_element(lengths, lengths + B) + 1;
+    for (int64_t level = 1, from = tokens.size(1);; level++, from += B, drafts += B) {
+      at::Tensor best = run(pick, {x}, pick_weights, pick_count).contiguous();
+      memcpy(drafts, best.const_data_ptr<int64_t>(), B * sizeof(int64_t));
       if (level == steps) break;
-      std::vector<at::Tensor> inputs{std::move(x), tokens};
-      for (int64_t i = 0; i < each; i++) inputs.push_back(*others[i]);
       attention->layer = 0;
-      x = run(pass, std::move(inputs), pass_weights, pass_count);
-      for (int64_t& length : lengths) length++;
+      x = run(pass, inputs(std::move(x), std::move(best), from), pass_weights, pass_count);
+      for (int64_t b = 0; b < B; b++) lengths[b]++;
       attention->span++;
     }
   });

@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 MESSAGE_SIZE = 2000
 
 Inputs = tuple[Tensor, ...]  # what a layer is called with beside hidden
+Taps = Sequence[tuple[int, Callable[[Tensor], None]]]  # layers, and who keeps what enters them
 
 
 @functools.cache
@@ -43,11 +44,11 @@ def runner() -> ctypes.CDLL:
     library.toolkit_free_tensors.argtypes = [address, ctypes.c_int64]
     library.toolkit_run_layers.argtypes = [
         *[address] * 6, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.POINTER(address),
-        ctypes.c_char_p, ctypes.c_int64,
+        address, ctypes.c_int64, address, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     library.toolkit_run_chain.argtypes = [
-        *(address, address, ctypes.c_int64) * 2, address, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall),
-        address, address, ctypes.c_char_p, ctypes.c_int64,
+        *(address, address, ctypes.c_int64) * 3, address, address, address, ctypes.c_int64,
+        ctypes.POINTER(AttentionCall), address, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_chain"):
         getattr(library, function).restype = ctypes.c_int64
@@ -94,9 +95,9 @@ class RunnableLayers:
         (program,) = self._held
         return program.address, self._weights, len(self._weights)
 
-    def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
+    def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs], taps: Taps = ()) -> Tensor:
         """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H] (of a draft
-        head's pick: [1, T]).
+        head's pick: [1, T]). taps: some of these layers, ascending; each is handed what enters its layer, [1, T, H].
 
         Their attention asks `now`. Raises what attention in Python raised, else RuntimeError.
         """
@@ -104,50 +105,59 @@ class RunnableLayers:
         ends = list(itertools.accumulate(map(len, distinct.values())))
         places = {key: (end - len(distinct[key]), end) for key, end in zip(distinct, ends, strict=True)}
         begins, stops = zip(*(places[id(tensors)] for tensors in inputs), strict=True)
-        count, library, numbers = len(inputs), runner(), ctypes.c_int64 * len(inputs)
+        count, library = len(inputs), runner()
         others = _addresses(_handles(list(itertools.chain(*distinct.values()))))
-        x = ctypes.c_void_p(_handles([hidden])[0])
+        x, tapped = ctypes.c_void_p(_handles([hidden])[0]), _addresses([None] * len(taps))
         failed = library.toolkit_run_layers(
             _behind(self._programs, first), self._weights, _behind(self._weights_from, first), others,
-            numbers(*begins), numbers(*stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x),
-            self._message, MESSAGE_SIZE,
+            _numbers(begins), _numbers(stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x),
+            _numbers([self._number + layer for layer, _ in taps]), len(taps), tapped, self._message, MESSAGE_SIZE,
         )  # fmt: skip
         library.toolkit_free_tensors(others, len(others))
-        out = _take(x.value)
+        out, taken = _take(x.value), [_take(one) for one in tapped if one is not None]
         if failed:
             began = self._number + first
             raise now.take_error() or RuntimeError(
                 f"compiled layers {began} to {began + count - 1} failed: {self._message.value.decode(errors='replace')}"
             )
+        for (_, keep), entered in zip(taps, taken, strict=True):
+            keep(entered)
         return out
 
 
 class RunnableChain:
-    """A draft head's pass (hidden [1, T, H], tokens [1, T], .. -> hidden) and its pick (hidden -> tokens) in turn.
+    """A draft head's pass (hidden [1, T, H], tokens, positions, cos, sin -> hidden) and its pick (hidden -> tokens) in
+    turn, behind a first pass over what its rows have not read yet.
 
-    Each is one program. The attention of `now` is C++'s, of one new node a row.
+    firsts: a pass of one token, and one of any number from two on; reads: that of a token a row. Each is one program.
     """
 
-    def __init__(self, reads: RunnableLayers, picks: RunnableLayers) -> None:
-        self._held = reads, picks
+    def __init__(self, firsts: Sequence[RunnableLayers], reads: RunnableLayers, picks: RunnableLayers) -> None:
+        self._held = firsts, reads, picks
+        self._one, self._many = (one.alone() for one in firsts)
         self._pass, self._pick = reads.alone(), picks.alone()
 
-    def __call__(self, hidden: Tensor, inputs: Sequence[Inputs]) -> Tensor:
-        """hidden [1, B, H] and the further inputs of each pass -> one more level of tokens than passes, [levels, B].
+    def __call__(self, given: Inputs, roots: Sequence[int], lengths: Sequence[int], steps: int) -> Tensor:
+        """given: hidden [1, B * N, H] and tokens [1, B * N] of the first pass, which attends as `now` says, in C++;
+        positions [L], cos and sin [L, 1, hd] of all passes, one behind the other. roots [B]: the tokens of the first
+        pass behind which the chains begin; lengths [B]: what each row has read then. -> tokens [steps, B].
 
         Raises RuntimeError.
         """
-        levels, library, message = len(inputs) + 1, runner(), ctypes.create_string_buffer(MESSAGE_SIZE)
-        drafts = torch.empty(levels, hidden.shape[1], dtype=torch.long)
-        others = _addresses(_handles([hidden, *itertools.chain(*inputs)]))
+        rows, library, message = len(roots), runner(), ctypes.create_string_buffer(MESSAGE_SIZE)
+        drafts, others = torch.empty(steps, rows, dtype=torch.long), _addresses(_handles([*given]))
         failed = library.toolkit_run_chain(
-            *self._pick, *self._pass, _behind(others, 1), (len(others) - 1) // max(1, len(inputs)), levels,
-            ctypes.byref(now.call), others[0], drafts.data_ptr(), message, MESSAGE_SIZE,
+            *self._pick, *(self._one if given[1].shape[1] == 1 else self._many), *self._pass, others, _numbers(roots),
+            _numbers(lengths), steps, ctypes.byref(now.call), drafts.data_ptr(), message, MESSAGE_SIZE,
         )  # fmt: skip
         library.toolkit_free_tensors(others, len(others))
         if failed:
             raise RuntimeError(f"a compiled draft chain failed: {message.value.decode(errors='replace')}")
         return drafts
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def _behind(array: Any, first: int) -> ctypes.c_void_p:

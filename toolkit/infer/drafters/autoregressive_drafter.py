@@ -166,8 +166,11 @@ class AutoregressiveDrafter:
         if not drafted:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
+        picks = picks_for(requests, self.to_target, self._draws)
+        if (drafts := self._best_chain(requests, shape, picks)) is not None:
+            return chain_tree(roots, drafts, kept_of_chain(own))
         nodes = self._start(requests, room=room_for(shape))
-        tree = self.tree_from(nodes, roots, shape, own, picks_for(requests, self.to_target, self._draws))
+        tree = self.tree_from(nodes, roots, shape, own, picks)
         self._finish(nodes, requests)
         return tree
 
@@ -178,8 +181,7 @@ class AutoregressiveDrafter:
         keeps, None the root only."""
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, picks)
-            counts = [0 if one is None else one.num_steps for one in own]
-            return chain_tree(roots, drafts, counts, picks.proposal())
+            return chain_tree(roots, drafts, kept_of_chain(own), picks.proposal())
         limits = None if all(one in (None, shape) for one in own) else own
         found = self._draft_beams(nodes, shape, limits)
         return rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
@@ -218,14 +220,30 @@ class AutoregressiveDrafter:
 
     def _start(self, requests: Sequence[Request], room: int) -> Expansion:
         """Read the pending positions of every row; `room` nodes more can be added."""
+        tokens, hidden, before, counts = self._unread(requests)
+        return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(requests)], before, counts, room)
+
+    def _unread(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how
+        many positions it has read before, and how many are pending (the others are left over)."""
         rows, pending = len(requests), self.pending
         self.first_tokens(requests)
         counts = pending.counts[:rows]
         before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
         held = (slice(rows), slice(max(counts)))
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
-        hidden = self._head.first_hidden(pending.features[held].contiguous())
-        return Expansion(self.reader, pending.tokens[held], hidden, pending.carry[:rows], before, counts, room)
+        return pending.tokens[held], self._head.first_hidden(pending.features[held].contiguous()), before, counts
+
+    def _best_chain(self, requests: Sequence[Request], shape: DraftShape, picks: Picks) -> Tensor | None:
+        """The most probable chains of target ids [B, num_steps], read and drafted in one call; None where that is not
+        to be had, or not wanted."""
+        if self.reader.compiled is None or not shape.is_chain or not isinstance(picks, BestPicks):
+            return None
+        drafts = self.reader.compiled.best_chain(*self._unread(requests), shape.num_steps, self.reader.caches[0])
+        if drafts is not None:
+            self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
+            self._note_read(requests)
+        return drafts
 
     def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""
@@ -245,8 +263,6 @@ class AutoregressiveDrafter:
 
     def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
         """Drafts [B, num_steps], target ids."""
-        if isinstance(picks, BestPicks) and (whole := nodes.best_chain(shape.num_steps)) is not None:
-            return whole
         hidden, last = nodes.at_roots()[:, None], nodes.roots
         drafts = [self.to_target[picks(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
@@ -298,6 +314,11 @@ class AutoregressiveDrafter:
         # Never nan, and no child exceeds its parent: rerank relies on it.
         scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
         return scores, self.to_target[ids]
+
+
+def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
+    """How many drafts of a chain each row keeps."""
+    return [0 if one is None else one.num_steps for one in own]
 
 
 def room_for(shape: DraftShape) -> int:

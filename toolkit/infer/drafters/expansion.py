@@ -90,7 +90,7 @@ class Expansion:
         committed ones. carry [B, S-1, H] as `Pending` has it. room: nodes that will be added at most."""
         rows, pending = tokens.shape
         device = tokens.device
-        self._reader, self._before, self._counts, self._old_carry = reader, before, counts, carry
+        self._reader, self._before, self._old_carry = reader, before, carry
         self.nodes, self.depth, self.stage = pending, 0, 0
         self.tokens = torch.nn.functional.pad(tokens, (0, room))
         at = torch.arange(pending + room, device=device)
@@ -120,15 +120,6 @@ class Expansion:
             out = self._read(_rows_of(self.states, parents), added)
             self.states = torch.cat((self.states, out), dim=1)
         return self.states[:, new]
-
-    def best_chain(self, steps: int) -> Tensor | None:
-        """The most probable tokens of `steps` levels, each below the one before, in one call: target ids [B, steps].
-        None where that is not to be had; they are no nodes."""
-        compiled = self._reader.compiled
-        if compiled is None:
-            return None
-        read = [before + pending for before, pending in zip(self._before, self._counts, strict=True)]
-        return compiled.best_chain(self.at_roots(), read, steps, self._reader.caches[0])
 
     def at_roots(self) -> Tensor:
         """The newest stage's states at each row's last committed token, [B, H]."""

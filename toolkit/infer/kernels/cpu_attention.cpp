@@ -5,15 +5,18 @@
 //     position   0 .. length-1            length .. length+M-1
 //                seen by all new nodes    node m: seen by new node n where mask[b][n][m]; the new ones are the last N
 //
-// Scores, shares and sums are float32, added in the order of the positions, so that a node's result does not depend on
-// the nodes and rows beside it, nor on the number of threads.
+// Scores, shares and sums are float32, added in an order that the positions decide, so that a node's result does not
+// depend on the nodes and rows beside it, nor on the number of threads. Where the CPU has tiles (AMX) they score bfloat16.
 //
 // Shapes: B rows, N new nodes a row, M nodes a row that are not committed, Hq query heads, Hkv key heads, D head dim.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
+
+#include "amx_tiles.h"
 
 namespace at {
 int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
@@ -53,6 +56,33 @@ inline void store(bf16* to, Floats values) {  // to the nearest, ties to even
   const Words bits = (Words)values;
   const Halves out = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
   memcpy(to, &out, sizeof out);
+}
+
+// 2 * LANES numbers as two vectors: of bfloat16 every other one in each, which needs no shuffling.
+inline void load(const float* from, Floats& a, Floats& b) {
+  a = load(from);
+  b = load(from + LANES);
+}
+
+inline void load(const bf16* from, Floats& a, Floats& b) {
+  Words words;
+  memcpy(&words, from, sizeof words);
+  a = (Floats)(words << 16);
+  b = (Floats)(words & 0xffff0000u);
+}
+
+inline void store(float* to, Floats a, Floats b) {
+  store(to, a);
+  store(to + LANES, b);
+}
+
+inline void store(bf16* to, Floats a, Floats b) {
+  const auto rounded = [](Floats values) {
+    const Words bits = (Words)values;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+  };
+  const Words words = (rounded(a) >> 16) | (rounded(b) & 0xffff0000u);
+  memcpy(to, &words, sizeof words);
 }
 
 inline float sum(Floats values) {
@@ -157,7 +187,8 @@ void score(const float* queries, const T* keys, int64_t stride, int64_t seen, in
 }
 
 // TOGETHER queries' sums of the values, by their shares: PARTS vectors of their D. to: null for a query that is none.
-template <int PARTS, typename T>
+// BY_KEY: shares lie as [keys, TOGETHER], else as [TOGETHER, width].
+template <int PARTS, bool BY_KEY, typename T>
 void gather(const float* shares, int64_t width, const T* values, int64_t stride, int64_t seen, const float* whole,
             T* const* to, int64_t from) {
   Floats sums[TOGETHER][PARTS];
@@ -165,12 +196,17 @@ void gather(const float* shares, int64_t width, const T* values, int64_t stride,
     for (auto& part : of_query) part = Floats{};
   for (int64_t s = 0; s < seen; s++) {
     Floats value[PARTS];
-    for (int j = 0; j < PARTS; j++) value[j] = load(values + s * stride + from + j * LANES);
+    const T* at = values + s * stride + from;
+    for (int j = 0; j + 1 < PARTS; j += 2) load(at + j * LANES, value[j], value[j + 1]);
+    if (PARTS == 1) value[0] = load(at);
     for (int i = 0; i < TOGETHER; i++)
-      for (int j = 0; j < PARTS; j++) sums[i][j] += shares[i * width + s] * value[j];
+      for (int j = 0; j < PARTS; j++) sums[i][j] += shares[BY_KEY ? s * TOGETHER + i : i * width + s] * value[j];
   }
-  for (int i = 0; i < TOGETHER; i++)
-    for (int j = 0; to[i] && j < PARTS; j++) store(to[i] + from + j * LANES, sums[i][j] / whole[i]);
+  for (int i = 0; i < TOGETHER && to[i]; i++) {
+    for (int j = 0; j + 1 < PARTS; j += 2)
+      store(to[i] + from + j * LANES, sums[i][j] / whole[i], sums[i][j + 1] / whole[i]);
+    if (PARTS == 1) store(to[i] + from, sums[i][0] / whole[i]);
+  }
 }
 
 // Scores become shares that are not yet divided by their sum, which comes back.
@@ -191,57 +227,155 @@ inline float shares_of(float* scores, int64_t seen, int64_t width) {
   return sum(sums);
 }
 
-// Queries first .. of head h's; `count` are real.
+// Of TOGETHER queries of one key head: the nodes that they stand for, and where their results go.
 template <typename T>
-void attend(const Call<T>& call, int64_t b, int64_t h, int64_t first, int64_t count, const float* queries, float* scores) {
-  const int64_t stride = call.Hkv * call.D, seen = call.lengths[b] + call.M;
-  const int64_t width = (seen + LANES - 1) / LANES * LANES, groups = call.Hq / call.Hkv;
-  const T* keys = call.keys + b * call.stride_row + h * call.D;
-  const T* values = call.values + b * call.stride_row + h * call.D;
-  score(queries, keys, stride, seen, call.D, scores, width);
-  float whole[TOGETHER];
-  T* to[TOGETHER];
-  for (int i = 0; i < TOGETHER; i++) {
-    const int64_t group = (first + i) / call.N, n = (first + i) % call.N;
-    to[i] = i < count ? call.out + ((b * call.N + n) * call.Hq + h * groups + group) * call.D : nullptr;
-    if (call.mask && i < count) {
-      const uint8_t* sees = call.mask + (b * call.N + n) * call.M;
-      for (int64_t m = 0; m < call.M; m++)
-        if (!sees[m]) scores[i * width + call.lengths[b] + m] = -INFINITY;
+struct Queries {
+  int64_t b, h, first, count;  // of the head's queries, node by node of one query head after the other; `count` are real
+  T* to[TOGETHER];             // null for one that is not
+  const uint8_t* sees[TOGETHER];
+
+  Queries(const Call<T>& call, int64_t b, int64_t h, int64_t first) : b(b), h(h), first(first) {
+    const int64_t groups = call.Hq / call.Hkv, left = groups * call.N - first;
+    count = left < TOGETHER ? left : TOGETHER;
+    for (int64_t i = 0; i < TOGETHER; i++) {
+      const int64_t group = (first + i) / call.N, node = b * call.N + (first + i) % call.N;
+      to[i] = i < count ? call.out + (node * call.Hq + h * groups + group) * call.D : nullptr;
+      sees[i] = call.mask && i < count ? call.mask + node * call.M : nullptr;
     }
-    whole[i] = shares_of(scores + i * width, seen, width);
   }
+
+  const T* from(const Call<T>& call, int64_t i) const {  // the query; one that is real in the place of one that is not
+    const int64_t at = first + (i < count ? i : 0), head = h * (call.Hq / call.Hkv) + at / call.N;
+    return call.q + b * call.of_q.row + head * call.of_q.head + at % call.N * call.of_q.node;
+  }
+};
+
+// Shares and their sums `whole` -> results.
+template <bool BY_KEY, typename T>
+void gather_all(const Call<T>& call, const Queries<T>& queries, const float* shares, int64_t width, const float* whole) {
+  const int64_t stride = call.Hkv * call.D, seen = call.lengths[queries.b] + call.M;
+  const T* values = call.values + queries.b * call.stride_row + queries.h * call.D;
   for (int64_t d = 0; d < call.D;) {
     const int64_t left = (call.D - d) / LANES;
     const int parts = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    auto* of_parts = parts == 4 ? gather<4, T> : parts == 2 ? gather<2, T> : gather<1, T>;
-    of_parts(scores, width, values, stride, seen, whole, to, d);
+    auto* of_parts = parts == 4 ? gather<4, BY_KEY, T> : parts == 2 ? gather<2, BY_KEY, T> : gather<1, BY_KEY, T>;
+    of_parts(shares, width, values, stride, seen, whole, queries.to, d);
     d += parts * LANES;
   }
 }
 
+float* room_for(size_t numbers) {
+  static thread_local std::vector<float> held;
+  if (held.size() < numbers) held.resize(numbers);
+  return held.data();
+}
+
 template <typename T>
-void attend_head(const Call<T>& call, int64_t b, int64_t h) {
-  const int64_t D = call.D, N = call.N, groups = call.Hq / call.Hkv, count = groups * N;
-  const int64_t begin = call.lengths[b] + call.M - N, seen = call.lengths[b] + call.M;
+void attend(const Call<T>& call, const Queries<T>& queries) {
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
+  const int64_t width = (seen + LANES - 1) / LANES * LANES;
+  float *scaled = room_for(TOGETHER * (D + width)), *scores = scaled + TOGETHER * D, whole[TOGETHER];
+  for (int64_t i = 0; i < TOGETHER; i++) {
+    const T* from = queries.from(call, i);
+    for (int64_t d = 0; d < D; d += LANES) store(scaled + i * D + d, load(from + d) * call.scaling);
+  }
+  const T* keys = call.keys + queries.b * call.stride_row + queries.h * D;
+  score(scaled, keys, call.Hkv * D, seen, D, scores, width);
+  for (int64_t i = 0; i < TOGETHER; i++) {
+    for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
+      if (!queries.sees[i][m]) scores[i * width + length + m] = -INFINITY;
+    whole[i] = shares_of(scores + i * width, seen, width);
+  }
+  gather_all<false>(call, queries, scores, width, whole);
+}
+
+#if defined(TILES)
+
+// scores [seen, TOGETHER] of a row's keys and of queries as pairs [D / 2, TOGETHER, 2].
+void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t seen, int64_t D, float* scores) {
+  constexpr int64_t BYTES = 4 * TOGETHER;
+  const int64_t rest = seen % LINES;
+  Tiles tiles;  // of sums, keys and queries; those of the last keys, which are fewer
+  tiles.shape(0, LINES, BYTES);
+  tiles.shape(1, LINES, LINE);
+  tiles.shape(2, LINES, BYTES);
+  tiles.shape(3, rest ? rest : 1, BYTES);
+  tiles.shape(4, rest ? rest : 1, LINE);
+  tiles.use();
+  for (int64_t s = 0; s + LINES <= seen; s += LINES) {
+    _tile_zero(0);
+    for (int64_t d = 0; d < D; d += SPAN) {
+      _tile_loadd(1, keys + s * stride + d, 2 * stride);
+      _tile_loadd(2, pairs + d * TOGETHER, BYTES);
+      _tile_dpbf16ps(0, 1, 2);
+    }
+    _tile_stored(0, scores + s * TOGETHER, BYTES);
+  }
+  if (rest) {
+    _tile_zero(3);
+    for (int64_t d = 0; d < D; d += SPAN) {
+      _tile_loadd(4, keys + (seen - rest) * stride + d, 2 * stride);
+      _tile_loadd(2, pairs + d * TOGETHER, BYTES);
+      _tile_dpbf16ps(3, 4, 2);
+    }
+    _tile_stored(3, scores + (seen - rest) * TOGETHER, BYTES);
+  }
+  memory_is_read();
+}
+
+#define OTHER_HALF(x) SHUFFLED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define OTHER_FOURS(x) SHUFFLED(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+
+// Scores [width, TOGETHER] become shares that are not yet divided by their sums `whole`; width: a multiple of KEYS.
+void shares_by_key(float* scores, int64_t width, float scaling, float* whole) {
+  Floats most = load(scores) * scaling, sums = Floats{};
+  for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
+    const Floats here = load(scores + at) * scaling;
+    most = here > most ? here : most;
+  }
+  Floats other = OTHER_HALF(most);
+  most = other > most ? other : most;
+  other = OTHER_FOURS(most);
+  most = other > most ? other : most;
+  for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
+    const Floats e = exponential(load(scores + at) * scaling - most);
+    store(scores + at, e);
+    sums += e;
+  }
+  sums += OTHER_HALF(sums);
+  sums += OTHER_FOURS(sums);
+  memcpy(whole, &sums, TOGETHER * sizeof(float));
+}
+
+void attend_in_tiles(const Call<bf16>& call, const Queries<bf16>& queries) {
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
+  const int64_t width = (seen + KEYS - 1) / KEYS * KEYS;
+  float *scores = room_for(TOGETHER * (D / 2 + width)), whole[TOGETHER];
+  bf16* pairs = reinterpret_cast<bf16*>(scores + TOGETHER * width);
+  for (int64_t i = 0; i < TOGETHER; i++) {
+    const bf16* from = queries.from(call, i);
+    for (int64_t d = 0; d < D; d += 2) memcpy(pairs + d * TOGETHER + 2 * i, from + d, 2 * sizeof(bf16));
+  }
+  score_in_tiles(pairs, call.keys + queries.b * call.stride_row + queries.h * D, call.Hkv * D, seen, D, scores);
+  for (int64_t at = seen * TOGETHER; at < width * TOGETHER; at++) scores[at] = -INFINITY;
+  for (int64_t i = 0; i < TOGETHER; i++)
+    for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
+      if (!queries.sees[i][m]) scores[(length + m) * TOGETHER + i] = -INFINITY;
+  shares_by_key(scores, width, call.scaling, whole);
+  gather_all<true>(call, queries, scores, width, whole);
+}
+
+#endif
+
+// The new nodes' keys and values of one head.
+template <typename T>
+void write(const Call<T>& call, int64_t b, int64_t h) {
+  const int64_t D = call.D, N = call.N, begin = call.lengths[b] + call.M - N;
   for (int64_t n = 0; n < N; n++) {
     const int64_t at = b * call.stride_row + (begin + n) * call.Hkv * D + h * D;
     const Strides &k = call.of_k, &v = call.of_v;
     memcpy(call.keys + at, call.k + b * k.row + h * k.head + n * k.node, D * sizeof(T));
     memcpy(call.values + at, call.v + b * v.row + h * v.head + n * v.node, D * sizeof(T));
-  }
-  static thread_local std::vector<float> held;
-  const size_t needed = TOGETHER * (D + seen + LANES);
-  if (held.size() < needed) held.resize(needed);
-  float *queries = held.data(), *scores = queries + TOGETHER * D;
-  for (int64_t first = 0; first < count; first += TOGETHER) {
-    const int64_t some = count - first < TOGETHER ? count - first : TOGETHER;
-    for (int64_t i = 0; i < TOGETHER; i++) {
-      const int64_t at = first + (i < some ? i : 0);
-      const T* from = call.q + b * call.of_q.row + (h * groups + at / N) * call.of_q.head + at % N * call.of_q.node;
-      for (int64_t d = 0; d < D; d += LANES) store(queries + i * D + d, load(from + d) * call.scaling);
-    }
-    attend(call, b, h, first, some, queries, scores);
   }
 }
 
@@ -249,9 +383,22 @@ template <typename T>
 void attend_all(const Call<T>& call) {
   double work = 0;
   for (int64_t b = 0; b < call.B; b++) work += double(call.lengths[b] + call.M) * call.N * call.Hq * call.D * 2;
-  const int64_t tasks = call.B * call.Hkv;
-#pragma omp parallel for schedule(static) num_threads(at::get_num_threads()) if (work > WORTH_THREADS)
-  for (int64_t task = 0; task < tasks; task++) attend_head(call, task / call.Hkv, task % call.Hkv);
+  const int64_t heads = call.B * call.Hkv, units = (call.Hq / call.Hkv * call.N + TOGETHER - 1) / TOGETHER;
+  void (*attend_some)(const Call<T>&, const Queries<T>&) = attend<T>;
+#if defined(TILES)
+  if constexpr (std::is_same_v<T, bf16>)
+    if (call.D % SPAN == 0 && tiles_granted()) attend_some = attend_in_tiles;
+#endif
+#pragma omp parallel num_threads(at::get_num_threads()) if (work > WORTH_THREADS)
+  {
+#pragma omp for schedule(static)
+    for (int64_t head = 0; head < heads; head++) write(call, head / call.Hkv, head % call.Hkv);
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < heads * units; unit++) {
+      const int64_t head = unit / units;
+      attend_some(call, Queries<T>(call, head / call.Hkv, head % call.Hkv, unit % units * TOGETHER));
+    }
+  }
 }
 
 }  // namespace

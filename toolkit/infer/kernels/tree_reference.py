@@ -6,6 +6,7 @@ Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,13 +27,18 @@ class Followed(NamedTuple):
 
 
 def follow_choices(
-    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int
+    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int, is_chain: bool = False
 ) -> Followed:
     """Step from the root to the child that carries the token chosen at its parent, until there is none.
 
     tokens, parents (-1 at the root), choices: [B, N] int64. mask [B, N, N] bool: a node's row
-    marks it and its ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens.
+    marks it and its ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens. is_chain: each node's
+    parent is the one before it, which is all that is read of parents and mask then.
     """
+    if is_chain:
+        accepted = ((tokens[:, 1:] == choices[:, :-1]) & valid[:, 1:]).cumprod(dim=1).sum(dim=1)
+        path = _numbers(longest, choices.device) * (_numbers(longest, choices.device) <= accepted[:, None])
+        return Followed(path, choices.gather(1, path), torch.zeros_like(path), accepted)
     nodes = tokens.shape[1]
     hit = tokens == choices.gather(1, parents.clamp(min=0))
     hit &= valid
@@ -45,6 +51,11 @@ def follow_choices(
     same = parents[:, :, None] == parents[:, None, :]
     ranks = (same & valid[:, None]).tril(diagonal=-1).sum(dim=-1)
     return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
+
+
+@lru_cache(maxsize=256)  # kept: a recorded round reads it
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
 
 
 class Ranked(NamedTuple):
@@ -108,6 +119,12 @@ def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
     for _ in range(deepest):
         mask = own | mask.gather(1, up)
     return mask
+
+
+@lru_cache(maxsize=1024)  # kept: a recorded round reads it
+def chain_mask(rows: int, nodes: int, device: torch.device) -> Tensor:
+    """[B, N, N] bool: each node sees itself and those before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().repeat(rows, 1, 1)
 
 
 def without_padding(mask: Tensor, valid: Tensor) -> Tensor:

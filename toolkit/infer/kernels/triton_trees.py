@@ -48,7 +48,7 @@ def _follow(tokens, parents, valid, choices, path, chosen, ranks, accepted, node
 
 
 def follow_choices(
-    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int
+    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int, is_chain: bool = False
 ) -> Followed:
     """tokens, parents, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes; the parents say it all."""
     rows, nodes = tokens.shape
