@@ -13,6 +13,7 @@ from toolkit.infer.llm import LLM
 from toolkit.infer.open_draft import OpenError
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.target.blocked_product import takes
 from toolkit.target.errors import TargetError
 from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
@@ -104,7 +105,8 @@ def test_offline(tiny_target_directory):
     ("int8", "auto", Int8Linear), ("int8", "none", PackedLinear), ("int4", "auto", Int8Linear),
 ])  # fmt: skip
 def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected):
-    """As asked, else as the target; all of it, its output matrix too; and the answers are the target's."""
+    """As asked, else as the target where that is quantised; all of it, its output matrix too; and the answers are the
+    target's."""
     opened = open_engine(draft=tiny_draft_directory, quantization=target, draft_quantization=asked, shape="3,1,4")
     head = opened.draft.head
     assert {type(layer) for layer in (head.fc, head.midlayer.mlp.up_proj, head.lm_head)} == {expected}
@@ -113,6 +115,15 @@ def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected
     opened.engine.close()
     plain = Engine(opened.target).generate(prompts(opened.target.vocab_size), PARAMS)
     assert got == [one.output_ids for one in plain]
+
+
+@pytest.mark.parametrize("asked", ["auto", "none"])
+def test_a_head_beside_a_whole_target_has_a_byte_a_weight_where_our_products_take_it(tiny_draft_directory, asked):
+    opened = open_engine(draft=tiny_draft_directory, dtype="bfloat16", draft_quantization=asked)
+    layer = opened.draft.head.lm_head
+    weight = torch.zeros(layer.out_features, layer.in_features, dtype=torch.bfloat16)
+    assert isinstance(layer, Int8Linear) == (asked == "auto" and takes(weight))
+    opened.engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

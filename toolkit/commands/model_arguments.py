@@ -76,7 +76,7 @@ def add_quantization_argument(group: argparse._ActionsContainer) -> None:
         "--draft-quantization",
         choices=("auto", "none", "int8"),
         help="a byte a weight in the draft head's linear layers (CPU): shorter draft steps, other drafts now and then, "
-        "the same answers (default: auto, int8 where the target is quantised)",
+        "the same answers (default: auto, int8 beside a quantised target, and for bfloat16 heads on a CPU)",
     )
 
 

@@ -75,8 +75,9 @@ class LLM:
     max_total_tokens, the cache's share of a GPU's free memory (None: 0.8), or of the machine's (0.125).
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
     none, or auto (as the draft directory states it). draft_quantization: int8 for a head of a byte a weight (CPU),
-    none, or auto (int8 where the target is quantised). torch_compile: layers run compiled, which the first start pays
-    with about a minute and a C++ compiler; on a GPU those of recorded rounds, of up to torch_compile_max_bs answers.
+    none, or auto (int8 beside a quantised target, and for bfloat16 heads on a CPU). torch_compile: layers run compiled,
+    which the first start pays with about a minute and a C++ compiler; on a GPU those of recorded rounds, of up to
+    torch_compile_max_bs answers.
     cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU); disable_overlap_schedule: each is
     launched only when the results of the one before it are read. device: auto (a GPU if there is one), cpu, cuda,
     cuda:1. tensor_parallel_size: processes of this machine that divide the weights and the cache, each on a GPU of its

@@ -88,7 +88,7 @@ def open_engine(
     None: the target's. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was
     given. quantization: "int8" or "int4" for a target of a byte or half of one a weight (CPU), "none", or "auto": as
     the draft directory states it, else none. draft_quantization: "int8" for a head of a byte a weight (CPU), "none", or
-    "auto": int8 where the target is quantised. memory: the cache's size. cuda_graph_max_bs, overlap_schedule: see
+    "auto": see open_draft.pack. memory: the cache's size. cuda_graph_max_bs, overlap_schedule: see
     GraphSettings. torch_compile: see compile_settings. ranks: this process is one of several that open and run the
     engine together (see open_parallel). Raises ValueError: OpenError and those of what it opens.
     """

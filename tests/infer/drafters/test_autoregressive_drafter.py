@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
+from toolkit.infer.drafters import autoregressive_drafter
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.sampling.sampling_params import SamplingParams
@@ -92,13 +92,13 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
     shape = f"{levels},{k},{1 + k + (levels - 1) * k * k}"  # every candidate is kept
     engine = engine_after_steps(small_target, small_draft, shape, steps)
     seen = {}
-    inner = AutoregressiveDrafter._draft_beams
+    inner = autoregressive_drafter.draft_beams
 
-    def spy(self, *args):
-        seen["candidates"] = inner(self, *args)
+    def spy(*args):
+        seen["candidates"] = inner(*args)
         return seen["candidates"]
 
-    monkeypatch.setattr(AutoregressiveDrafter, "_draft_beams", spy)
+    monkeypatch.setattr(autoregressive_drafter, "draft_beams", spy)
     with torch.inference_mode():
         engine.drafter.propose(engine._running)
     tokens, parents, numbers, scores = seen["candidates"]

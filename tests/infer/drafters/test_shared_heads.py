@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
+from toolkit.infer.drafters import autoregressive_drafter
 from toolkit.infer.engine import Engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 
@@ -88,13 +88,13 @@ def test_tree_equals_the_whole_sequence(small_target, shared_draft, monkeypatch,
     draft = shared_draft(name, KEPT)
     engine = engine_after_steps(small_target, draft, "4,3,31", 4)
     seen = {}
-    inner = AutoregressiveDrafter._draft_beams
+    inner = autoregressive_drafter.draft_beams
 
-    def spy(self, *args):
-        seen["candidates"] = inner(self, *args)
+    def spy(*args):
+        seen["candidates"] = inner(*args)
         return seen["candidates"]
 
-    monkeypatch.setattr(AutoregressiveDrafter, "_draft_beams", spy)
+    monkeypatch.setattr(autoregressive_drafter, "draft_beams", spy)
     with torch.inference_mode():
         engine.drafter.propose(engine._running)
     tokens, parents, _, scores = seen["candidates"]

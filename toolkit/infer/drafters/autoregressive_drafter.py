@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_head import CompiledHead
-from toolkit.infer.draft_tree import DraftShape, DraftTree, candidates, chain_tree, rerank, root_only
+from toolkit.infer.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
+from toolkit.infer.drafters.beams import draft_beams
 from toolkit.infer.drafters.draft_picks import BestPicks, Draws, Picks, picks_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
@@ -36,7 +36,6 @@ from toolkit.infer.drafters.expansion import Expansion, HeadReader
 from toolkit.infer.drafters.hindsight import ranks_in_hindsight
 from toolkit.infer.drafters.pending import Pending
 from toolkit.infer.errors import DraftShapeError
-from toolkit.infer.kernels.choose import ops_for
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
@@ -183,7 +182,7 @@ class AutoregressiveDrafter:
             drafts = self._draft_chain(nodes, shape, picks)
             return chain_tree(roots, drafts, kept_of_chain(own), picks.proposal())
         limits = None if all(one in (None, shape) for one in own) else own
-        found = self._draft_beams(nodes, shape, limits)
+        found = draft_beams(nodes, shape, limits, self.to_target)
         return rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
@@ -271,50 +270,6 @@ class AutoregressiveDrafter:
             drafts.append(self.to_target[picks(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
 
-    def _draft_beams(
-        self, nodes: Expansion, shape: DraftShape, limits: Sequence[DraftShape | None] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """EAGLE-2's first phase: expand the k best nodes of each level by their k best children.
-
-        Returns the candidates in level order: tokens, parents (candidate numbers, -1 the root), levels [C], scores.
-        limits: shapes of single rows; candidates beyond a row's own get the score -inf.
-        """
-        k, steps, rows = shape.top_k, shape.num_steps, len(nodes.tokens)
-        ranks = torch.arange(k, device=self._device)
-        beyond = None if limits is None else _beyond(limits, ranks, steps)
-        scores, tokens = self._children(nodes, nodes.at_roots()[:, None], k)  # [B, 1, k]
-        scores, tokens = scores[:, 0], tokens[:, 0]
-        if beyond is not None:
-            scores = scores.masked_fill(beyond[0], -torch.inf)
-        found = [(tokens, torch.full_like(tokens, -1), scores)]
-        beams = ranks.expand(rows, k)  # the beams' candidate numbers
-        parents, total = nodes.roots.expand(rows, k), k
-        for level in range(1, steps):
-            hidden, first = nodes.grow(tokens, parents), nodes.nodes - k
-            child_scores, child_tokens = self._children(nodes, hidden, k)  # [B, k, k]
-            child_scores = child_scores + scores[:, :, None]
-            if beyond is not None:
-                child_scores = child_scores.masked_fill(beyond[level][:, None], -torch.inf)
-            child_scores, child_tokens = child_scores.flatten(1), child_tokens.flatten(1)
-            found.append((child_tokens, beams.repeat_interleave(k, dim=1), child_scores))
-            if level == steps - 1:
-                break
-            scores, chosen = child_scores.topk(k, dim=1)
-            if beyond is not None:
-                scores = scores.masked_fill(beyond[level], -torch.inf)  # a row has no more beams than branches
-            tokens = child_tokens.gather(1, chosen)
-            parents = first + chosen // k  # which beam each new one grew from: it inherits hidden state and ancestors
-            beams = total + chosen
-            total += k * k
-        tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return tokens, above, _levels(steps, k, self._device), scores
-
-    def _children(self, nodes: Expansion, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
-        # Never nan, and no child exceeds its parent: rerank relies on it.
-        scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
-        return scores, self.to_target[ids]
-
 
 def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
     """How many drafts of a chain each row keeps."""
@@ -324,18 +279,3 @@ def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
 def room_for(shape: DraftShape) -> int:
     """Nodes that the head reads beyond the pending positions: every level but the last."""
     return shape.top_k * (shape.num_steps - 1)
-
-
-def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:
-    """[steps, B, k] bool: children of that rank, on that level, are more than the row's own shape has."""
-    widths = torch.tensor([0 if one is None else one.top_k for one in limits], device=ranks.device)
-    depths = torch.tensor([0 if one is None else one.num_steps for one in limits], device=ranks.device)
-    levels = torch.arange(1, steps + 1, device=ranks.device)
-    return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
-
-
-@lru_cache(maxsize=4096)  # kept: a recorded round reads it
-def _levels(steps: int, k: int, device: torch.device) -> Tensor:
-    """The level of every candidate, [C] in level order."""
-    sizes = [candidates(1, k)] + [k * k] * (steps - 1)
-    return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -1,0 +1,79 @@
+"""The first phase of EAGLE-2's dynamic trees (arXiv 2406.16858): candidates, level by level; `rerank` keeps the best.
+
+Shapes: B rows, k beams, C candidates a row, H head hidden size, n nodes a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.draft_tree import DraftShape, candidates
+from toolkit.infer.drafters.expansion import Expansion
+from toolkit.infer.kernels.choose import ops_for
+
+
+def draft_beams(
+    nodes: Expansion, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expand the k best nodes of each level by their k best children.
+
+    Returns the candidates in level order: tokens, parents (candidate numbers, -1 the root), levels [C], scores.
+    limits: shapes of single rows; candidates beyond a row's own get the score -inf. to_target [D]: the target's ids of
+    what the head scores.
+    """
+    device = to_target.device
+    k, steps, rows = shape.top_k, shape.num_steps, len(nodes.tokens)
+    ranks = torch.arange(k, device=device)
+    beyond = None if limits is None else _beyond(limits, ranks, steps)
+    scores, tokens = _children(nodes, nodes.at_roots()[:, None], k, to_target)  # [B, 1, k]
+    scores, tokens = scores[:, 0], tokens[:, 0]
+    if beyond is not None:
+        scores = scores.masked_fill(beyond[0], -torch.inf)
+    found = [(tokens, torch.full_like(tokens, -1), scores)]
+    beams = ranks.expand(rows, k)  # the beams' candidate numbers
+    parents, total = nodes.roots.expand(rows, k), k
+    for level in range(1, steps):
+        hidden, first = nodes.grow(tokens, parents), nodes.nodes - k
+        child_scores, child_tokens = _children(nodes, hidden, k, to_target)  # [B, k, k]
+        child_scores = child_scores + scores[:, :, None]
+        if beyond is not None:
+            child_scores = child_scores.masked_fill(beyond[level][:, None], -torch.inf)
+        child_scores, child_tokens = child_scores.flatten(1), child_tokens.flatten(1)
+        found.append((child_tokens, beams.repeat_interleave(k, dim=1), child_scores))
+        if level == steps - 1:
+            break
+        scores, chosen = child_scores.topk(k, dim=1)
+        if beyond is not None:
+            scores = scores.masked_fill(beyond[level], -torch.inf)  # a row has no more beams than branches
+        tokens = child_tokens.gather(1, chosen)
+        parents = first + chosen // k  # which beam each new one grew from: it inherits hidden state and ancestors
+        beams = total + chosen
+        total += k * k
+    tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return tokens, above, _levels(steps, k, device), scores
+
+
+def _children(nodes: Expansion, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
+    # Never nan, and no child exceeds its parent: rerank relies on it.
+    scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
+    return scores, to_target[ids]
+
+
+def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:
+    """[steps, B, k] bool: children of that rank, on that level, are more than the row's own shape has."""
+    widths = torch.tensor([0 if one is None else one.top_k for one in limits], device=ranks.device)
+    depths = torch.tensor([0 if one is None else one.num_steps for one in limits], device=ranks.device)
+    levels = torch.arange(1, steps + 1, device=ranks.device)
+    return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
+
+
+@lru_cache(maxsize=4096)  # kept: a recorded round reads it
+def _levels(steps: int, k: int, device: torch.device) -> Tensor:
+    """The level of every candidate, [C] in level order."""
+    sizes = [candidates(1, k)] + [k * k] * (steps - 1)
+    return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)
