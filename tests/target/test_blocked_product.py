@@ -72,22 +72,28 @@ def test_int8_layers_are_their_law(taken, outputs, inputs):
 
 
 @only_here
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("inputs", [96, 100])
-def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inputs):
+def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inputs, dtype):
     """Bit for bit: what a step verifies together it would have written alone. (AMX takes 96 inputs, and not 100.)"""
     torch.manual_seed(0)
-    weight, x = torch.randn(200, inputs).bfloat16(), torch.randn(300, inputs).bfloat16()
-    blocks, threads = to_blocks(weight), torch.get_num_threads()
+    weight, x, bias = torch.randn(200, inputs), torch.randn(300, inputs).bfloat16(), torch.randn(200).bfloat16()
+    scale = torch.rand(200) if dtype == torch.int8 else None
+    blocks, threads = to_blocks((30 * weight).to(dtype)), torch.get_num_threads()
+
+    def product(rows):
+        return blocked_product.blocked_product(rows, blocks, scale, bias, 200)
+
     try:
         torch.set_num_threads(1)
-        together = blocked_product.blocked_product(x, blocks, None, None, 200)
+        together = product(x)
         torch.set_num_threads(3)
-        assert torch.equal(blocked_product.blocked_product(x, blocks, None, None, 200), together)
+        assert torch.equal(product(x), together)
     finally:
         torch.set_num_threads(threads)
     for first, last in ((0, 1), (7, 8), (5, 17), (12, 61), (1, 300)):
         part = x[first:last][None].transpose(0, 1).transpose(0, 1)
-        assert torch.equal(blocked_product.blocked_product(part, blocks, None, None, 200)[0], together[first:last])
+        assert torch.equal(product(part)[0], together[first:last])
 
 
 @only_here

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -186,19 +186,20 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
-    at, mask = _levels(rows, nodes, tokens.device), chain_mask(rows, nodes, tokens.device)
+    device = tokens.device
+    at, mask = _depths(nodes, device).expand(rows, nodes), chain_mask(nodes, device).expand(rows, nodes, nodes)
     if min(counts) == nodes - 1:
         valid = torch.ones_like(tokens, dtype=torch.bool)
     else:
-        valid = at <= torch.tensor(counts, device=tokens.device)[:, None]
+        valid = at <= torch.tensor(counts, device=device)[:, None]
         mask = without_padding(mask, valid)
     return DraftTree(tokens, at - 1, at, mask, valid, nodes - 1, True, proposal)
 
 
-@lru_cache(maxsize=256)  # kept: a recorded round reads it
-def _levels(rows: int, nodes: int, device: torch.device) -> Tensor:
-    """Of chains, [B, N]."""
-    return torch.arange(nodes, device=device).repeat(rows, 1)
+@cache  # for good: recorded rounds read it
+def _depths(nodes: int, device: torch.device) -> Tensor:
+    """Of a chain's nodes."""
+    return torch.arange(nodes, device=device)
 
 
 def rerank(

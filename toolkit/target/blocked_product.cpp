@@ -7,8 +7,8 @@
 //     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, a scale for every output
 //
 // Products of two bfloat16 are exact in float32, and are added there in an order that K alone decides: that of the
-// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both). A row's result therefore
-// does not depend on the rows beside it, nor on the number of threads.
+// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both; numbers below 1.2e-38 count
+// as 0 there). A row's result therefore does not depend on the rows beside it, nor on the number of threads.
 //
 // Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
@@ -228,7 +228,8 @@ void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf
     shape_tiles(tiles, rows);
     static thread_local std::vector<char> held;
     const bool paired_once = STEP != PAIRED && M > rows;
-    if (paired_once) held.resize(K / SPAN * PAIRED);
+    const size_t needed = paired_once ? K / SPAN * PAIRED : 0;
+    if (held.size() < needed) held.resize(needed);
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * WIDTH;
@@ -301,6 +302,14 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
 }  // namespace
 
 extern "C" int64_t toolkit_block_width() { return WIDTH; }
+
+extern "C" int64_t toolkit_uses_tiles() {
+#if defined(TILES)
+  return tiles_granted();
+#else
+  return 0;
+#endif
+}
 
 // All contiguous; scale null: the weights are bfloat16, else int8.
 extern "C" void toolkit_blocked_product(const void* x, const void* w, const void* scale, const void* bias, void* y,

@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.log import get_logger
 from toolkit.target.compile_cpp import cpu_flags, load_cpp
+
+log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPERATOR = "aoti_torch_cpu_blocked_product"  # the name by which the compiled layers' programs call it
@@ -35,7 +38,9 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None
-        library.toolkit_block_width.restype = ctypes.c_int64
+        for function in (library.toolkit_block_width, library.toolkit_uses_tiles):
+            function.restype = ctypes.c_int64
+        log.debug("products of bfloat16 rows: our own%s", ", in AMX's tiles" if library.toolkit_uses_tiles() else "")
     return library
 
 

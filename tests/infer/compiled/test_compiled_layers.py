@@ -30,6 +30,7 @@ from toolkit.infer.kernels import cpu_attention
 from toolkit.infer.open_engine import open_engine
 from toolkit.infer.sampling.sampling_params import SamplingParams
 from toolkit.target import blocked_product
+from toolkit.target.features import AuxCapture
 from toolkit.target.load import Target, load_target
 from toolkit.target.quantize import quantize_head
 
@@ -104,7 +105,9 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
 
     def accepted(**compiled: bool) -> list[list[list[int]]]:
         engine = Engine(small_target, draft, DraftShape.chain(3), max_batch=2, **compiled)
-        requests = engine.generate(prompts(small_target.vocab_size), PARAMS)
+        given = prompts(small_target.vocab_size)
+        engine.add_request(given[0], PARAMS, speculative=False)  # in a row beside those that draft
+        requests = engine.generate(given, PARAMS, shape=[DraftShape.chain(1), *[None] * (len(given) - 1)])
         engine.close()
         return [[one.output_ids, *([event.offered, event.accepted] for event in one.events)] for one in requests]
 
@@ -194,7 +197,7 @@ def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_ta
     runs = engine._forward._compiled._runs
     whole = dict(runs)
 
-    def fails(_first, _hidden, inputs):
+    def fails(_first, _hidden, inputs, _taps):
         assert len(inputs) == 4
         raise RuntimeError("a layer failed")
 
@@ -352,13 +355,26 @@ def before_layer_1(engine: Engine) -> torch.Tensor:
     return read[0]
 
 
+def captured(engine: Engine) -> torch.Tensor:
+    """What entered layers 0 and 2 and left the last one in a step of three rows."""
+    capture = AuxCapture(engine.target, (0, 2, len(engine.target.layers)))
+    requests = [engine.add_request(ids, SamplingParams(max_tokens=9, ignore_eos=True)) for ids in ([5, 6], [7], [8, 9])]
+    engine.step()
+    engine.step()
+    capture.remove()
+    for request in requests:
+        engine.abort(request)
+    return capture.take()
+
+
 @pytest.mark.slow
 def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory, monkeypatch, tmp_path):
-    """Attention of a prompt asks Python, with its own error, that of few nodes does not; a hook parts the layers and is
-    handed what it is handed without compiling; what C++ is handed is freed."""
+    """Attention of a prompt asks Python, with its own error, that of few nodes does not; a hook parts the layers, one
+    that only keeps what enters them does not, and both are handed what they are without compiling; what C++ is handed
+    is freed."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     target = load_target(tiny_target_directory, dtype="float32")
-    expected, layers = before_layer_1(Engine(target)), len(target.layers)
+    expected, entered, layers = before_layer_1(Engine(target)), captured(Engine(target)), len(target.layers)
     ran, asked, handles = [], [], []  # handles: how many came, and, below 0, went
 
     def noted(place, name, note):
@@ -382,6 +398,10 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
     assert sum(handles) == held
     assert ran[-2:] == [(0, 1), (1, layers - 1)] and set(ran[:-2]) == {(0, layers)} and len(ran) > 3
     assert asked == [*range(layers)] if cpu_attention._library() is not None else len(asked) > layers
+
+    ran.clear()
+    torch.testing.assert_close(captured(engine), entered, rtol=1e-4, atol=1e-4)
+    assert set(ran) == {(0, layers)} and sum(handles) == held
 
     def fails(*_given):
         raise ValueError("no attention today")

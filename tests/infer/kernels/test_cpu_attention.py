@@ -85,19 +85,20 @@ def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
         assert torch.equal(alone[0, 0], together[3, node])
 
 
-def test_shares_of_far_apart_scores():
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 64)])
+def test_shares_of_far_apart_scores(dtype, width):
     """One key far ahead takes everything, and one far behind nothing: no overflow, exact zeros. A nan is not hidden."""
-    case, mask = (1, 1, 16), torch.ones(1, 1, 1, dtype=torch.bool)
-    attention = cpu_attention.row_attention(torch.float32, 16, 16, [3], mask)
-    keys, values = torch.zeros(1, SPAN, 1, 16), torch.zeros(1, SPAN, 1, 16)
-    keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([-1e30, 500.0, 300.0]), torch.tensor([1e30, 2.0, 1e30])
-    one = torch.zeros(1, case[0], 1, 16)
+    attention = cpu_attention.row_attention(dtype, width, width, [3], torch.ones(1, 1, 1, dtype=torch.bool))
+    keys, values = torch.zeros(2, 1, SPAN, 1, width, dtype=dtype)
+    keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([[-1e30, 3e11, 3e9], [1e30, 2.0, 1e30]], dtype=dtype)
+    one = torch.zeros(1, 1, 1, width, dtype=dtype)
     one[..., 0] = 1.0
-    assert attention(one, -one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)[0, 0, 0, 0] == 2.0
+    places = (keys.data_ptr(), values.data_ptr(), SPAN * width)
+    assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0] == 2.0
     keys[0, 1, 0, 0] = torch.nan
-    assert attention(one, -one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)[0, 0, 0, 0].isnan()
+    assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0].isnan()
     with pytest.raises(ValueError, match=r"2 rows of 1 nodes came; the plan is for \(1, 1\)"):
-        attention(one.repeat(2, 1, 1, 1), one, one, keys.data_ptr(), values.data_ptr(), SPAN * 16, 1.0)
+        attention(one.repeat(2, 1, 1, 1), one, one, *places, 0.3)
 
 
 def test_no_such_attention_for_other_heads():

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.attention_plan import AttentionPlan, TreePlan, tree_plan
+from toolkit.infer.attention.attention_plan import FEW, AttentionPlan, TreePlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.compiled.compiled_layers import allowed_difference
 from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
@@ -85,8 +85,10 @@ class CompiledHead:
         if head.stages == 1:  # another stage first reads what the first has read
             picks = self._compiled_picks(HeadPick(head, to_target), dtype)
             passes = self._passes[0]
-            firsts = [passes[tokens] for tokens in TOKEN_RANGES]
-            self._chains = {tokens: RunnableChain(firsts, passes[tokens], picks[tokens]) for tokens in TOKEN_RANGES}
+            one, many = (passes[tokens] for tokens in TOKEN_RANGES)
+            self._chains = {
+                tokens: RunnableChain((one, many), passes[tokens], picks[tokens]) for tokens in TOKEN_RANGES
+            }
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
@@ -111,9 +113,10 @@ class CompiledHead:
         """
         (rows, pending), farthest = tokens.shape, max(before) + tokens.shape[1] + steps
         window = self._head.config.sliding_window
-        if not self._chains or (window is not None and window < farthest):
+        if not self._chains or pending > FEW or (window is not None and window < farthest):
             return None
-        plan = tree_plan(cache, before, chain_mask(rows, pending, tokens.device))
+        assert min(counts) >= 1, "the state at a row's last token is what its chain begins with"
+        plan = tree_plan(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
         if not isinstance(plan, TreePlan) or not plan.for_cpp():
             return None
         lengths = [held + count for held, count in zip(before, counts, strict=True)]

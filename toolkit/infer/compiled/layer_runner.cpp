@@ -183,7 +183,7 @@ extern "C" int64_t toolkit_run_chain(Program* pick, at::Tensor** pick_weights, i
       return found;
     };
     attention->layer = 0;
-    const at::Tensor states = run(first, inputs(hidden, tokens, 0), first_weights, first_count);
+    const at::Tensor states = run(first, inputs(hidden, tokens, 0), first_weights, first_count).contiguous();
     at::Tensor x = at::empty({1, B, states.size(2)}, states.options());
     const int64_t bytes = states.size(2) * states.element_size();
     for (int64_t b = 0; b < B; b++)

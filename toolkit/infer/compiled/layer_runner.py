@@ -132,9 +132,11 @@ class RunnableChain:
     firsts: a pass of one token, and one of any number from two on; reads: that of a token a row. Each is one program.
     """
 
-    def __init__(self, firsts: Sequence[RunnableLayers], reads: RunnableLayers, picks: RunnableLayers) -> None:
+    def __init__(
+        self, firsts: tuple[RunnableLayers, RunnableLayers], reads: RunnableLayers, picks: RunnableLayers
+    ) -> None:
         self._held = firsts, reads, picks
-        self._one, self._many = (one.alone() for one in firsts)
+        self._one, self._many = (first.alone() for first in firsts)
         self._pass, self._pick = reads.alone(), picks.alone()
 
     def __call__(self, given: Inputs, roots: Sequence[int], lengths: Sequence[int], steps: int) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,16 @@ from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
 CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
+
+
+class Unread(NamedTuple):
+    """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how many
+    positions it has read before, and how many are pending (what lies behind those is left over)."""
+
+    tokens: Tensor
+    hidden: Tensor
+    before: list[int]
+    counts: list[int]
 
 
 class AutoregressiveDrafter:
@@ -166,9 +177,10 @@ class AutoregressiveDrafter:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
         picks = picks_for(requests, self.to_target, self._draws)
-        if (drafts := self._best_chain(requests, shape, picks)) is not None:
+        unread = self._unread(requests)
+        if (drafts := self._best_chain(requests, unread, shape, picks)) is not None:
             return chain_tree(roots, drafts, kept_of_chain(own))
-        nodes = self._start(requests, room=room_for(shape))
+        nodes = self._read_pending(unread, room=room_for(shape))
         tree = self.tree_from(nodes, roots, shape, own, picks)
         self._finish(nodes, requests)
         return tree
@@ -191,7 +203,7 @@ class AutoregressiveDrafter:
         self._next_carry = None
         self.first_tokens(requests)
         if any(map(self._drafts, requests)) and max(self.pending.counts[: len(requests)]) >= CATCH_UP:
-            self._finish(self._start(requests, room=0), requests)
+            self._finish(self._read_pending(self._unread(requests), room=0), requests)
         return root_only(roots)
 
     def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
@@ -200,7 +212,7 @@ class AutoregressiveDrafter:
         self._next_carry = None
         if not any(map(self._drafts, requests)):
             return root_only(roots), [[] for _ in requests]
-        nodes = self._start(requests, room=0)
+        nodes = self._read_pending(self._unread(requests), room=0)
         ranks = ranks_in_hindsight(nodes, self.pending.counts[: len(requests)], self.to_target, width)
         self._finish(nodes, requests)
         return root_only(roots), ranks
@@ -217,28 +229,30 @@ class AutoregressiveDrafter:
             if len(request.output_ids) == 1:
                 self.pending.tokens[row, 0] = request.output_ids[0]
 
-    def _start(self, requests: Sequence[Request], room: int) -> Expansion:
-        """Read the pending positions of every row; `room` nodes more can be added."""
-        tokens, hidden, before, counts = self._unread(requests)
-        return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(requests)], before, counts, room)
-
-    def _unread(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, list[int], list[int]]:
-        """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how
-        many positions it has read before, and how many are pending (the others are left over)."""
+    def _unread(self, requests: Sequence[Request]) -> Unread:
         rows, pending = len(requests), self.pending
         self.first_tokens(requests)
         counts = pending.counts[:rows]
         before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
         held = (slice(rows), slice(max(counts)))
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
-        return pending.tokens[held], self._head.first_hidden(pending.features[held].contiguous()), before, counts
+        return Unread(
+            pending.tokens[held], self._head.first_hidden(pending.features[held].contiguous()), before, counts
+        )
 
-    def _best_chain(self, requests: Sequence[Request], shape: DraftShape, picks: Picks) -> Tensor | None:
+    def _read_pending(self, unread: Unread, room: int) -> Expansion:
+        """The pending positions of every row; `room` nodes more can be added."""
+        tokens, hidden, before, counts = unread
+        return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(tokens)], before, counts, room)
+
+    def _best_chain(
+        self, requests: Sequence[Request], unread: Unread, shape: DraftShape, picks: Picks
+    ) -> Tensor | None:
         """The most probable chains of target ids [B, num_steps], read and drafted in one call; None where that is not
         to be had, or not wanted."""
         if self.reader.compiled is None or not shape.is_chain or not isinstance(picks, BestPicks):
             return None
-        drafts = self.reader.compiled.best_chain(*self._unread(requests), shape.num_steps, self.reader.caches[0])
+        drafts = self.reader.compiled.best_chain(*unread, shape.num_steps, self.reader.caches[0])
         if drafts is not None:
             self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
             self._note_read(requests)

@@ -331,6 +331,7 @@ void shares_by_key(float* scores, int64_t width, float scaling, float* whole) {
   Floats most = load(scores) * scaling, sums = Floats{};
   for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
     const Floats here = load(scores + at) * scaling;
+    store(scores + at, here);  // one product, so that no score is above the largest
     most = here > most ? here : most;
   }
   Floats other = OTHER_HALF(most);
@@ -338,7 +339,7 @@ void shares_by_key(float* scores, int64_t width, float scaling, float* whole) {
   other = OTHER_FOURS(most);
   most = other > most ? other : most;
   for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
-    const Floats e = exponential(load(scores + at) * scaling - most);
+    const Floats e = exponential(load(scores + at) - most);
     store(scores + at, e);
     sums += e;
   }

@@ -6,7 +6,7 @@ Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ def follow_choices(
     return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
 
 
-@lru_cache(maxsize=256)  # kept: a recorded round reads it
+@cache  # for good: rounds that are replayed read it
 def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
@@ -121,10 +121,10 @@ def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
     return mask
 
 
-@lru_cache(maxsize=1024)  # kept: a recorded round reads it
-def chain_mask(rows: int, nodes: int, device: torch.device) -> Tensor:
-    """[B, N, N] bool: each node sees itself and those before it."""
-    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().repeat(rows, 1, 1)
+@cache  # for good: recorded rounds read it
+def chain_mask(nodes: int, device: torch.device) -> Tensor:
+    """[N, N] bool: each of few nodes sees itself and those before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
 
 
 def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
