@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.kernels.choose import ops_for
-from toolkit.infer.kernels.tree_reference import chain_mask, without_padding
+from toolkit.infer.kernels.tree_reference import chain_mask, node_numbers, without_padding
 
 
 @dataclass(frozen=True)
@@ -187,19 +186,13 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
     device = tokens.device
-    at, mask = _depths(nodes, device).expand(rows, nodes), chain_mask(nodes, device).expand(rows, nodes, nodes)
+    at, mask = node_numbers(nodes, device).expand(rows, nodes), chain_mask(nodes, device).expand(rows, nodes, nodes)
     if min(counts) == nodes - 1:
         valid = torch.ones_like(tokens, dtype=torch.bool)
     else:
         valid = at <= torch.tensor(counts, device=device)[:, None]
         mask = without_padding(mask, valid)
     return DraftTree(tokens, at - 1, at, mask, valid, nodes - 1, True, proposal)
-
-
-@cache  # for good: recorded rounds read it
-def _depths(nodes: int, device: torch.device) -> Tensor:
-    """Of a chain's nodes."""
-    return torch.arange(nodes, device=device)
 
 
 def rerank(

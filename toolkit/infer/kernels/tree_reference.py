@@ -37,7 +37,8 @@ def follow_choices(
     """
     if is_chain:
         accepted = ((tokens[:, 1:] == choices[:, :-1]) & valid[:, 1:]).cumprod(dim=1).sum(dim=1)
-        path = _numbers(longest, choices.device) * (_numbers(longest, choices.device) <= accepted[:, None])
+        number = node_numbers(longest, choices.device)
+        path = number * (number <= accepted[:, None])
         return Followed(path, choices.gather(1, path), torch.zeros_like(path), accepted)
     nodes = tokens.shape[1]
     hit = tokens == choices.gather(1, parents.clamp(min=0))
@@ -53,8 +54,9 @@ def follow_choices(
     return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
 
 
-@cache  # for good: rounds that are replayed read it
-def _numbers(count: int, device: torch.device) -> Tensor:
+@cache  # for good: recorded rounds read it
+def node_numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count-1: nodes, or the depths of a chain's."""
     return torch.arange(count, device=device)
 
 
