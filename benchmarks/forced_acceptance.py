@@ -68,11 +68,11 @@ def forced(pattern: Sequence[int], token_map: TokenMap, vocab_size: int, device:
     def ops_for(device_type: str) -> Ops:
         ops = own(device_type)
 
-        def follow_choices(tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, *more: Any) -> Any:
-            choices, *others = more
+        def follow_choices(*given: Any) -> Any:
+            tokens, parents, depths, mask, valid, choices, *others = given
             if tokens.shape[1] > 1:
                 choices = place.choices(tokens, parents, mask, valid, choices)
-            return ops.follow_choices(tokens, parents, mask, valid, choices, *others)
+            return ops.follow_choices(tokens, parents, depths, mask, valid, choices, *others)
 
         return replace(ops, follow_choices=follow_choices)
 

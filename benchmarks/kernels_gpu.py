@@ -132,7 +132,7 @@ def trees(sizes: Sizes, rows: int, nodes: int) -> Iterator[Problem]:
     tree = REFERENCE.rank_candidates(*given, [nodes] * rows, STEPS)
 
     def follow(ops: Ops, exact: bool) -> torch.Tensor:
-        return ops.follow_choices(tree.tokens, tree.parents, tree.mask, tree.valid, tree.tokens, STEPS + 1).path
+        return ops.follow_choices(*tree, tree.tokens, STEPS + 1).path
 
     yield Problem("follow_choices", f"{rows} x {nodes}", rows * nodes * 25, 0, follow)
 

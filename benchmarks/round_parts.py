@@ -48,7 +48,6 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (DeviceRound, "_choose", "sample"),
     (tree_verifier, "walk", "sample"),
     (device_round, "follow", "sample"),
-    (device_round, "numbers_of", "sample"),
     (AutoregressiveDrafter, "observe", "compact"),
     (TreeVerifier, "_compact", "compact"),
     (DeviceRound, "_keep_features", "compact"),

@@ -115,6 +115,7 @@ def interpreted_layers(monkeypatch) -> list[str]:
     from toolkit.infer.attention.attention_plan import tree_plan
     from toolkit.infer.compiled import compiled_head, compiled_layers, layer_program
     from toolkit.infer.compiled.opaque_attention import now
+    from toolkit.infer.drafters.beams import draft_beams
 
     asked: list[str] = []
 
@@ -134,27 +135,55 @@ def interpreted_layers(monkeypatch) -> list[str]:
 
         return run
 
-    def chain(firsts, reads, picks):
-        def run(given, roots, lengths, steps):
-            hidden, tokens, *places = given
-            rows, begun = len(roots), tokens.shape[1]
-            parts = [[one[:begun][None] for one in places]]
-            parts += [[one[at : at + rows][None] for one in places] for at in range(begun, len(places[0]), rows)]
-            assert len(parts) == steps and len(places[0]) == begun + rows * (steps - 1)
-            hidden = firsts[begun > 1](0, hidden, [(tokens, *parts[0])])[:, roots]
-            drafts = [picks(0, hidden, [()])]
-            for level, further in enumerate(parts[1:]):
-                cache, first_row = now.plan._homes
-                one = torch.ones(rows, 1, 1, dtype=torch.bool)
-                now.start(tree_plan(cache, [length + level for length in lengths], one, None, first_row), now.rows)
-                hidden = reads(0, hidden, [(drafts[-1], *further)])
-                drafts.append(picks(0, hidden, [()]))
-            return torch.cat(drafts)
+    class Drafted:
+        """What `draft_beams` asks of an Expansion, whose passes are programs."""
+
+        def __init__(self, passes, scores, given, roots, lengths, size):
+            self.passes, self.scores, self.lengths = passes, scores, lengths
+            hidden, self.tokens, *self.places = given
+            rows, read = len(roots), given[1].shape[1]
+            parts = [read, *[rows * size.top_k] * (size.num_steps - 1)]
+            self.parts = [list(one.split(parts)) for one in self.places]
+            assert all(len(one) == size.num_steps for one in self.parts)
+            self.states = self.read(hidden, self.tokens).view(rows, read // rows, -1)
+            self.tokens = self.tokens.view(rows, -1)
+            self.nodes, self.begun = read // rows, read // rows
+            self.roots = torch.tensor(roots)[:, None] - self.nodes * torch.arange(rows)[:, None]
+            self.sees = torch.zeros(rows, self.begun, 0, dtype=torch.bool)
+
+        def read(self, hidden, tokens):
+            return self.passes[tokens.shape[1] > 1](0, hidden, [(tokens, *(one.pop(0)[None] for one in self.parts))])
+
+        def at_roots(self):
+            return self.states[torch.arange(len(self.roots)), self.roots[:, 0]]
+
+        def logits(self, states):
+            flat = states.reshape(1, -1, states.shape[-1])
+            return self.scores[flat.shape[1] > 1](0, flat, [()]).view(*states.shape[:-1], -1)
+
+        def grow(self, tokens, parents):
+            rows, k = tokens.shape
+            every = torch.arange(rows)[:, None]
+            own = torch.eye(k, dtype=torch.bool).expand(rows, k, k)
+            seen = torch.cat((self.sees[every, parents], own), dim=2)
+            self.sees = torch.cat((torch.nn.functional.pad(self.sees, (0, k)), seen), dim=1)
+            cache, first_row = now.plan._homes
+            now.start(tree_plan(cache, self.lengths, seen, None, first_row), now.rows)
+            hidden = self.read(self.states[every, parents].view(1, rows * k, -1), tokens.reshape(1, -1))
+            self.states = torch.cat((self.states, hidden.view(rows, k, -1)), dim=1)
+            self.nodes += k
+            return self.states[:, -k:]
+
+    def drafts(passes, scores, to_target, _top):
+        def run(given, roots, lengths, shape, kept):
+            nodes = Drafted(passes, scores, given, roots, lengths, shape)
+            tokens, parents, _, found = draft_beams(nodes, shape, kept, to_target)
+            return tokens, parents, found
 
         return run
 
     monkeypatch.setattr(layer_program, "_program", program)
     for module in (compiled_layers, compiled_head):
         monkeypatch.setattr(module, "RunnableLayers", layers)
-    monkeypatch.setattr(compiled_head, "RunnableChain", chain)
+    monkeypatch.setattr(compiled_head, "RunnableDrafts", drafts)
     return asked

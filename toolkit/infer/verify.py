@@ -57,28 +57,20 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
             path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
         )  # fmt: skip
     followed = follow(tree, choices)
-    rows, also = _read(numbers_of(tree, followed), None if along is None else along(followed.path))
-    return as_walk(followed, rows, also)
+    rows, also = _read(followed.numbers, None if along is None else along(followed.path))
+    return _as_walk(followed, rows, also)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
     """The accepted paths, A = tree.deepest + 1 long, on the device."""
     follow_choices = ops_for(choices.device.type).follow_choices
-    parts = (tree.tokens, tree.parents, tree.mask, tree.valid)
+    parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
     return follow_choices(*parts, choices, tree.deepest + 1, tree.is_chain)
 
 
-def numbers_of(tree: DraftTree, followed: Followed) -> Tensor:
-    """What the host needs of the walks, side by side: [B, 3 + 3 * A] int64, for `as_walk`."""
-    offered = tree.offered
-    deepest = offered if tree.is_chain else tree.depth_offered
-    numbers = torch.stack((followed.accepted, offered, deepest), dim=1)
-    return torch.cat((numbers, followed.path, followed.tokens, followed.ranks), dim=1)
-
-
-def as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:
-    """The walks by what the host has read of them: rows as `numbers_of` laid them out."""
-    longest = followed.path.shape[1]
+def _as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:
+    """The walks by what the host has read of them: `followed.numbers`, row by row."""
+    longest = (followed.numbers.shape[1] - 3) // 3
     of_path, of_tokens, of_ranks = (
         [list(row[start : start + 1 + row[0]]) for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
@@ -89,9 +81,8 @@ def as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) 
 
 
 def walk_from(numbers: Tensor) -> Walk:
-    """The walks by what `numbers_of` laid out, [B, 3 + 3 * A], on the host."""
-    path, tokens, ranks = numbers[:, 3:].chunk(3, dim=1)
-    return as_walk(Followed(path, tokens, ranks, numbers[:, 0]), numbers.tolist(), [])
+    """The walks by what the host has read of a `Followed`."""
+    return _as_walk(Followed(numbers), numbers.tolist(), [])
 
 
 def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]]:

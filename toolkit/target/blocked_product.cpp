@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "amx_tiles.h"
+#include "vectors.h"
 
 namespace at {
 int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
@@ -30,31 +31,19 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, TILE = 12;  // 24 sums, 4 weights and an input in 32 registers
+constexpr int TILE = 12;  // 24 sums, 4 weights and an input in 32 registers
 #else
-constexpr int LANES = 8, TILE = 4;  // 8 sums, 4 weights and an input in 16 registers
+constexpr int TILE = 4;  // 8 sums, 4 weights and an input in 16 registers
 #endif
 constexpr int WIDTH = 2 * LANES;
 constexpr int64_t AHEAD = 8192;       // bytes: the core's own prefetcher stops at the end of a page
 constexpr int64_t WIDENED_ALONE = 1 << 14;  // inputs that are widened before threads would have started
-
-typedef uint16_t bf16;
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
 
 inline float widen(bf16 value) {
   const uint32_t bits = uint32_t(value) << 16;
   float out;
   memcpy(&out, &bits, 4);
   return out;
-}
-
-// To the nearest, ties to even. (A NaN stays one: those that sums of bfloat16 products give end in zeros.)
-inline void store(bf16* to, Floats sums, int64_t count) {
-  const Words bits = (Words)sums;
-  const Halves out = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
-  memcpy(to, &out, 2 * count);
 }
 
 inline Words words_at(const char* at) {

@@ -18,23 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.log import get_logger
-from toolkit.target.compile_cpp import cpu_flags, load_cpp
+from toolkit.target.compile_cpp import has_vectors, load_cpp
 
 log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPERATOR = "aoti_torch_cpu_blocked_product"  # the name by which the compiled layers' programs call it
-NEEDED = ("avx2", "fma")
 BLOCKED_DIMS = 4  # of a weight in blocks; a plain or packed one has 2
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """None on other machines than those it was written for, and where it cannot be compiled."""
-    flags = cpu_flags()
-    if any(flag not in flags for flag in NEEDED):
-        return None
-    library = load_cpp(SOURCE)
+    library = load_cpp(SOURCE) if has_vectors() else None
     if library is not None:
         library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None

@@ -27,7 +27,7 @@ log = get_logger(__name__)
 LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
-HEADERS = (Path(__file__).with_name("amx_tiles.h"),)  # that our files may include
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "vectors.h"))  # that our files may include
 INSTEAD = "PyTorch's own operators take its place, slower"
 
 
@@ -50,6 +50,11 @@ def cpu_flags() -> tuple[str, ...]:
         return ()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return tuple(sorted(flags.partition(":")[2].split()))
+
+
+def has_vectors() -> bool:
+    """Whether this CPU has the vectors that vectors.h is written for (AVX2, or AVX512)."""
+    return all(flag in cpu_flags() for flag in ("avx2", "fma"))
 
 
 def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:

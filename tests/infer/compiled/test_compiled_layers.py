@@ -24,6 +24,8 @@ from toolkit.infer.compiled import compiled_head, layer_program, layer_runner
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.drafters.autoregressive_drafter import limits_of, room_for
+from toolkit.infer.drafters.beams import draft_beams
 from toolkit.infer.engine import Engine
 from toolkit.infer.errors import CompileError
 from toolkit.infer.kernels import cpu_attention
@@ -97,7 +99,7 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
 
         def run(head, *given):
             out = own(head, *given)
-            ran.append((name, given[1].numel() if name == "read" else len(given[0])))
+            ran.append((name, given[1].numel() if name == "read" else len(given[0].tokens)))
             assert name == "read" or (out is None) == (kind == "mtp-hidden-first" or not in_cpp)
             return out
 
@@ -112,27 +114,29 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
         return [[one.output_ids, *([event.offered, event.accepted] for event in one.events)] for one in requests]
 
     plain, own = accepted(), draft.head.rope
-    counted("read"), counted("best_chain")
+    counted("read"), counted("candidates")
     assert accepted(torch_compile=True) == plain
     of_head = [what for what in interpreted_layers if what.startswith("Head")]
     assert of_head[:2] == ["HeadPass for 1 token", "HeadPass for 2 and more tokens"]
     assert max(tokens for name, tokens in ran if name == "read") > 3, "the head ran by its own code"
-    assert {tokens for name, tokens in ran if name == "best_chain"} == {1, 2}
+    assert {tokens for name, tokens in ran if name == "candidates"} == {1, 2}
     assert draft.head.rope is own
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("HeadPass", lambda out: out * 1.01),
-    ("HeadPick", lambda out: out if out.is_floating_point() else out.roll(1, -1) * 0 + 1),
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["HeadPass", "HeadScores"])
 def test_a_head_whose_program_computes_something_else_is_refused(
-    interpreted_layers, monkeypatch, small_target, small_draft, name, change
+    interpreted_layers, monkeypatch, small_target, small_draft, name
 ):
     made = compiled_head.RunnableLayers
 
     def wrong(programs, weights):
         run = made(programs, weights)
-        return lambda *given: change(run(*given))
+
+        def changed(first, hidden, inputs):
+            of_pass = any(inputs)  # scores are of hidden states alone
+            return run(first, hidden, inputs) * (1.01 if of_pass == (name == "HeadPass") else 1)
+
+        return changed
 
     monkeypatch.setattr(compiled_head, "RunnableLayers", wrong)
     with pytest.raises(CompileError, match=f"{name} of the draft head, compiled, gives another result: off by 0"):
@@ -418,32 +422,42 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2-two-layers"])
-def test_a_chain_in_one_call(small_target, small_draft, shared_draft, monkeypatch, tmp_path, kind):
-    """Inductor's own programs and the loop of C++, in fp32: one row, and rows that differ in what they have to read.
-    Every draft is the one that the head's own code grows from the same nodes."""
+def test_drafts_in_one_call(small_target, small_draft, shared_draft, monkeypatch, tmp_path, kind):
+    """Inductor's own programs and the loop of C++, in fp32: one row, and rows that differ in what they have to read and
+    in what they keep. Every tree is the one that the head's own code grows from the same nodes."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     layer_runner.runner.cache_clear()  # as a second copy: programs call the attention of the first
     if cpu_attention._library() is None:
         pytest.skip("attention is not C++'s here")
     draft = small_draft if kind == "eagle3" else shared_draft(kind)
-    engine = Engine(small_target, draft, DraftShape.chain(4), max_batch=3)
-    drafter, chains = engine.drafter, []
+    engine = Engine(small_target, draft, DraftShape(4, 3, 12), max_batch=3)
+    drafter, seen = engine.drafter, []
     own = drafter.propose
 
     def both(requests):
-        read = drafter._unread(requests)
-        whole = compiled.best_chain(*read, 4, drafter.reader.caches[0])
-        tree = own(requests)
-        assert whole.tolist() == tree.tokens[:, 1:].tolist()
-        chains.append((len(requests), max(read[3]) > min(read[3])))
-        return tree
+        shapes = [drafter.shape_of(one) for one in requests]
+        shape, unread = DraftShape.covering(one for one in shapes if one is not None), drafter._unread(requests)
+        limits = None if shape.is_chain else limits_of(shapes, shape)
+        whole = compiled.candidates(unread, drafter.reader.caches[0], shape, limits)
+        nodes = drafter._read_pending(unread, room_for(shape))
+        tokens, parents, _, scores = draft_beams(nodes, shape, limits, drafter.to_target)
+        real = scores > -torch.inf
+        assert torch.equal(whole[0][real], tokens[real]) and torch.equal(whole[1][real], parents[real])
+        torch.testing.assert_close(whole[2], scores, rtol=1e-4, atol=1e-4)
+        seen.append((len(requests), shape.is_chain, limits is not None, max(unread.counts) > min(unread.counts)))
+        return own(requests)
 
     with torch.inference_mode():
         compiled = CompiledHead(drafter._head, small_target.embed_tokens, drafter.to_target, torch.float32)
     monkeypatch.setattr(drafter, "propose", both)
-    engine.generate(prompts(24), SamplingParams(max_tokens=60, ignore_eos=True))
+    settings = SamplingParams(max_tokens=60, ignore_eos=True)
+    for shapes in (None, [DraftShape.parse(text) for text in ("4,1,5", "2,2,4", "4,3,12", "3,3,5", "4,1,5")]):
+        engine.generate(prompts(24), settings, shape=shapes)
+    engine.set_shape(DraftShape.chain(4))
+    engine.generate(prompts(24), settings)
     engine.close()
-    assert {rows for rows, _ in chains} == {1, 2, 3} and any(ragged for _, ragged in chains)
+    rows, chains, limited, ragged = zip(*seen, strict=True)
+    assert set(rows) == {1, 2, 3} and all(len(set(one)) == 2 for one in (chains, limited, ragged))
 
 
 @pytest.mark.slow
@@ -472,7 +486,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
     made = list((tmp_path / "compiled").glob("*/layer.pt2"))
-    assert len(made) == 6, "two each of the target's layers, the head's pass and its pick"
+    assert len(made) == 6, "two each of the target's layers, the head's pass and its scores"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ does: one that nobody else kept is found gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from toolkit.infer.kernels import cpu_trees
+from toolkit.infer.kernels.choose import ops_for
 
 REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 
@@ -100,5 +103,9 @@ def _address(tensor: Tensor) -> int:
 
 
 @pytest.fixture
-def recording() -> Recording:
-    return Recording()
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """What C++ of ours does on a CPU no recording sees: its ops are torch's meanwhile."""
+    monkeypatch.setattr(cpu_trees, "library", lambda: None)
+    ops_for.cache_clear()
+    yield Recording()
+    ops_for.cache_clear()

@@ -1,6 +1,7 @@
 """Small problems for every kernel. A program, since Triton's interpreter is switched on before kernels are imported:
 
     python kernel_cases.py compare cpu|cuda    each kernel against its reference (cpu: TRITON_INTERPRET=1)
+    python kernel_cases.py compare c++         those that a CPU has
     python kernel_cases.py compile 90          what `compare` would launch, compiled for sm_90; needs no GPU
 
 Prints one JSON object: by group of cases, how many there were, and what was wrong.
@@ -14,14 +15,14 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from toolkit.infer.kernels import triton_paged_attention
-from toolkit.infer.kernels.choose import REFERENCE, Ops, triton_ops
+from toolkit.infer.kernels.choose import REFERENCE, Ops, cpu_ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.train.loss import ETA, ROW_LOSSES
@@ -202,12 +203,17 @@ def walking(rows: int, nodes: int) -> Callable[..., None]:
         choices = randint(2, rows, nodes)  # the first child, or the second: long paths
         choices[0] = 99  # nothing was right
         longest = int(depths.max()) + 1
-        given = (tokens, parents, mask, valid, choices)
+        given = (tokens, parents, depths, mask, valid, choices)
         want = reference.follow_choices(*given, longest)
         got = kernels.follow_choices(*(one.to(device) for one in given), longest)
         assert nodes < 16 or want.accepted.max() > 1, "the walk went nowhere"
-        for name, mine, wanted in zip(want._fields, got, want, strict=True):
-            assert torch.equal(mine.cpu(), wanted), name
+        assert torch.equal(got.numbers.cpu(), want.numbers)
+        at = torch.arange(nodes).expand(rows, nodes)
+        chain = (tokens, at - 1, at, without_padding(ancestor_mask(at[:, :-1], nodes), valid), valid, choices)
+        want = reference.follow_choices(*chain, nodes)
+        for is_chain in (True, False):
+            got = kernels.follow_choices(*(one.to(device) for one in chain), nodes, is_chain)
+            assert torch.equal(got.numbers.cpu(), want.numbers)
 
     return compare
 
@@ -329,11 +335,14 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
 }
 
 
-def compare(device: str) -> Iterator[tuple[str, int, str | None]]:
+CPU_GROUPS = ("follow_choices", "rank_candidates", "top_log_probs")
+
+
+def compare(device: str, kernels: Ops, groups: Iterable[str]) -> Iterator[tuple[str, int, str | None]]:
     torch.empty = poisoned_empty
     triton_paged_attention.PART_KEYS = 16  # several parts of few keys
-    kernels = triton_ops()
-    for group, cases in GROUPS.items():
+    for group in groups:
+        cases = GROUPS[group]
         for number, (name, case, _) in enumerate(cases):
             generator.manual_seed(number)
             try:
@@ -414,5 +423,10 @@ def argument_type(value: Any) -> str:
 
 if __name__ == "__main__":
     what, where = sys.argv[1:]
-    outcomes = compare(where) if what == "compare" else compile_for(int(where))
+    if what == "compile":
+        outcomes = compile_for(int(where))
+    elif where == "c++":
+        outcomes = compare("cpu", cpu_ops(), CPU_GROUPS)
+    else:
+        outcomes = compare(where, triton_ops(), GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

@@ -14,7 +14,8 @@ import numpy
 import pytest
 import torch
 
-from toolkit.infer.kernels.choose import REFERENCE, ops_for
+from toolkit.infer.kernels import cpu_trees
+from toolkit.infer.kernels.choose import REFERENCE, cpu_ops, ops_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # kernel -> cases that hold it against its reference, and variants of it that are compiled
@@ -64,6 +65,26 @@ def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     assert found["count"] == ALL[group][0]
 
 
+@pytest.mark.skipif(cpu_trees.library() is None, reason="needs a C++ compiler and AVX2")
+@pytest.mark.parametrize("group", ["follow_choices", "rank_candidates", "top_log_probs"])
+def test_op_in_cpp_equals_reference(group: str) -> None:
+    """The same cases as a GPU's kernels; outputs poisoned."""
+    found = outcomes("compare", "c++")[group]
+    assert found["wrong"] is None, found["wrong"]
+    assert found["count"] == ALL[group][0]
+
+
+def test_the_best_of_rows_that_are_no_numbers() -> None:
+    """A head that breaks down must still give siblings that differ, and scores that can be ranked."""
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits[0, 5], logits[1], logits[2, 7], logits[3, :299] = float("nan"), float("nan"), float("inf"), float("-inf")
+    for ops in (REFERENCE, ops_for("cpu")):
+        scores, ids = ops.top_log_probs(logits, 6)
+        assert not scores.isnan().any() and (scores <= 0).all()
+        assert (scores[:3] == -torch.inf).all() and scores[3, 0] == 0 and ids[3, 0] == 299
+        assert all(len(set(row)) == 6 and 0 <= min(row) and max(row) < 300 for row in ids.tolist())
+
+
 def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
     """A plan that hands a kernel another table, length, mask or depth than the reference path uses writes other tokens.
 
@@ -97,7 +118,7 @@ def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
 
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
-    assert ops_for("cpu") is REFERENCE
+    assert ops_for("cpu") in (REFERENCE, cpu_ops())
     kernels = pytest.importorskip("toolkit.infer.kernels.triton_paged_attention")
     on_gpu = ops_for("cuda")
     assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree

@@ -1,9 +1,9 @@
 """A draft head on a CPU, compiled as the target's layers are: a draft step costs what its parameters cost.
 
-`HeadPass` reads tokens (embedding and layers), one program a stage. `HeadPick` names the most probable token behind a
-state. A chain of both runs in one call of C++ (layer_runner.cpp):
+`HeadPass` reads tokens (embedding and layers), one program a stage. `HeadScores` scores the tokens behind a state. What
+a round drafts, a chain or a tree, takes one call of C++ (layer_runner.cpp):
 
-    what was not read yet -> pass -> states at the roots -> pick -> level 1 -> pass -> pick -> level 2 -> ..
+    what was not read yet -> pass -> states at the roots -> scores -> level 1 -> pass -> scores -> level 2 -> ..
 
 Attention stays the engine's, one opaque operator (opaque_attention.py), so that a program depends on the number of
 tokens alone.
@@ -24,11 +24,14 @@ from toolkit.infer.attention.attention_plan import FEW, AttentionPlan, TreePlan,
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.compiled.compiled_layers import allowed_difference
 from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
-from toolkit.infer.compiled.layer_runner import Inputs, RunnableChain, RunnableLayers
+from toolkit.infer.compiled.layer_runner import Inputs, RunnableDrafts, RunnableLayers
 from toolkit.infer.compiled.noted_forward import NotedPlan
 from toolkit.infer.compiled.opaque_attention import now
+from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
+from toolkit.infer.drafters.pending import Unread
 from toolkit.infer.errors import CompileError
+from toolkit.infer.kernels import cpu_trees
 from toolkit.infer.kernels.tree_reference import chain_mask
 from toolkit.models.rope import Rope
 
@@ -58,17 +61,16 @@ class HeadPass(nn.Module):
         return torch.ops.toolkit.attend(q, k, v, *self._scoring)[0]
 
 
-class HeadPick(nn.Module):
-    """The target's id of the most probable draft behind each state: [1, T, H] -> [1, T]."""
+class HeadScores(nn.Module):
+    """The logits of the drafts behind each state: [1, T, H] -> [1, T, D] float32."""
 
-    def __init__(self, head: DraftingHead, to_target: Tensor) -> None:
+    def __init__(self, head: DraftingHead) -> None:
         super().__init__()
         self.module, self.output = head.module, head.output
         self._head = head
-        self.to_target = nn.Buffer(to_target)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.to_target[self._head.logits(0, hidden).max(dim=-1).indices]
+        return self._head.logits(0, hidden).float()
 
 
 class CompiledHead:
@@ -81,14 +83,11 @@ class CompiledHead:
     def __init__(self, head: DraftingHead, embed: nn.Module, to_target: Tensor, dtype: torch.dtype) -> None:
         self._head = head
         self._passes = [self._compiled_pass(HeadPass(head, stage, embed), dtype) for stage in range(head.stages)]
-        self._chains: dict[TokenRange, RunnableChain] = {}
-        if head.stages == 1:  # another stage first reads what the first has read
-            picks = self._compiled_picks(HeadPick(head, to_target), dtype)
-            passes = self._passes[0]
-            one, many = (passes[tokens] for tokens in TOKEN_RANGES)
-            self._chains = {
-                tokens: RunnableChain((one, many), passes[tokens], picks[tokens]) for tokens in TOKEN_RANGES
-            }
+        self._drafts: RunnableDrafts | None = None
+        top = cpu_trees.address("toolkit_top_log_probs")
+        if head.stages == 1 and top is not None:  # another stage first reads what the first has read
+            scores = self._compiled_scores(HeadScores(head), dtype)
+            self._drafts = RunnableDrafts([*self._passes[0].values()], [*scores.values()], to_target, top)
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
@@ -103,31 +102,37 @@ class CompiledHead:
         finally:
             now.stop()
 
-    def best_chain(
-        self, tokens: Tensor, hidden: Tensor, before: Sequence[int], counts: Sequence[int], steps: int, cache: KVCache
-    ) -> Tensor | None:
-        """Row b reads its first counts[b] of tokens [B, P] and hidden [B, P, H], behind before[b] positions, and drafts
-        from there: the most probable chains of target ids, [B, steps].
+    def candidates(
+        self,
+        unread: Unread,
+        cache: KVCache,
+        shape: DraftShape,
+        kept: Sequence[DraftShape | None] | None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Read what was not read yet, and draft from there: all candidates of `shape`, as `draft_beams` has them,
+        tokens, parents and scores [B, C]; a chain's are its drafts. kept: the part that each row keeps; None: all.
 
         None, and nothing is read, where it takes more than one call: more stages, or attention that is not C++'s.
         """
-        (rows, pending), farthest = tokens.shape, max(before) + tokens.shape[1] + steps
+        tokens, hidden, before, counts = unread
+        (rows, pending), beams = tokens.shape, shape.top_k
+        farthest = max(before) + pending + shape.num_steps * beams  # no key lies further out
         window = self._head.config.sliding_window
-        if not self._chains or pending > FEW or (window is not None and window < farthest):
+        if self._drafts is None or max(pending, beams) > FEW or (window is not None and window < farthest):
             return None
-        assert min(counts) >= 1, "the state at a row's last token is what its chain begins with"
+        assert min(counts) >= 1, "the state at a row's last token is what its drafts begin with"
         plan = tree_plan(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
         if not isinstance(plan, TreePlan) or not plan.for_cpp():
             return None
         lengths = [held + count for held, count in zip(before, counts, strict=True)]
-        levels = [length + level for level in range(steps - 1) for length in lengths]
+        levels = [length + level for level in range(shape.num_steps - 1) for length in lengths for _ in range(beams)]
         at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
         cos, sin = self._head.module.rope(at, hidden, farthest)
         given = (hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous(), at, cos, sin)
         roots = [row * pending + count - 1 for row, count in enumerate(counts)]
         now.start(plan, rows)
         try:
-            return program_for(rows, self._chains)(given, roots, lengths, steps).t()
+            return self._drafts(given, roots, lengths, shape, kept)
         finally:
             now.stop()
 
@@ -150,15 +155,13 @@ class CompiledHead:
             _check(layer, float(difference.norm() / own.norm()) if asked == wanted else torch.inf, dtype)
         return made
 
-    def _compiled_picks(self, layer: HeadPick, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
+    def _compiled_scores(self, layer: HeadScores, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
         made = {}
         for tokens in TOKEN_RANGES:
             hidden = self._states(tokens, dtype)
             made[tokens] = run = _runnable(layer, hidden, {}, tokens)
-            scores = self._head.logits(0, hidden).float()
-            picked = layer.to_target.eq(run(0, hidden, [()])[..., None]).int().argmax(dim=-1, keepdim=True)
-            lost = (scores.max(dim=-1, keepdim=True).values - scores.gather(-1, picked)).max()
-            _check(layer, float(lost / scores.abs().max()), dtype)
+            own = layer(hidden)
+            _check(layer, float((run(0, hidden, [()]) - own).norm() / own.norm()), dtype)
         return made
 
     def _states(self, tokens: TokenRange, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-// Runs the compiled programs of consecutive layers, or those of a whole drafted chain, in one call, and is the attention
-// that they call.
+// Runs the compiled programs of consecutive layers, or those of all that a head drafts in a round, in one call, and is
+// the attention that they call.
 //
 // A program is a layer: hidden, the tensors that it is called with, its weights -> hidden. From layer to layer, and from
 // a layer to the attention of few new nodes (cpu_attention.cpp), nothing asks Python; other attention goes back to it,
@@ -16,6 +16,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
 
 // Names that every copy of this library shares: a program calls the attention of the copy that was loaded first.
 namespace toolkit {
@@ -24,6 +27,9 @@ typedef void Attend(const void* q, const void* k, const void* v, void* keys, voi
                     const void* lengths, const void* mask, int64_t B, int64_t N, int64_t M, int64_t Hq, int64_t Hkv,
                     int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node, int64_t k_row,
                     int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node, double scaling);
+
+// cpu_trees.cpp's: logits [R, V] -> log-probabilities and ids of the k best, [R, k].
+typedef void TopLogProbs(const float* logits, int64_t R, int64_t V, int64_t k, float* logprobs, int64_t* ids);
 
 // What a forward's layers share, as layer_runner.py fills it in; attend null: Python attends.
 struct AttentionCall {
@@ -72,7 +78,7 @@ at::Tensor attend_directly(const at::Tensor& q, const at::Tensor& k, const at::T
 
 at::Tensor attend_by_python(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scaling,
                             const int64_t* window, const double* softcap, const AtenTensorHandle* sinks) {
-  TORCH_CHECK(!only_directly, "attention of a drafted chain that is not C++'s");
+  TORCH_CHECK(!only_directly, "attention of a draft that is not C++'s");
   static const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("toolkit::attend", "");
   const auto* sink = sinks ? torch::aot_inductor::tensor_handle_to_tensor_pointer(*sinks) : nullptr;
   torch::jit::Stack stack = {q,
@@ -86,9 +92,32 @@ at::Tensor attend_by_python(const at::Tensor& q, const at::Tensor& k, const at::
   return stack.at(0).toTensor();
 }
 
-at::Tensor run(Program* program, std::vector<at::Tensor> inputs, at::Tensor** weights, int64_t count) {
-  for (int64_t i = 0; i < count; i++) inputs.push_back(*weights[i]);
-  return std::move(program->boxed_run(std::move(inputs)).at(0));
+struct Part {  // of a forward: a program and its weights
+  Program* program;
+  at::Tensor** weights;
+  int64_t count;
+};
+
+struct Beam {  // a node whose children are looked at
+  int64_t candidate;
+  float score;
+};
+
+at::Tensor run(const Part& part, std::vector<at::Tensor> inputs) {
+  for (int64_t i = 0; i < part.count; i++) inputs.push_back(*part.weights[i]);
+  return std::move(part.program->boxed_run(std::move(inputs)).at(0));
+}
+
+// states [1, T, H], contiguous, at `rows` -> [1, rows, H].
+at::Tensor rows_of(const at::Tensor& states, const std::vector<int64_t>& rows) {
+  at::Tensor out = at::empty({1, int64_t(rows.size()), states.size(2)}, states.options());
+  const int64_t bytes = states.size(2) * states.element_size();
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for (int64_t row : rows) {
+    memcpy(to, static_cast<const char*>(states.const_data_ptr()) + row * bytes, bytes);
+    to += bytes;
+  }
+  return out;
 }
 
 template <typename Work>
@@ -152,7 +181,7 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
       while (tap < tap_count && taps[tap] == first + l) tapped[tap++] = new at::Tensor(x);
       std::vector<at::Tensor> inputs{std::move(x)};
       for (int64_t i = others_from[l]; i < others_to[l]; i++) inputs.push_back(*others[i]);
-      x = run(programs[l], std::move(inputs), weights + weights_from[l], weights_from[l + 1] - weights_from[l]);
+      x = run({programs[l], weights + weights_from[l], weights_from[l + 1] - weights_from[l]}, std::move(inputs));
     }
     **hidden = std::move(x);
   });
@@ -161,49 +190,92 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
   return failed;
 }
 
-// Drafts of `steps` levels behind what a head has not read yet: given, by `first`, hidden [1, B * N, H] and tokens
-// [1, B * N], and of all that is read, pass by pass, positions [L], cos and sin [L, 1, D]. Row b has read lengths[b]
-// positions then, and its newest state is that of token roots[b]. pick (a state's best token, [1, B]) and pass (of one
-// token a row) follow in turn: a token stands behind all that its row has read, so that each level is a plain decoding
-// step, one position further. drafts [steps, B].
-extern "C" int64_t toolkit_run_chain(Program* pick, at::Tensor** pick_weights, int64_t pick_count, Program* first,
-                                     at::Tensor** first_weights, int64_t first_count, Program* pass,
-                                     at::Tensor** pass_weights, int64_t pass_count, at::Tensor** given,
-                                     const int64_t* roots, int64_t* lengths, int64_t steps, AttentionCall* attention,
-                                     int64_t* drafts, char* message, int64_t size) {
+// What a head drafts behind what it has not read yet: all candidates of trees with k beams (EAGLE-2's expansion, as
+// `draft_beams` does it), of which a chain's (k = 1) are the chain. given, by passes[..], hidden [1, B * P, H] and tokens
+// [1, B * P], and of all that is read, pass by pass, positions [L], cos and sin [L, 1, D]. Row b has read lengths[b]
+// positions then, and its newest state is that of token roots[b]. Each level's B * k nodes are read in one pass, a chain's
+// behind all that its row has read, so that it is a plain decoding step. passes and scores: for one token, and for more.
+//
+// widths, depths [B]: how many branches and levels a row keeps (null: all of them); what is beyond scores -inf.
+// tokens, parents (candidate numbers; -1: the root), logprobs [B, k + (steps - 1) * k * k].
+extern "C" int64_t toolkit_run_drafts(const Part* passes, const Part* scores, TopLogProbs* top, const int64_t* to_target,
+                                      at::Tensor** given, const int64_t* roots, int64_t* lengths, int64_t steps,
+                                      int64_t k, const int64_t* widths, const int64_t* depths, AttentionCall* attention,
+                                      int64_t* tokens, int64_t* parents, float* logprobs, char* message, int64_t size) {
   now = attention;
   only_directly = true;
   running++;
   const int64_t failed = told(message, size, [&] {
-    const int64_t B = attention->B;
-    const at::Tensor &hidden = *given[0], &tokens = *given[1];
-    const auto inputs = [&](at::Tensor x, at::Tensor read, int64_t from) {
-      std::vector<at::Tensor> found{std::move(x), std::move(read)};
-      for (int i = 2; i < 5; i++) found.push_back(given[i]->narrow(0, from, found[1].size(1)).unsqueeze(0));
-      return found;
+    constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+    const int64_t B = attention->B, C = k + (steps - 1) * k * k;
+    int64_t read = 0;  // tokens so far, of all rows
+    const auto pass = [&](at::Tensor hidden, at::Tensor chosen) {
+      const int64_t count = chosen.size(1);
+      std::vector<at::Tensor> inputs{std::move(hidden), std::move(chosen)};
+      for (int i = 2; i < 5; i++) inputs.push_back(given[i]->narrow(0, read, count).unsqueeze(0));
+      read += count;
+      attention->layer = 0;
+      return run(passes[count > 1], std::move(inputs)).contiguous();
     };
-    attention->layer = 0;
-    const at::Tensor states = run(first, inputs(hidden, tokens, 0), first_weights, first_count).contiguous();
-    at::Tensor x = at::empty({1, B, states.size(2)}, states.options());
-    const int64_t bytes = states.size(2) * states.element_size();
-    for (int64_t b = 0; b < B; b++)
-      memcpy(static_cast<char*>(x.mutable_data_ptr()) + b * bytes,
-             static_cast<const char*>(states.const_data_ptr()) + roots[b] * bytes, bytes);
+    const auto beyond = [&](int64_t b, int64_t rank, int64_t level) {
+      return widths && (rank >= widths[b] || level > depths[b]);
+    };
+    std::vector<Beam> beams(B * k);
+    std::vector<float> best(B * k * k);
+    std::vector<int64_t> ids(B * k * k), order(k * k), from(roots, roots + B);
+    std::vector<uint8_t> sees;  // [B, k, M]: the nodes that each of the newest level sees
+    at::Tensor states = pass(*given[0], *given[1]);
     attention->lengths = lengths;
     attention->mask = nullptr;
-    attention->N = attention->M = 1;
-    attention->span = *std::max_element(lengths, lengths + B) + 1;
-    for (int64_t level = 1, from = tokens.size(1);; level++, from += B, drafts += B) {
-      at::Tensor best = run(pick, {x}, pick_weights, pick_count).contiguous();
-      memcpy(drafts, best.const_data_ptr<int64_t>(), B * sizeof(int64_t));
+    const int64_t longest = *std::max_element(lengths, lengths + B);
+    for (int64_t level = 1, first = 0, nodes = 0;; level++) {
+      // The k best children of every node of the level before, whose state is row from[..] of `states`.
+      const int64_t parts = level == 1 ? 1 : k;
+      at::Tensor logits = run(scores[B * parts > 1], {level == 1 ? rows_of(states, from) : states}).contiguous();
+      top(logits.const_data_ptr<float>(), B * parts, logits.size(2), k, best.data(), ids.data());
+      for (int64_t b = 0; b < B; b++)
+        for (int64_t i = 0; i < parts; i++)
+          for (int64_t j = 0; j < k; j++) {
+            const int64_t found = (b * parts + i) * k + j, to = b * C + first + i * k + j;
+            const Beam& above = beams[b * k + i];
+            tokens[to] = to_target[ids[found]];
+            parents[to] = level == 1 ? -1 : above.candidate;
+            logprobs[to] = beyond(b, j, level) ? NOTHING : best[found] + (level == 1 ? 0.0f : above.score);
+          }
       if (level == steps) break;
-      attention->layer = 0;
-      x = run(pass, inputs(std::move(x), std::move(best), from), pass_weights, pass_count);
-      for (int64_t b = 0; b < B; b++) lengths[b]++;
-      attention->span++;
+      // The k best of these are read.
+      from.resize(B * k);
+      std::vector<uint8_t> seen(B * k * (nodes + k));
+      at::Tensor chosen = at::empty({1, B * k}, given[1]->options());
+      for (int64_t b = 0; b < B; b++) {
+        const float* rivals = logprobs + b * C + first;
+        order.resize(parts * k);
+        std::iota(order.begin(), order.end(), 0);
+        std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t one, int64_t other) {
+          return rivals[one] > rivals[other] || (rivals[one] == rivals[other] && one < other);
+        });
+        for (int64_t i = 0; i < k; i++) {
+          const int64_t candidate = first + order[i], parent = b * k + order[i] / k, node = b * k + i;
+          beams[node] = {candidate, beyond(b, i, level) ? NOTHING : rivals[order[i]]};
+          chosen.mutable_data_ptr<int64_t>()[node] = tokens[b * C + candidate];
+          from[node] = level == 1 ? roots[b] : parent;
+          uint8_t* sight = seen.data() + node * (nodes + k);
+          if (nodes) memcpy(sight, sees.data() + parent * nodes, nodes);
+          sight[nodes + i] = 1;
+        }
+      }
+      first += parts * k;
+      nodes += k;
+      sees = std::move(seen);
+      attention->N = k;
+      attention->M = k > 1 ? nodes : 1;
+      attention->mask = k > 1 ? sees.data() : nullptr;
+      attention->span = longest + nodes;
+      states = pass(rows_of(states, from), std::move(chosen));
+      for (int64_t b = 0; k == 1 && b < B; b++) lengths[b]++;
     }
   });
-  attention->lengths = nullptr;
+  attention->lengths = attention->mask = nullptr;
   running--;
   only_directly = false;
   now = nullptr;

@@ -1,4 +1,4 @@
-"""Compiled programs in this process; consecutive layers, or a drafted chain, in one call of C++ (layer_runner.cpp).
+"""Compiled programs in this process; consecutive layers, or all that is drafted, in one call of C++ (layer_runner.cpp).
 
 Tensors cross to C++ as handles: addresses of at::Tensor objects of their own, which somebody has to free.
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.compiled.opaque_attention import AttentionCall, now
+from toolkit.infer.draft_tree import DraftShape, candidates
 from toolkit.infer.errors import CompileError
 from toolkit.target.compile_cpp import load_cpp
 
@@ -46,11 +47,11 @@ def runner() -> ctypes.CDLL:
         *[address] * 6, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.POINTER(address),
         address, ctypes.c_int64, address, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
-    library.toolkit_run_chain.argtypes = [
-        *(address, address, ctypes.c_int64) * 3, address, address, address, ctypes.c_int64,
-        ctypes.POINTER(AttentionCall), address, ctypes.c_char_p, ctypes.c_int64,
+    library.toolkit_run_drafts.argtypes = [
+        *[address] * 7, ctypes.c_int64, ctypes.c_int64, address, address, ctypes.POINTER(AttentionCall),
+        *[address] * 3, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
-    for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_chain"):
+    for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_drafts"):
         getattr(library, function).restype = ctypes.c_int64
     return library
 
@@ -90,14 +91,14 @@ class RunnableLayers:
         freed = weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
         freed.atexit = False  # a thread that does not end may still read them
 
-    def alone(self) -> tuple[int | None, Any, int]:
-        """Of the only layer: its program's address, its weights', and their number."""
+    def alone(self) -> _Part:
+        """The only layer, as C++ has it; valid while this object lives."""
         (program,) = self._held
-        return program.address, self._weights, len(self._weights)
+        return _Part(program.address, ctypes.addressof(self._weights), len(self._weights))
 
     def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs], taps: Taps = ()) -> Tensor:
         """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H] (of a draft
-        head's pick: [1, T]). taps: some of these layers, ascending; each is handed what enters its layer, [1, T, H].
+        head's scores: [1, T, D]). taps: some of these layers, ascending; each is handed what enters it, [1, T, H].
 
         Their attention asks `now`. Raises what attention in Python raised, else RuntimeError.
         """
@@ -125,37 +126,64 @@ class RunnableLayers:
         return out
 
 
-class RunnableChain:
-    """A draft head's pass (hidden [1, T, H], tokens, positions, cos, sin -> hidden) and its pick (hidden -> tokens) in
-    turn, behind a first pass over what its rows have not read yet.
+class RunnableDrafts:
+    """A draft head's pass (hidden [1, T, H], tokens, positions, cos, sin -> hidden [1, T, H]) and its scores (hidden ->
+    logits [1, T, D], float32) in turn: all that is drafted in a round, behind what its rows have not read yet.
 
-    firsts: a pass of one token, and one of any number from two on; reads: that of a token a row. Each is one program.
+    passes, scores: a program for one token, and one for more. to_target [D]: the target's ids of what is scored. top:
+    the address of toolkit_top_log_probs.
     """
 
     def __init__(
-        self, firsts: tuple[RunnableLayers, RunnableLayers], reads: RunnableLayers, picks: RunnableLayers
+        self, passes: Sequence[RunnableLayers], scores: Sequence[RunnableLayers], to_target: Tensor, top: int
     ) -> None:
-        self._held = firsts, reads, picks
-        self._one, self._many = (first.alone() for first in firsts)
-        self._pass, self._pick = reads.alone(), picks.alone()
+        self._held = [*passes, *scores]
+        self._passes, self._scores = _parts(passes), _parts(scores)
+        self._to_target, self._top = to_target.contiguous(), top
 
-    def __call__(self, given: Inputs, roots: Sequence[int], lengths: Sequence[int], steps: int) -> Tensor:
+    def __call__(
+        self,
+        given: Inputs,
+        roots: Sequence[int],
+        lengths: Sequence[int],
+        shape: DraftShape,
+        kept: Sequence[DraftShape | None] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """given: hidden [1, B * N, H] and tokens [1, B * N] of the first pass, which attends as `now` says, in C++;
         positions [L], cos and sin [L, 1, hd] of all passes, one behind the other. roots [B]: the tokens of the first
-        pass behind which the chains begin; lengths [B]: what each row has read then. -> tokens [steps, B].
+        pass behind which is drafted; lengths [B]: what each row has read then. kept: the part of `shape` that each row
+        keeps; None: all of it. -> all candidates, as `draft_beams` has them: tokens, parents and scores [B, C].
 
         Raises RuntimeError.
         """
-        rows, library, message = len(roots), runner(), ctypes.create_string_buffer(MESSAGE_SIZE)
-        drafts, others = torch.empty(steps, rows, dtype=torch.long), _addresses(_handles([*given]))
-        failed = library.toolkit_run_chain(
-            *self._pick, *(self._one if given[1].shape[1] == 1 else self._many), *self._pass, others, _numbers(roots),
-            _numbers(lengths), steps, ctypes.byref(now.call), drafts.data_ptr(), message, MESSAGE_SIZE,
+        rows, message = len(roots), ctypes.create_string_buffer(MESSAGE_SIZE)
+        limits = (None, None) if kept is None else (_numbers(values) for values in zip(*map(_sizes, kept), strict=True))
+        tokens, parents = torch.empty(2, rows, candidates(shape.num_steps, shape.top_k), dtype=torch.long)
+        scores, others = torch.empty(tokens.shape), _addresses(_handles([*given]))
+        failed = runner().toolkit_run_drafts(
+            self._passes, self._scores, self._top, self._to_target.data_ptr(), others, _numbers(roots),
+            _numbers(lengths), shape.num_steps, shape.top_k, *limits, ctypes.byref(now.call), tokens.data_ptr(),
+            parents.data_ptr(), scores.data_ptr(), message, MESSAGE_SIZE,
         )  # fmt: skip
-        library.toolkit_free_tensors(others, len(others))
+        runner().toolkit_free_tensors(others, len(others))
         if failed:
-            raise RuntimeError(f"a compiled draft chain failed: {message.value.decode(errors='replace')}")
-        return drafts
+            raise RuntimeError(f"compiled drafting failed: {message.value.decode(errors='replace')}")
+        return tokens, parents, scores
+
+
+def _parts(layers: Sequence[RunnableLayers]) -> Any:
+    return (_Part * len(layers))(*(one.alone() for one in layers))
+
+
+def _sizes(shape: DraftShape | None) -> tuple[int, int]:
+    """Branches and levels."""
+    return (0, 0) if shape is None else (shape.top_k, shape.num_steps)
+
+
+class _Part(ctypes.Structure):
+    """A program, its weights, and how many."""
+
+    _fields_ = (("program", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("count", ctypes.c_int64))
 
 
 def _numbers(values: Sequence[int]) -> Any:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,29 +28,19 @@ from toolkit.infer.attention.attention_plan import prompt_plan
 from toolkit.infer.attention.page_pool import PagePool
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
-from toolkit.infer.drafters.beams import draft_beams
+from toolkit.infer.drafters.beams import draft_beams, levels_of
 from toolkit.infer.drafters.draft_picks import BestPicks, Draws, Picks, picks_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
 from toolkit.infer.drafters.expansion import Expansion, HeadReader
 from toolkit.infer.drafters.hindsight import ranks_in_hindsight
-from toolkit.infer.drafters.pending import Pending
+from toolkit.infer.drafters.pending import Pending, Unread
 from toolkit.infer.errors import DraftShapeError
 from toolkit.infer.request import Request
 from toolkit.infer.verify import Walk
 from toolkit.target.load import Target
 
 CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
-
-
-class Unread(NamedTuple):
-    """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how many
-    positions it has read before, and how many are pending (what lies behind those is left over)."""
-
-    tokens: Tensor
-    hidden: Tensor
-    before: list[int]
-    counts: list[int]
 
 
 class AutoregressiveDrafter:
@@ -178,8 +167,8 @@ class AutoregressiveDrafter:
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
         picks = picks_for(requests, self.to_target, self._draws)
         unread = self._unread(requests)
-        if (drafts := self._best_chain(requests, unread, shape, picks)) is not None:
-            return chain_tree(roots, drafts, kept_of_chain(own))
+        if (tree := self._drafted_at_once(requests, unread, roots, shape, own, picks)) is not None:
+            return tree
         nodes = self._read_pending(unread, room=room_for(shape))
         tree = self.tree_from(nodes, roots, shape, own, picks)
         self._finish(nodes, requests)
@@ -193,9 +182,8 @@ class AutoregressiveDrafter:
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, picks)
             return chain_tree(roots, drafts, kept_of_chain(own), picks.proposal())
-        limits = None if all(one in (None, shape) for one in own) else own
-        found = draft_beams(nodes, shape, limits, self.to_target)
-        return rerank(roots, *found, [1 if one is None else one.num_draft_tokens for one in own], shape.num_steps)
+        found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
+        return rerank(roots, *found, kept_of_tree(own), shape.num_steps)
 
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         """Roots only. Now and then the head reads what was committed meanwhile."""
@@ -245,18 +233,30 @@ class AutoregressiveDrafter:
         tokens, hidden, before, counts = unread
         return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(tokens)], before, counts, room)
 
-    def _best_chain(
-        self, requests: Sequence[Request], unread: Unread, shape: DraftShape, picks: Picks
-    ) -> Tensor | None:
-        """The most probable chains of target ids [B, num_steps], read and drafted in one call; None where that is not
-        to be had, or not wanted."""
-        if self.reader.compiled is None or not shape.is_chain or not isinstance(picks, BestPicks):
+    def _drafted_at_once(
+        self,
+        requests: Sequence[Request],
+        unread: Unread,
+        roots: Tensor,
+        shape: DraftShape,
+        own: Sequence[DraftShape | None],
+        picks: Picks,
+    ) -> DraftTree | None:
+        """As tree_from, read and drafted in one call; None where that is not to be had."""
+        compiled = self.reader.compiled
+        if compiled is None or (shape.is_chain and not isinstance(picks, BestPicks)):
             return None
-        drafts = self.reader.compiled.best_chain(*unread, shape.num_steps, self.reader.caches[0])
-        if drafts is not None:
-            self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
-            self._note_read(requests)
-        return drafts
+        limits = None if shape.is_chain else limits_of(own, shape)
+        found = compiled.candidates(unread, self.reader.caches[0], shape, limits)
+        if found is None:
+            return None
+        self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
+        self._note_read(requests)
+        tokens, parents, scores = found
+        if shape.is_chain:
+            return chain_tree(roots, tokens, kept_of_chain(own))
+        levels = levels_of(shape, self._device)
+        return rerank(roots, tokens, parents, levels, scores, kept_of_tree(own), shape.num_steps)
 
     def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""
@@ -288,6 +288,16 @@ class AutoregressiveDrafter:
 def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
     """How many drafts of a chain each row keeps."""
     return [0 if one is None else one.num_steps for one in own]
+
+
+def kept_of_tree(own: Sequence[DraftShape | None]) -> list[int]:
+    """How many nodes of a tree each row keeps, its root included."""
+    return [1 if one is None else one.num_draft_tokens for one in own]
+
+
+def limits_of(own: Sequence[DraftShape | None], shape: DraftShape) -> Sequence[DraftShape | None] | None:
+    """What each row keeps of `shape`; None where none that is drafted for keeps less."""
+    return None if all(one in (None, shape) for one in own) else own
 
 
 def room_for(shape: DraftShape) -> int:

@@ -54,7 +54,7 @@ def draft_beams(
         beams = total + chosen
         total += k * k
     tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return tokens, above, _levels(steps, k, device), scores
+    return tokens, above, levels_of(shape, device), scores
 
 
 def _children(nodes: Expansion, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,8 @@ def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> T
 
 
 @lru_cache(maxsize=4096)  # kept: a recorded round reads it
-def _levels(steps: int, k: int, device: torch.device) -> Tensor:
+def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
     """The level of every candidate, [C] in level order."""
-    sizes = [candidates(1, k)] + [k * k] * (steps - 1)
+    k = shape.top_k
+    sizes = [candidates(1, k)] + [k * k] * (shape.num_steps - 1)
     return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -1,13 +1,24 @@
 """Committed positions that a head has not read yet: their target features and the tokens that follow them.
 
-Shapes: R rows, P positions held a row, W feature width, S stages of the head, H head hidden size.
+Shapes: B running rows, R rows, P positions held a row, W feature width, S stages of the head, H head hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+
+class Unread(NamedTuple):
+    """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how many
+    positions it has read before, and how many are pending (what lies behind those is left over)."""
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    before: list[int]
+    counts: list[int]
 
 
 class Pending:

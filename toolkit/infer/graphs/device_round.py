@@ -29,7 +29,7 @@ from toolkit.infer.kernels.choose import Ops
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.sampling.sampler import greedy
 from toolkit.infer.sampling.verifiers import nodes_at_once
-from toolkit.infer.verify import follow, numbers_of
+from toolkit.infer.verify import follow
 from toolkit.target.load import Target
 
 
@@ -49,7 +49,7 @@ class Machine:
 class DeviceRound:
     """The round of `rows` rows that draft `shape` (None: nothing). laws: None where all rows are greedy.
 
-    found [B, 3 + 3 * A]: what the host reads afterwards (`verify.numbers_of`).
+    followed.numbers: what the host reads afterwards.
     """
 
     def __init__(self, machine: Machine, rows: int, shape: DraftShape | None, laws: FixedLaws | None) -> None:
@@ -59,7 +59,6 @@ class DeviceRound:
         self._table = machine.state.table[:rows]
         self._span = self._table.shape[1] * machine.cache.pool.page_size
         self.followed: Followed
-        self.found: Tensor
 
     def __call__(self) -> None:
         tree = self._draft()
@@ -69,7 +68,7 @@ class DeviceRound:
         if not tree.is_chain:
             self._compact(followed)
         self._advance(followed)
-        self.followed, self.found = followed, numbers_of(tree, followed)
+        self.followed = followed
 
     def _draft(self) -> DraftTree:
         drafter, shape = self._machine.drafter, self._shape

@@ -97,7 +97,7 @@ class GraphRounds:
         self._state.take_pages(len(requests), kind.bucket)
         self._state.left[: len(requests)] = [None] * len(requests)  # known again when the last round has landed
         recorded.replay()
-        return Flight(requests, kind, recorded, standing, HostCopy(recorded.round.found[: len(requests)]))
+        return Flight(requests, kind, recorded, standing, HostCopy(recorded.round.followed.numbers[: len(requests)]))
 
     def land(self, flight: Flight, behind: Flight | None) -> Walk:
         """What the round has found; waits for it. behind: the round that was launched meanwhile."""

@@ -1,17 +1,17 @@
-"""Which implementation of each op a device gets: Triton's on a GPU, the plain torch reference elsewhere."""
+"""Which implementation of each op a device gets: Triton's on a GPU, C++'s for trees on a CPU, else plain torch."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels import paged_reference, reference, tree_reference
+from toolkit.infer.kernels import cpu_trees, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.log import get_logger
 
@@ -46,6 +46,8 @@ def ops_for(device_type: str) -> Ops:
             return REFERENCE
         logger.info("ops on %s: Triton kernels", device_type)
         return chosen
+    if device_type == "cpu" and cpu_trees.library() is not None:
+        return cpu_ops()
     logger.debug("ops on %s: plain torch", device_type)
     return REFERENCE
 
@@ -60,6 +62,16 @@ REFERENCE = Ops(
     rank_candidates=tree_reference.rank_candidates,
     paged_width=0,
 )
+
+
+def cpu_ops() -> Ops:
+    """Those of C++ beside those of torch."""
+    return replace(
+        REFERENCE,
+        top_log_probs=cpu_trees.top_log_probs,
+        follow_choices=cpu_trees.follow_choices,
+        rank_candidates=cpu_trees.rank_candidates,
+    )
 
 
 def triton_ops() -> Ops:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "amx_tiles.h"
+#include "vectors.h"
 
 namespace at {
 int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
@@ -24,74 +25,8 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int KEYS = 4, TOGETHER = LANES / KEYS;  // scored in one pass: so many keys by so many queries
 constexpr double WORTH_THREADS = 1 << 17;         // multiplications of one call; fewer are done before threads have begun
-
-typedef uint16_t bf16;
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
-
-inline Floats load(const float* from) {
-  Floats out;
-  memcpy(&out, from, sizeof out);
-  return out;
-}
-
-inline Floats load(const bf16* from) {
-  Halves halves;
-  memcpy(&halves, from, sizeof halves);
-  return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
-
-inline void store(bf16* to, Floats values) {  // to the nearest, ties to even
-  const Words bits = (Words)values;
-  const Halves out = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
-  memcpy(to, &out, sizeof out);
-}
-
-// 2 * LANES numbers as two vectors: of bfloat16 every other one in each, which needs no shuffling.
-inline void load(const float* from, Floats& a, Floats& b) {
-  a = load(from);
-  b = load(from + LANES);
-}
-
-inline void load(const bf16* from, Floats& a, Floats& b) {
-  Words words;
-  memcpy(&words, from, sizeof words);
-  a = (Floats)(words << 16);
-  b = (Floats)(words & 0xffff0000u);
-}
-
-inline void store(float* to, Floats a, Floats b) {
-  store(to, a);
-  store(to + LANES, b);
-}
-
-inline void store(bf16* to, Floats a, Floats b) {
-  const auto rounded = [](Floats values) {
-    const Words bits = (Words)values;
-    return bits + 0x7fff + ((bits >> 16) & 1);
-  };
-  const Words words = (rounded(a) >> 16) | (rounded(b) & 0xffff0000u);
-  memcpy(to, &words, sizeof words);
-}
-
-inline float sum(Floats values) {
-  float parts[LANES];
-  memcpy(parts, &values, sizeof parts);
-  for (int step = LANES / 2; step; step /= 2)
-    for (int i = 0; i < step; i++) parts[i] += parts[i + step];
-  return parts[0];
-}
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -130,21 +65,6 @@ inline Floats sums_of(const Floats (&of)[TOGETHER][KEYS]) {
   return SHUFFLED(folded[0], folded[1], 0, 1, 2, 3, 8, 9, 10, 11) +
          SHUFFLED(folded[0], folded[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #endif
-}
-
-// e^x for x <= 0, within 2 units in the last place; 0 up to -87, nan for nan. (Cephes' polynomial on [-ln2/2, ln2/2].)
-inline Floats exponential(Floats x) {
-  const float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-  const Floats whole = (x * 1.44269504f + ROUND) - ROUND;
-  const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats e = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  e = e * rest + 8.3334519073e-3f;
-  e = e * rest + 4.1665795894e-2f;
-  e = e * rest + 1.6666665459e-1f;
-  e = e * rest + 5.0000001201e-1f;
-  e = e * rest * rest + rest + 1.0f;
-  const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  return (Floats)((Ints)(e * (Floats)power) & ~(x <= -87.0f));
 }
 
 struct Strides {  // of [B, heads, N, D] tensors whose D lies side by side

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.target.compile_cpp import cpu_flags, load_cpp
+from toolkit.target.compile_cpp import has_vectors, load_cpp
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-NEEDED = ("avx2", "fma")
 FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
 # The tensors, lengths and mask; B, N, M, Hq, Hkv, D, a row of the cache, and the strides of q, k and v; the scaling.
 ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
@@ -27,9 +26,7 @@ ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if any(flag not in cpu_flags() for flag in NEEDED):
-        return None
-    library = load_cpp(SOURCE)
+    library = load_cpp(SOURCE) if has_vectors() else None
     if library is not None:
         for name in FUNCTIONS.values():
             getattr(library, name).argtypes, getattr(library, name).restype = ARGUMENTS, None

@@ -6,6 +6,7 @@ Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -13,33 +14,59 @@ import torch
 from torch import Tensor
 
 
-class Followed(NamedTuple):
+@dataclass(frozen=True)
+class Followed:
     """The accepted path of every row, root first; entries behind a row's own path are those of node 0.
 
-    path: nodes [B, A]. tokens: the choice at each [B, A]. ranks: which child of its parent each is, from 0 [B, A].
-    accepted: drafts on the path [B]. All int64.
+    numbers [B, 3 + 3 * A] int64: all of it side by side, which the host reads at once:
+
+        accepted | offered | depth_offered | path .. | tokens .. | ranks ..
     """
 
-    path: Tensor
-    tokens: Tensor
-    ranks: Tensor
-    accepted: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, longest: int, device: torch.device) -> Followed:
+        return cls(torch.empty(rows, 3 + 3 * longest, dtype=torch.long, device=device))
+
+    @property
+    def accepted(self) -> Tensor:
+        """[B]: drafts on the path. (Beside it: those of the tree, and the deepest one's depth.)"""
+        return self.numbers[:, 0]
+
+    @property
+    def path(self) -> Tensor:
+        """[B, A]: nodes."""
+        return self.numbers[:, 3:].chunk(3, dim=1)[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, A]: the choice at each. (Behind them: which child of its parent each node is, from 0.)"""
+        return self.numbers[:, 3:].chunk(3, dim=1)[1]
 
 
 def follow_choices(
-    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int, is_chain: bool = False
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    choices: Tensor,
+    longest: int,
+    is_chain: bool = False,
 ) -> Followed:
     """Step from the root to the child that carries the token chosen at its parent, until there is none.
 
-    tokens, parents (-1 at the root), choices: [B, N] int64. mask [B, N, N] bool: a node's row
+    tokens, parents (-1 at the root), depths, choices: [B, N] int64. mask [B, N, N] bool: a node's row
     marks it and its ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens. is_chain: each node's
-    parent is the one before it, which is all that is read of parents and mask then.
+    parent is the one before it, which is all that is read of parents, depths and mask then.
     """
+    offered = valid.sum(dim=1) - 1
     if is_chain:
         accepted = ((tokens[:, 1:] == choices[:, :-1]) & valid[:, 1:]).cumprod(dim=1).sum(dim=1)
         number = node_numbers(longest, choices.device)
         path = number * (number <= accepted[:, None])
-        return Followed(path, choices.gather(1, path), torch.zeros_like(path), accepted)
+        return _side_by_side(accepted, offered, offered, path, choices, torch.zeros_like(path))
     nodes = tokens.shape[1]
     hit = tokens == choices.gather(1, parents.clamp(min=0))
     hit &= valid
@@ -51,7 +78,15 @@ def follow_choices(
     path = path.masked_fill(path == nodes, 0)
     same = parents[:, :, None] == parents[:, None, :]
     ranks = (same & valid[:, None]).tril(diagonal=-1).sum(dim=-1)
-    return Followed(path, choices.gather(1, path), ranks.gather(1, path), on_path.sum(dim=1) - 1)
+    deepest = depths.masked_fill(~valid, 0).max(dim=1).values
+    return _side_by_side(on_path.sum(dim=1) - 1, offered, deepest, path, choices, ranks.gather(1, path))
+
+
+def _side_by_side(
+    accepted: Tensor, offered: Tensor, deepest: Tensor, path: Tensor, choices: Tensor, ranks: Tensor
+) -> Followed:
+    numbers = torch.stack((accepted, offered, deepest), dim=1)
+    return Followed(torch.cat((numbers, path, choices.gather(1, path), ranks), dim=1))
 
 
 @cache  # for good: recorded rounds read it

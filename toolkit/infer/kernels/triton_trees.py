@@ -19,7 +19,7 @@ LANES = 128  # candidates that one program makes nodes of
 
 
 @triton.jit
-def _follow(tokens, parents, valid, choices, path, chosen, ranks, accepted, nodes, longest, lanes: tl.constexpr):
+def _follow(tokens, parents, depths, valid, choices, numbers, nodes, longest, lanes: tl.constexpr):
     """One row: from node to node; each step looks at all nodes at once for the child that carries the choice."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, lanes)
@@ -27,10 +27,13 @@ def _follow(tokens, parents, valid, choices, path, chosen, ranks, accepted, node
     token = tl.load(tokens + row * nodes + node, mask=inside, other=0)
     parent = tl.load(parents + row * nodes + node, mask=inside, other=-1)
     real = inside & (tl.load(valid + row * nodes + node, mask=inside, other=0) != 0)
+    depth_of = tl.load(depths + row * nodes + node, mask=real, other=0)
     of_root = tl.load(choices + row * nodes)
-    tl.store(path + row * longest, row * 0)
-    tl.store(chosen + row * longest, of_root)
-    tl.store(ranks + row * longest, row * 0)
+    numbers += row * (3 + 3 * longest)
+    path, chosen, ranks = numbers + 3, numbers + 3 + longest, numbers + 3 + 2 * longest
+    tl.store(path, row * 0)
+    tl.store(chosen, of_root)
+    tl.store(ranks, row * 0)
     at, choice, taken = tl.min(node, axis=0), of_root, tl.min(node, axis=0)
     for depth in range(1, longest):
         sibling = real & (parent == at)
@@ -41,25 +44,34 @@ def _follow(tokens, parents, valid, choices, path, chosen, ranks, accepted, node
         at = tl.where(goes_on, found, at)
         choice = tl.load(choices + row * nodes + at)
         taken += goes_on.to(tl.int32)
-        tl.store(path + row * longest + depth, tl.where(goes_on, at, 0).to(tl.int64))
-        tl.store(chosen + row * longest + depth, tl.where(goes_on, choice, of_root))
-        tl.store(ranks + row * longest + depth, tl.where(goes_on, rank, 0))
-    tl.store(accepted + row, taken.to(tl.int64))
+        tl.store(path + depth, tl.where(goes_on, at, 0).to(tl.int64))
+        tl.store(chosen + depth, tl.where(goes_on, choice, of_root))
+        tl.store(ranks + depth, tl.where(goes_on, rank, 0))
+    tl.store(numbers, taken.to(tl.int64))
+    tl.store(numbers + 1, tl.sum(real.to(tl.int64), axis=0) - 1)
+    tl.store(numbers + 2, tl.max(depth_of, axis=0))
 
 
 def follow_choices(
-    tokens: Tensor, parents: Tensor, mask: Tensor, valid: Tensor, choices: Tensor, longest: int, is_chain: bool = False
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    choices: Tensor,
+    longest: int,
+    is_chain: bool = False,
 ) -> Followed:
-    """tokens, parents, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes; the parents say it all."""
+    """tokens, parents, depths, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes; the parents say
+    where they lead."""
     rows, nodes = tokens.shape
-    path, chosen, ranks = (torch.empty(rows, longest, dtype=torch.long, device=tokens.device) for _ in range(3))
-    accepted = torch.empty(rows, dtype=torch.long, device=tokens.device)
-    tokens, parents, valid, choices = (one.contiguous() for one in (tokens, parents, valid, choices))
+    followed = Followed.empty(rows, longest, tokens.device)
+    tokens, parents, depths, valid, choices = (one.contiguous() for one in (tokens, parents, depths, valid, choices))
     _follow[(rows,)](
-        tokens, parents, valid.view(torch.uint8), choices, path, chosen, ranks, accepted, nodes, longest,
+        tokens, parents, depths, valid.view(torch.uint8), choices, followed.numbers, nodes, longest,
         lanes=max(16, triton.next_power_of_2(nodes)), num_warps=1 if nodes <= 64 else 4,
     )  # fmt: skip
-    return Followed(path, chosen, ranks, accepted)
+    return followed
 
 
 @triton.jit

@@ -1,0 +1,161 @@
+// Draft trees on a CPU: the best children, the tree of the best candidates, the walk. tree_reference.py and reference.py
+// define what each of them gives; PyTorch's operators do the same in dozens of calls.
+//
+// Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order, V scores.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "vectors.h"
+
+namespace at {
+int get_num_threads();  // of the calling thread, as torch.set_num_threads left it
+}
+
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t WORTH_THREADS = 1 << 16;  // scores that are looked at before threads would have begun
+
+// The last of V numbers, and `rest` behind them.
+inline Floats load_some(const float* from, int64_t count, float rest) {
+  Floats out = Floats{} + rest;
+  memcpy(&out, from, 4 * count);
+  return out;
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float largest(Floats values) {
+  float parts[LANES];
+  memcpy(parts, &values, sizeof parts);
+  return *std::max_element(parts, parts + LANES);
+}
+
+// ln of the sum of e^x; nan where an x is nan or +inf, or all are -inf.
+float log_sum_exp(const float* x, int64_t V) {
+  const int64_t whole = V - V % LANES;
+  Floats most = load_some(x + whole, V - whole, NOTHING);
+  for (int64_t v = 0; v < whole; v += LANES) most = larger(load(x + v), most);
+  const float top = largest(most);
+  Floats sums = exponential(load_some(x + whole, V - whole, NOTHING) - top);
+  for (int64_t v = 0; v < whole; v += LANES) sums += exponential(load(x + v) - top);
+  return top + std::log(sum(sums));
+}
+
+// The k largest of x, the earlier one of equals first; nan counts as -inf.
+void best_of(const float* x, int64_t V, int64_t k, float* values, int64_t* ids) {
+  int64_t held = 0;
+  const auto look = [&](int64_t v) {
+    const float value = x[v] == x[v] ? x[v] : NOTHING;
+    if (held == k && !(value > values[k - 1])) return;
+    int64_t at = held < k ? held++ : k - 1;
+    for (; at > 0 && value > values[at - 1]; at--) {
+      values[at] = values[at - 1];
+      ids[at] = ids[at - 1];
+    }
+    values[at] = value;
+    ids[at] = v;
+  };
+  constexpr int64_t BLOCK = 4 * LANES;
+  int64_t v = 0;
+  for (; v < std::min(k, V); v++) look(v);
+  for (; v + BLOCK <= V; v += BLOCK) {
+    const Floats a = larger(load(x + v), load(x + v + LANES));
+    const Floats b = larger(load(x + v + 2 * LANES), load(x + v + 3 * LANES));
+    if (!(largest(larger(a, b)) > values[k - 1])) continue;
+    for (int64_t i = v; i < v + BLOCK; i++) look(i);
+  }
+  for (; v < V; v++) look(v);
+}
+
+}  // namespace
+
+// logits [R, V] -> log-probabilities and ids of the k best, [R, k]; k <= V.
+extern "C" void toolkit_top_log_probs(const float* logits, int64_t R, int64_t V, int64_t k, float* scores,
+                                      int64_t* ids) {
+#pragma omp parallel for num_threads(at::get_num_threads()) if (R > 1 && R * V >= WORTH_THREADS)
+  for (int64_t r = 0; r < R; r++) {
+    const float* row = logits + r * V;
+    best_of(row, V, k, scores + r * k, ids + r * k);
+    const float whole = log_sum_exp(row, V);
+    for (float* at = scores + r * k; at < scores + (r + 1) * k; at++) {
+      const float score = *at - whole;
+      *at = score == score ? std::min(score, 0.0f) : NOTHING;
+    }
+  }
+}
+
+// `tree_reference.rank_candidates`: C candidates of every row -> trees of `count` of them and the root. limits [B]: as
+// `nodes` there; null where all rows have count + 1.
+extern "C" void toolkit_rank_candidates(const int64_t* roots, const int64_t* tokens, const int64_t* parents,
+                                        const int64_t* levels, const float* scores, const int64_t* limits, int64_t B,
+                                        int64_t C, int64_t count, int64_t* node_tokens, int64_t* node_parents,
+                                        int64_t* depths, bool* mask, bool* valid) {
+  const int64_t N = count + 1;
+  std::vector<int64_t> order(C), node_of(C);
+  std::vector<bool> good(C);
+  for (int64_t b = 0; b < B; b++, tokens += C, parents += C, scores += C) {
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t one, int64_t other) {
+      return scores[one] > scores[other] || (scores[one] == scores[other] && one < other);
+    });
+    for (int64_t rank = 0; rank < count; rank++)
+      good[order[rank]] = !limits || (rank < limits[b] - 1 && scores[order[rank]] > NOTHING);
+    std::sort(order.begin(), order.begin() + count);
+    const auto put = [&](int64_t node, int64_t token, int64_t parent, int64_t depth, bool real) {
+      node_tokens[b * N + node] = token;
+      node_parents[b * N + node] = parent;
+      depths[b * N + node] = depth;
+      valid[b * N + node] = real;
+      bool* sees = mask + (b * N + node) * N;
+      if (real && parent >= 0)
+        memcpy(sees, mask + (b * N + parent) * N, N);
+      else
+        memset(sees, 0, N);
+      sees[node] = true;
+    };
+    put(0, roots[b], -1, 0, true);
+    for (int64_t node = 1; node < N; node++) {
+      const int64_t from = order[node - 1];
+      node_of[from] = node;
+      put(node, tokens[from], parents[from] < 0 ? 0 : node_of[parents[from]], levels[from], good[from]);
+    }
+  }
+}
+
+// `tree_reference.follow_choices`; parents and depths null: chains. numbers [B, 3 + 3 * A] as `Followed` has them.
+extern "C" void toolkit_follow_choices(const int64_t* tokens, const int64_t* parents, const int64_t* depths,
+                                       const bool* valid, const int64_t* choices, int64_t B, int64_t N, int64_t A,
+                                       int64_t* numbers) {
+  for (int64_t b = 0; b < B; b++, tokens += N, valid += N, choices += N, numbers += 3 + 3 * A) {
+    int64_t *path = numbers + 3, *chosen = path + A, *ranks = chosen + A, accepted = 0, offered = 0, deepest = 0;
+    std::fill(path, path + A, 0);
+    std::fill(chosen, chosen + A, choices[0]);
+    std::fill(ranks, ranks + A, 0);
+    int64_t at = 0, rank = 0;
+    for (int64_t node = 1; node < N; node++) {  // parents come before their children
+      if (!valid[node]) continue;
+      offered++;
+      deepest = std::max(deepest, depths ? depths[b * N + node] : node);
+      if ((parents ? parents[b * N + node] : node - 1) != at) continue;
+      if (tokens[node] != choices[at]) {
+        rank++;
+        continue;
+      }
+      if (++accepted < A) {
+        path[accepted] = node;
+        chosen[accepted] = choices[node];
+        ranks[accepted] = rank;
+      }
+      at = node;
+      rank = 0;
+    }
+    numbers[0] = accepted;
+    numbers[1] = offered;
+    numbers[2] = deepest;
+  }
+}

@@ -1,0 +1,109 @@
+"""Draft trees on a CPU, each op in one call of C++ (cpu_trees.cpp): `tree_reference` and `reference.top_log_probs`.
+
+Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order, V scores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.kernels.tree_reference import Followed, Ranked
+from toolkit.target.compile_cpp import has_vectors, load_cpp
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# The functions' arguments: p an address, n a number.
+ARGUMENTS = {
+    "toolkit_top_log_probs": "pnnnpp",
+    "toolkit_rank_candidates": "ppppppnnnppppp",
+    "toolkit_follow_choices": "pppppnnnp",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None, and the log says why, where this machine has none."""
+    found = load_cpp(SOURCE) if has_vectors() else None
+    if found is not None:
+        for name, kinds in ARGUMENTS.items():
+            function = getattr(found, name)
+            function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+            function.restype = None
+    return found
+
+
+def address(name: str) -> int | None:
+    """Of one of the functions, for other C++; None where there are none."""
+    found = library()
+    # Not the attribute, in whose place a measurement may have put a function of Python.
+    return None if found is None else ctypes.cast(found[name], ctypes.c_void_p).value
+
+
+def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """logits [..., V] -> the k best log-probabilities and their ids, [..., k]."""
+    logits = logits.float().contiguous()
+    size = logits.shape[-1]
+    scores = logits.new_empty(*logits.shape[:-1], k)
+    ids = torch.empty(scores.shape, dtype=torch.long)
+    _loaded().toolkit_top_log_probs(
+        logits.data_ptr(), logits.numel() // size, size, k, scores.data_ptr(), ids.data_ptr()
+    )
+    return scores, ids
+
+
+def rank_candidates(
+    roots: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    scores: Tensor,
+    nodes: Sequence[int],
+    deepest: int,
+) -> Ranked:
+    """roots [B], tokens, parents, scores [B, C], levels [C]; row b keeps nodes[b] - 1 candidates -> its tree."""
+    rows, found = tokens.shape
+    count = min(max(nodes) - 1, found)
+    limits = None if min(nodes) == max(nodes) else torch.tensor(nodes)
+    size = (rows, count + 1)
+    node_tokens, node_parents, depths = (torch.empty(size, dtype=torch.long) for _ in range(3))
+    mask, valid = torch.empty(*size, count + 1, dtype=torch.bool), torch.empty(size, dtype=torch.bool)
+    ranked = Ranked(node_tokens, node_parents, depths, mask, valid)
+    given = [one.contiguous() for one in (roots, tokens, parents, levels, scores)]
+    _loaded().toolkit_rank_candidates(
+        *(one.data_ptr() for one in given), _address(limits), rows, found, count, *(one.data_ptr() for one in ranked)
+    )
+    return ranked
+
+
+def follow_choices(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    choices: Tensor,
+    longest: int,
+    is_chain: bool = False,
+) -> Followed:
+    """tokens, parents, depths, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes."""
+    rows, nodes = tokens.shape
+    followed = Followed.empty(rows, longest, tokens.device)
+    of_tree = (None, None) if is_chain else (parents.contiguous(), depths.contiguous())
+    given = (tokens.contiguous(), *of_tree, valid.contiguous(), choices.contiguous())
+    _loaded().toolkit_follow_choices(*map(_address, given), rows, nodes, longest, followed.numbers.data_ptr())
+    return followed
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _loaded() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "choose.py has looked"
+    return found
