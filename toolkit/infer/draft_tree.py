@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -185,14 +186,19 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
-    device = tokens.device
-    at, mask = node_numbers(nodes, device).expand(rows, nodes), chain_mask(nodes, device).expand(rows, nodes, nodes)
-    if min(counts) == nodes - 1:
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-    else:
-        valid = at <= torch.tensor(counts, device=device)[:, None]
+    parents, depths, mask, valid = _whole_chains(rows, nodes, tokens.device)
+    if min(counts) < nodes - 1:
+        valid = depths <= torch.tensor(counts, device=tokens.device)[:, None]
         mask = without_padding(mask, valid)
-    return DraftTree(tokens, at - 1, at, mask, valid, nodes - 1, True, proposal)
+    return DraftTree(tokens, parents, depths, mask, valid, nodes - 1, True, proposal)
+
+
+@cache  # for good: recorded rounds read it
+def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, depths, mask and valid of chains that keep all their drafts."""
+    depths = node_numbers(nodes, device).expand(rows, nodes)
+    valid = torch.ones(rows, nodes, dtype=torch.bool, device=device)
+    return depths - 1, depths, chain_mask(nodes, device).expand(rows, nodes, nodes), valid
 
 
 def rerank(

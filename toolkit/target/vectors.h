@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -66,6 +68,14 @@ inline void store(float* to, Floats a, Floats b) {
 inline void store(bf16* to, Floats a, Floats b) {
   const Words words = (rounded(a) >> 16) | (rounded(b) & 0xffff0000u);
   memcpy(to, &words, sizeof words);
+}
+
+inline bool any(Ints values) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)values, (__m512i)values);
+#else
+  return !_mm256_testz_si256((__m256i)values, (__m256i)values);
+#endif
 }
 
 inline float sum(Floats values) {

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from toolkit.infer.kernels import cpu_trees
+from toolkit.infer.kernels import cpu_choices
 from toolkit.infer.kernels.choose import ops_for
 
 REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
@@ -105,7 +105,7 @@ def _address(tensor: Tensor) -> int:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """What C++ of ours does on a CPU no recording sees: its ops are torch's meanwhile."""
-    monkeypatch.setattr(cpu_trees, "library", lambda: None)
+    monkeypatch.setattr(cpu_choices, "library", lambda: None)
     ops_for.cache_clear()
     yield Recording()
     ops_for.cache_clear()

@@ -335,7 +335,7 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
 }
 
 
-CPU_GROUPS = ("follow_choices", "rank_candidates", "top_log_probs")
+CPU_GROUPS = ("argmax", "follow_choices", "rank_candidates", "top_log_probs")
 
 
 def compare(device: str, kernels: Ops, groups: Iterable[str]) -> Iterator[tuple[str, int, str | None]]:

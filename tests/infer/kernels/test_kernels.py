@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from toolkit.infer.kernels import cpu_trees
+from toolkit.infer.kernels import cpu_choices
 from toolkit.infer.kernels.choose import REFERENCE, cpu_ops, ops_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -65,8 +65,8 @@ def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     assert found["count"] == ALL[group][0]
 
 
-@pytest.mark.skipif(cpu_trees.library() is None, reason="needs a C++ compiler and AVX2")
-@pytest.mark.parametrize("group", ["follow_choices", "rank_candidates", "top_log_probs"])
+@pytest.mark.skipif(cpu_choices.library() is None, reason="needs a C++ compiler and AVX2")
+@pytest.mark.parametrize("group", ["argmax", "follow_choices", "rank_candidates", "top_log_probs"])
 def test_op_in_cpp_equals_reference(group: str) -> None:
     """The same cases as a GPU's kernels; outputs poisoned."""
     found = outcomes("compare", "c++")[group]

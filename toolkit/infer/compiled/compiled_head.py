@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.attention_plan import FEW, AttentionPlan, TreePlan, tree_plan
+from toolkit.infer.attention.attention_plan import FEW, AttentionPlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
 from toolkit.infer.compiled.compiled_layers import allowed_difference
 from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
@@ -31,7 +31,7 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.drafters.pending import Unread
 from toolkit.infer.errors import CompileError
-from toolkit.infer.kernels import cpu_trees
+from toolkit.infer.kernels import cpu_choices
 from toolkit.infer.kernels.tree_reference import chain_mask
 from toolkit.models.rope import Rope
 
@@ -84,7 +84,7 @@ class CompiledHead:
         self._head = head
         self._passes = [self._compiled_pass(HeadPass(head, stage, embed), dtype) for stage in range(head.stages)]
         self._drafts: RunnableDrafts | None = None
-        top = cpu_trees.address("toolkit_top_log_probs")
+        top = cpu_choices.address("toolkit_top_log_probs")
         if head.stages == 1 and top is not None:  # another stage first reads what the first has read
             scores = self._compiled_scores(HeadScores(head), dtype)
             self._drafts = RunnableDrafts([*self._passes[0].values()], [*scores.values()], to_target, top)
@@ -115,23 +115,25 @@ class CompiledHead:
         None, and nothing is read, where it takes more than one call: more stages, or attention that is not C++'s.
         """
         tokens, hidden, before, counts = unread
-        (rows, pending), beams = tokens.shape, shape.top_k
-        farthest = max(before) + pending + shape.num_steps * beams  # no key lies further out
+        (rows, pending), steps, beams = tokens.shape, shape.num_steps, shape.top_k
+        farthest = max(before) + pending + steps * beams  # no key lies further out
         window = self._head.config.sliding_window
         if self._drafts is None or max(pending, beams) > FEW or (window is not None and window < farthest):
             return None
         assert min(counts) >= 1, "the state at a row's last token is what its drafts begin with"
         plan = tree_plan(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
-        if not isinstance(plan, TreePlan) or not plan.for_cpp():
-            return None
-        lengths = [held + count for held, count in zip(before, counts, strict=True)]
-        levels = [length + level for level in range(shape.num_steps - 1) for length in lengths for _ in range(beams)]
-        at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
-        cos, sin = self._head.module.rope(at, hidden, farthest)
-        given = (hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous(), at, cos, sin)
-        roots = [row * pending + count - 1 for row, count in enumerate(counts)]
         now.start(plan, rows)
         try:
+            if now.call.attend is None:
+                return None
+            lengths = [held + count for held, count in zip(before, counts, strict=True)]
+            levels = [
+                length + level for level in range(shape.num_steps - 1) for length in lengths for _ in range(beams)
+            ]
+            at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
+            states, chosen = hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous()
+            given = (states, chosen, at, *self._head.module.rope(at, hidden, farthest))
+            roots = [row * pending + count - 1 for row, count in enumerate(counts)]
             return self._drafts(given, roots, lengths, shape, kept)
         finally:
             now.stop()

@@ -28,7 +28,7 @@ typedef void Attend(const void* q, const void* k, const void* v, void* keys, voi
                     int64_t D, int64_t stride_row, int64_t q_row, int64_t q_head, int64_t q_node, int64_t k_row,
                     int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node, double scaling);
 
-// cpu_trees.cpp's: logits [R, V] -> log-probabilities and ids of the k best, [R, k].
+// cpu_choices.cpp's: logits [R, V] -> log-probabilities and ids of the k best, [R, k].
 typedef void TopLogProbs(const float* logits, int64_t R, int64_t V, int64_t k, float* logprobs, int64_t* ids);
 
 // What a forward's layers share, as layer_runner.py fills it in; attend null: Python attends.

@@ -148,7 +148,7 @@ class AutoregressiveDrafter:
             if not self._drafts(request):
                 pending.counts[row] = 0  # it is never read for; the newest position keeps its place
         features = self._head.features().to(self._dtype)
-        if features.shape[1] > 1:
+        if features.shape[1] > found.path.shape[1]:  # of a chain the first nodes are the path
             features = features.gather(1, found.path[:, :, None].expand(-1, -1, features.shape[2]))
         pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
 

@@ -1,4 +1,4 @@
-"""Which implementation of each op a device gets: Triton's on a GPU, C++'s for trees on a CPU, else plain torch."""
+"""Which implementation of each op a device gets: Triton kernels on a GPU, C++ for choices on a CPU, or plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels import cpu_trees, paged_reference, reference, tree_reference
+from toolkit.infer.kernels import cpu_choices, paged_reference, reference, tree_reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.log import get_logger
 
@@ -46,7 +46,7 @@ def ops_for(device_type: str) -> Ops:
             return REFERENCE
         logger.info("ops on %s: Triton kernels", device_type)
         return chosen
-    if device_type == "cpu" and cpu_trees.library() is not None:
+    if device_type == "cpu" and cpu_choices.library() is not None:
         return cpu_ops()
     logger.debug("ops on %s: plain torch", device_type)
     return REFERENCE
@@ -68,9 +68,10 @@ def cpu_ops() -> Ops:
     """Those of C++ beside those of torch."""
     return replace(
         REFERENCE,
-        top_log_probs=cpu_trees.top_log_probs,
-        follow_choices=cpu_trees.follow_choices,
-        rank_candidates=cpu_trees.rank_candidates,
+        argmax=cpu_choices.argmax,
+        top_log_probs=cpu_choices.top_log_probs,
+        follow_choices=cpu_choices.follow_choices,
+        rank_candidates=cpu_choices.rank_candidates,
     )
 
 

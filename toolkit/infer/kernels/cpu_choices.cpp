@@ -1,5 +1,5 @@
-// Draft trees on a CPU: the best children, the tree of the best candidates, the walk. tree_reference.py and reference.py
-// define what each of them gives; PyTorch's operators do the same in dozens of calls.
+// Choices from logits and draft trees on a CPU: the best token, the best children, the tree of the best candidates, the
+// walk. reference.py and tree_reference.py define what each of them gives; PyTorch's operators take many calls, or long.
 //
 // Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order, V scores.
 
@@ -18,7 +18,7 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 namespace {
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int64_t WORTH_THREADS = 1 << 16;  // scores that are looked at before threads would have begun
+constexpr int64_t WORTH_THREADS = 1 << 19;  // scores that are looked at before threads would have begun
 
 // The last of V numbers, and `rest` behind them.
 inline Floats load_some(const float* from, int64_t count, float rest) {
@@ -64,15 +64,68 @@ void best_of(const float* x, int64_t V, int64_t k, float* values, int64_t* ids) 
   int64_t v = 0;
   for (; v < std::min(k, V); v++) look(v);
   for (; v + BLOCK <= V; v += BLOCK) {
-    const Floats a = larger(load(x + v), load(x + v + LANES));
-    const Floats b = larger(load(x + v + 2 * LANES), load(x + v + 3 * LANES));
-    if (!(largest(larger(a, b)) > values[k - 1])) continue;
+    Floats most = load(x + v);
+    for (int i = 1; i < 4; i++) most = larger(load(x + v + i * LANES), most);
+    if (!any(most > values[k - 1])) continue;
     for (int64_t i = v; i < v + BLOCK; i++) look(i);
   }
   for (; v < V; v++) look(v);
 }
 
+// The largest of V numbers, the first of equals; nan counts as the largest, as in PyTorch.
+template <typename T>
+int64_t argmax(const T* x, int64_t V) {
+  constexpr int64_t BLOCK = 4 * LANES;
+  const auto at = [&](int64_t v) {
+    if constexpr (sizeof(T) == 4) return x[v];
+    const uint32_t bits = uint32_t(x[v]) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  };
+  float most = NOTHING;
+  int64_t best = 0, v = 0;
+  const auto look = [&](int64_t end) {  // false: it is known already
+    for (; v < end; v++) {
+      const float value = at(v);
+      if (value != value) return best = v, false;
+      if (value > most) {
+        most = value;
+        best = v;
+      }
+    }
+    return true;
+  };
+  while (v + BLOCK <= V) {
+    Floats a, b, c, d;
+    load(x + v, a, b);
+    load(x + v + 2 * LANES, c, d);
+    const Ints above = ~((a <= most) & (b <= most) & (c <= most) & (d <= most));  // nan is above, too
+    if (!any(above))
+      v += BLOCK;
+    else if (!look(v + BLOCK))
+      return best;
+  }
+  look(V);
+  return best;
+}
+
+template <typename T>
+void argmax_rows(const T* logits, int64_t R, int64_t V, int64_t* ids) {
+#pragma omp parallel for num_threads(at::get_num_threads()) if (R > 1 && R * V >= WORTH_THREADS)
+  for (int64_t r = 0; r < R; r++) ids[r] = argmax(logits + r * V, V);
+}
+
 }  // namespace
+
+// logits [R, V] -> the most probable tokens [R].
+extern "C" void toolkit_argmax_float32(const float* logits, int64_t R, int64_t V, int64_t* ids) {
+  argmax_rows(logits, R, V, ids);
+}
+
+extern "C" void toolkit_argmax_bfloat16(const bf16* logits, int64_t R, int64_t V, int64_t* ids) {
+  argmax_rows(logits, R, V, ids);
+}
 
 // logits [R, V] -> log-probabilities and ids of the k best, [R, k]; k <= V.
 extern "C" void toolkit_top_log_probs(const float* logits, int64_t R, int64_t V, int64_t k, float* scores,

@@ -1,4 +1,5 @@
-"""Draft trees on a CPU, each op in one call of C++ (cpu_trees.cpp): `tree_reference` and `reference.top_log_probs`.
+"""Choices from logits and draft trees on a CPU, each op in one call of C++ (cpu_choices.cpp): those of `reference` and
+`tree_reference`.
 
 Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order, V scores.
 """
@@ -13,12 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.target.compile_cpp import has_vectors, load_cpp
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # The functions' arguments: p an address, n a number.
 ARGUMENTS = {
+    "toolkit_argmax_float32": "pnnp",
+    "toolkit_argmax_bfloat16": "pnnp",
     "toolkit_top_log_probs": "pnnnpp",
     "toolkit_rank_candidates": "ppppppnnnppppp",
     "toolkit_follow_choices": "pppppnnnp",
@@ -42,6 +46,17 @@ def address(name: str) -> int | None:
     found = library()
     # Not the attribute, in whose place a measurement may have put a function of Python.
     return None if found is None else ctypes.cast(found[name], ctypes.c_void_p).value
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [..., V] -> the most probable token [...], the lowest id among equals."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        return reference.argmax(logits)
+    logits, size = logits.contiguous(), logits.shape[-1]
+    ids = torch.empty(logits.shape[:-1], dtype=torch.long)
+    function = getattr(_loaded(), f"toolkit_argmax_{str(logits.dtype).removeprefix('torch.')}")
+    function(logits.data_ptr(), ids.numel(), size, ids.data_ptr())
+    return ids
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
