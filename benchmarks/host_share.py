@@ -38,7 +38,7 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.compiled import compiled_head, compiled_layers
 from toolkit.infer.compiled.layer_program import program_for
 from toolkit.infer.engine import Engine
-from toolkit.infer.kernels import cpu_attention
+from toolkit.infer.kernels import cpu_attention, cpu_choices
 from toolkit.target import blocked_product
 
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
@@ -118,6 +118,10 @@ def named_parts(engine: Engine) -> Iterator[None]:
     named = cache(lambda program: _named(program, PROGRAM))
     for module in COMPILED:
         module.program_for = lambda tokens, programs: named(program_for(tokens, programs))
+    head = getattr(getattr(engine.drafter, "reader", None), "compiled", None)
+    drafts = None if head is None else head._drafts
+    if drafts is not None:
+        head._drafts = named(drafts)
     try:
         yield
     finally:
@@ -125,15 +129,20 @@ def named_parts(engine: Engine) -> Iterator[None]:
             setattr(library, name, function)
         for module in COMPILED:
             module.program_for = program_for
+        if drafts is not None:
+            head._drafts = drafts
         for name in PARTS:
             delattr(engine, name)
 
 
 def cpp_functions() -> list[tuple[Any, str]]:
     """Libraries that this machine has, and their functions that Python calls in a round."""
-    products, attention = blocked_product._library(), cpu_attention._library()
-    found = [(products, "toolkit_blocked_product"), *((attention, name) for name in cpu_attention.FUNCTIONS.values())]
-    return [(library, name) for library, name in found if library is not None]
+    libraries = {
+        "toolkit_blocked_product": blocked_product._library(),
+        **dict.fromkeys(cpu_attention.FUNCTIONS.values(), cpu_attention._library()),
+        **dict.fromkeys(cpu_choices.ARGUMENTS, cpu_choices.library()),
+    }
+    return [(library, name) for name, library in libraries.items() if library is not None]
 
 
 def _named(own: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def work(job: Job) -> dict[str, Any]:
         recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
         borrow_features(job.run / "features", folder / "features")
         before = time.process_time()
-        kind = TRAINERS.get(job.variant, Trainer)
+        kind = TRAINERS.get(job.variant.partition(",")[0], Trainer)
         trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
         start = {"start_processor_seconds": time.process_time() - before, "start_tokens": start_tokens(trainer)}
         return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
