@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import training_features
-from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, work
+from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, trainer_of, work
 from training_published import published_settings
 
 from toolkit.bench.records import git_commit, hardware, machine_name
@@ -57,10 +57,11 @@ def cell_of(source: str, job: Job) -> Cell:
 def training_of(job: Job) -> dict[str, Any]:
     """What decides the head that a job trains, beside its data: resolved settings and constants of the trainer."""
     train = benched(job)
-    if job.variant == "published":
+    kind = trainer_of(job.variant)
+    if kind == "published":
         train = published_settings(train)
     found = {name: value for name, value in result_settings(train).items() if name not in IDLE}
-    if job.variant == "fading features":
+    if kind == "fading features":
         found |= {"feature weight": training_features.WEIGHT, "fades": training_features.FADES}
     return found
 

@@ -62,10 +62,18 @@ def work(job: Job) -> dict[str, Any]:
         recipe = replace(job.recipe, rollouts=rollouts, train=benched(job))
         borrow_features(job.run / "features", folder / "features")
         before = time.process_time()
-        kind = TRAINERS.get(job.variant.partition(",")[0], Trainer)
+        kind = TRAINERS[trainer_of(job.variant)]
         trainer = kind(recipe, job.run / ROLLOUTS, job.run / TOKEN_MAP, folder / "train")
         start = {"start_processor_seconds": time.process_time() - before, "start_tokens": start_tokens(trainer)}
         return (trained_row(job, trainer) if job.layout is None else measured_steps(job, trainer)) | start
+
+
+def trainer_of(variant: str) -> str:
+    """The key of TRAINERS: what a variant is called, before a comma behind which other settings are named."""
+    name, comma, _ = variant.partition(",")
+    if name == "published" and comma:
+        raise SystemExit(f"variant {variant!r}: the published recipe has its own settings; choose another name")
+    return name if name in TRAINERS else "ours"
 
 
 def start_tokens(trainer: Trainer) -> int:

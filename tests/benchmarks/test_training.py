@@ -51,7 +51,7 @@ def run_folder(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
         "target": {"model": str(tiny_target_directory), "dtype": "float32"},
         "run_dir": str(folder),
         "rollouts": {"keep_features": True},
-        "train": {**train, "ttt_curriculum": [0.5], "lm_head": "frozen"},  # as the demo recipe has them
+        "train": {**train, "ttt_curriculum": [0.5], "lm_head": "frozen"},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder

@@ -60,7 +60,7 @@ def test_rerank_keeps_the_best_and_their_parents(k, steps, nodes, ties):
                 assert set(tree.mask[row, node].nonzero().flatten().tolist()) == climb(above, node)
             best = scores[row].sort(descending=True).values[: nodes - 1].sum()
             assert torch.isclose(scores[row, kept[1:]].sum(), best)
-            assert tree.depth_offered[row] == tree.depths[row].max() and tree.offered[row] == nodes - 1
+            assert tree.valid[row].all() and tree.depths[row].max() <= tree.deepest and tree.nodes == nodes
 
 
 def test_certain_chain_beside_equal_siblings():
@@ -97,17 +97,13 @@ def test_ancestor_mask_is_the_ancestor_relation():
 def test_plain_rows_of_a_batch_keep_their_root_only():
     """Padding nodes are offered to nobody, see themselves only and are not valid."""
     tree = chain_tree(torch.tensor([5, 6]), torch.tensor([[1, 2], [3, 4]]), [2, 0])
-    assert (
-        tree.tokens.tolist() == [[5, 1, 2], [6, 3, 4]]
-        and tree.offered.tolist() == [2, 0]
-        and tree.depth_offered.tolist() == [2, 0]
-    )
+    assert tree.tokens.tolist() == [[5, 1, 2], [6, 3, 4]] and tree.valid.sum(dim=1).tolist() == [3, 1]
     assert tree.valid.tolist() == [[True] * 3, [True, False, False]]
     assert tree.mask[0].tolist() == torch.ones(3, 3).tril().bool().tolist() and torch.equal(
         tree.mask[1], torch.eye(3).bool()
     )
     plain = root_only(torch.tensor([5, 6]))
-    assert plain.nodes == 1 and plain.offered.tolist() == [0, 0] and plain.parents.tolist() == [[-1], [-1]]
+    assert plain.nodes == 1 and plain.valid.all() and plain.parents.tolist() == [[-1], [-1]]
 
 
 def test_shape_reads_what_it_writes():

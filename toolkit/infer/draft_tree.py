@@ -163,16 +163,6 @@ class DraftTree:
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
-    @property
-    def offered(self) -> Tensor:
-        """[B]: drafted nodes of each row."""
-        return self.valid.sum(dim=1) - 1
-
-    @property
-    def depth_offered(self) -> Tensor:
-        """[B]: the depth of each row's deepest node."""
-        return self.depths.masked_fill(~self.valid, 0).max(dim=1).values
-
 
 def root_only(roots: Tensor) -> DraftTree:
     """Plain decoding: trees of one node; roots [B]."""

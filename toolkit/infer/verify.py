@@ -25,7 +25,8 @@ from toolkit.infer.kernels.tree_reference import Followed
 class Walk:
     """The accepted path of every row.
 
-    path [B, A]: nodes on it, root first; A = depth of the tree + 1, and entries behind a row's own path are 0.
+    path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries behind
+    a row's own path are 0.
     tokens [B, A]: the target's choice at each of them (what is committed).
 
     On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
@@ -62,10 +63,10 @@ def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | N
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
-    """The accepted paths, A = tree.deepest + 1 long, on the device."""
+    """The accepted paths on the device; A, the most nodes that one can have."""
     follow_choices = ops_for(choices.device.type).follow_choices
     parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
-    return follow_choices(*parts, choices, tree.deepest + 1, tree.is_chain)
+    return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
 
 
 def _as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:

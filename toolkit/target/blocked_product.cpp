@@ -39,13 +39,6 @@ constexpr int WIDTH = 2 * LANES;
 constexpr int64_t AHEAD = 8192;       // bytes: the core's own prefetcher stops at the end of a page
 constexpr int64_t WIDENED_ALONE = 1 << 14;  // inputs that are widened before threads would have started
 
-inline float widen(bf16 value) {
-  const uint32_t bits = uint32_t(value) << 16;
-  float out;
-  memcpy(&out, &bits, 4);
-  return out;
-}
-
 inline Words words_at(const char* at) {
   Words words;
   memcpy(&words, at, sizeof words);

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.log import get_logger
-from toolkit.target.compile_cpp import has_vectors, load_cpp
+from toolkit.target.compile_cpp import load_vectorised
 
 log = get_logger(__name__)
 
@@ -30,7 +30,7 @@ BLOCKED_DIMS = 4  # of a weight in blocks; a plain or packed one has 2
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """None on other machines than those it was written for, and where it cannot be compiled."""
-    library = load_cpp(SOURCE) if has_vectors() else None
+    library = load_vectorised(SOURCE)
     if library is not None:
         library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None

@@ -52,11 +52,6 @@ def cpu_flags() -> tuple[str, ...]:
     return tuple(sorted(flags.partition(":")[2].split()))
 
 
-def has_vectors() -> bool:
-    """Whether this CPU has the vectors that vectors.h is written for (AVX2, or AVX512)."""
-    return all(flag in cpu_flags() for flag in ("avx2", "fma"))
-
-
 def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
     """The library of one C++ file; None, and the log says why and what `instead`, where it cannot be made.
 
@@ -80,6 +75,22 @@ def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
     except (OSError, TargetError) as error:
         log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, instead)
     return None
+
+
+def has_vectors() -> bool:
+    """Whether this CPU has the vectors that vectors.h is written for (AVX2, or AVX512)."""
+    return all(flag in cpu_flags() for flag in ("avx2", "fma"))
+
+
+def load_vectorised(source: Path) -> ctypes.CDLL | None:
+    """As load_cpp, of a file that includes vectors.h; None also on a CPU without them."""
+    return load_cpp(source) if has_vectors() else None
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int | None:
+    """Of one of its functions, for other C++."""
+    # Not the attribute, in whose place a measurement may have put a function of Python.
+    return ctypes.cast(library[name], ctypes.c_void_p).value
 
 
 def _may_compile(source: Path, folder: Path, instead: str) -> bool:

@@ -21,6 +21,15 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
 
+inline float widen(bf16 value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline float widen(float value) { return value; }
+
 inline Floats load(const float* from) {
   Floats out;
   memcpy(&out, from, sizeof out);

@@ -203,6 +203,20 @@ def test_it_follows_costs_that_change():
     assert world.play(chooser, 200)[None] > 160
 
 
+@pytest.mark.parametrize(("batch", "gain", "drafts"), [(1, 1.08, True), (16, 1.08, False), (16, 1.3, True)])
+def test_a_batch_asks_for_more_than_its_rounds_show(batch, gain, drafts):
+    """What is a little faster than plain decoding by its rounds is drafted for one row alone."""
+
+    def costs(arm: Arm, batch: int) -> tuple[float, float]:
+        return 0.0, 1.0 if arm is None else 1.5 / gain
+
+    chooser, world = AdaptiveShape(DraftShape.chain(1)), World(best=0.5, costs=costs)
+    requests = [new_request() for _ in range(batch)]
+    world.play(chooser, 300, requests)
+    plain = world.play(chooser, 400, requests)[None]
+    assert plain < 200 if drafts else plain > 370
+
+
 def test_narrower_in_a_large_batch():
     """Where each node costs the more the more rows there are, 16 rows are drafted for less than one, or not at all."""
 

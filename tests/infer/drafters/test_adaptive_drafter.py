@@ -240,7 +240,7 @@ class Priced:
 
     def propose(self, requests):
         tree = self.inner.propose(requests)
-        self.now += 0.1 * tree.depth_offered.max().item()
+        self.now += 0.1 * tree.depths[tree.valid].max().item()
         self.nodes = tree.nodes
         return tree
 

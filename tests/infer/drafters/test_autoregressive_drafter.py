@@ -123,10 +123,20 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
     assert levels < 3 or reparented, "beams kept their places, so this test shows nothing; choose another seed"
 
 
-def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft):
-    """The committed part of the draft cache must be what one pass over the whole sequence writes."""
-    engine = engine_after_steps(small_target, small_draft, "4,3,12", 8)
+@pytest.mark.parametrize("shape", ["4,3,12", "4,2,5", "4,2,3"])  # trees of fewer nodes than a path could have, too
+def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monkeypatch, shape):
+    """The committed part of the draft cache must be what one pass over the whole sequence writes, whichever children
+    the path went through."""
+    paths, observe = [], autoregressive_drafter.AutoregressiveDrafter.observe
+
+    def noting(drafter, requests, found):
+        paths.extend(found.path_nodes)
+        observe(drafter, requests, found)
+
+    monkeypatch.setattr(autoregressive_drafter.AutoregressiveDrafter, "observe", noting)
+    engine = engine_after_steps(small_target, small_draft, shape, 40)
     drafter = engine.drafter
+    assert any(path != list(range(len(path))) for path in paths), "no second child was ever right"
     with torch.inference_mode():
         drafter.propose(engine._running)
     for row, request in enumerate(engine._running):

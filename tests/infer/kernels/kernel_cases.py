@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 
-from toolkit.infer.kernels import triton_paged_attention
 from toolkit.infer.kernels.choose import REFERENCE, Ops, cpu_ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.train.loss import ETA, ROW_LOSSES
-from toolkit.train.triton_loss import score_rows
 
 SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
 generator = torch.Generator()
@@ -298,6 +296,8 @@ def scoring(name: str, rows: int, vocabulary: int, dtype: torch.dtype) -> Callab
         best = torch.stack([row.eq(row.max()).nonzero()[0, 0] for row in z])
         z = z - z.max(-1, keepdim=True).values
         losses = ROW_LOSSES[name](z, probs[offsets], choice, weight)
+        from toolkit.train.triton_loss import score_rows
+
         on_device = [x.to(device) for x in (scores, probs, offsets, choice, weight)]
         got_losses, got_best = score_rows(name, *on_device, ETA)
         close(got_losses[:-1].cpu(), losses[:-1], device == "cpu")
@@ -340,7 +340,6 @@ CPU_GROUPS = ("argmax", "follow_choices", "rank_candidates", "top_log_probs")
 
 def compare(device: str, kernels: Ops, groups: Iterable[str]) -> Iterator[tuple[str, int, str | None]]:
     torch.empty = poisoned_empty
-    triton_paged_attention.PART_KEYS = 16  # several parts of few keys
     for group in groups:
         cases = GROUPS[group]
         for number, (name, case, _) in enumerate(cases):
@@ -428,5 +427,8 @@ if __name__ == "__main__":
     elif where == "c++":
         outcomes = compare("cpu", cpu_ops(), CPU_GROUPS)
     else:
+        from toolkit.infer.kernels import triton_paged_attention
+
+        triton_paged_attention.PART_KEYS = 16  # several parts of few keys
         outcomes = compare(where, triton_ops(), GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

@@ -34,6 +34,7 @@ from toolkit.infer.errors import CompileError
 from toolkit.infer.kernels import cpu_choices
 from toolkit.infer.kernels.tree_reference import chain_mask
 from toolkit.models.rope import Rope
+from toolkit.target.compile_cpp import address_of
 
 PASS_INPUTS = ("tokens", "positions", "cos", "sin")  # beside hidden
 
@@ -84,8 +85,9 @@ class CompiledHead:
         self._head = head
         self._passes = [self._compiled_pass(HeadPass(head, stage, embed), dtype) for stage in range(head.stages)]
         self._drafts: RunnableDrafts | None = None
-        top = cpu_choices.address("toolkit_top_log_probs")
-        if head.stages == 1 and top is not None:  # another stage first reads what the first has read
+        choices = cpu_choices.library()
+        if head.stages == 1 and choices is not None:  # another stage first reads what the first has read
+            top = address_of(choices, "toolkit_top_log_probs")
             scores = self._compiled_scores(HeadScores(head), dtype)
             self._drafts = RunnableDrafts([*self._passes[0].values()], [*scores.values()], to_target, top)
 
@@ -102,7 +104,7 @@ class CompiledHead:
         finally:
             now.stop()
 
-    def candidates(
+    def drafts(
         self,
         unread: Unread,
         cache: KVCache,

@@ -135,7 +135,7 @@ class RunnableDrafts:
     """
 
     def __init__(
-        self, passes: Sequence[RunnableLayers], scores: Sequence[RunnableLayers], to_target: Tensor, top: int
+        self, passes: Sequence[RunnableLayers], scores: Sequence[RunnableLayers], to_target: Tensor, top: int | None
     ) -> None:
         self._held = [*passes, *scores]
         self._passes, self._scores = _parts(passes), _parts(scores)

@@ -2,6 +2,7 @@
 
     tokens a second of an arm = tokens it is expected to commit (running acceptance) / seconds it takes (step costs)
 
+With several rows drafting has to be faster than plain decoding by a tenth (BATCH_MARGIN).
 The arms are the engine's shape, smaller ones, and nothing (plain decoding). Both numbers age for arms that do not run:
 
 - Acceptance, while nothing is drafted, comes from looks: the head reads what was committed meanwhile, as it must to
@@ -39,11 +40,11 @@ FIRST_ROUNDS = 2  # plain rounds before anything else: the first is often slow
 START_CREDIT = 0.6  # plain rounds' time that may be lost by trials at once
 TRIAL_SHARE, DRAFTING_TRIAL_SHARE = 0.005, 0.015  # of all time may be lost by trials; while drafting pays
 ACCOUNT_LIMIT = 8.0  # rounds' time that the account may hold or owe
-LEAST_PRICE = 0.05  # rounds' time of a trial while nothing is drafted, at least: clocks err, and tokens are guessed
-START_MARGIN = 1.04  # drafting starts when it is that much faster than plain decoding, and ends when it is slower
-# As much faster again with several rows: some get ahead of the others, and the last ones run in batches not full,
-# which no round's cost shows. Closed batches of 16 rows: by 5 % longer with a draft in every seventh round.
-STRAGGLERS = 1.1
+LEAST_PRICE = 0.05  # of one row's, rounds: clocks err, and tokens are guessed
+# With several rows drafting has to be that much faster: some get ahead, and the last ones run in batches that are not
+# full, which no round's cost shows (closed batches of 16 rows: 5 % longer with a draft in every seventh round).
+BATCH_MARGIN = 1.1
+START_MARGIN = 1.04  # drafting starts when it is faster by so much more, and ends when it is not any more
 CHANGE_MARGIN = 1.03  # another shape takes over when it is that much faster than the one in use
 # Plain rounds before a look: the first, one with news to expect, one while some rows were never looked at, and at most.
 FIRST_LOOK, SOON, NEW_ROWS_GAP, LOOK_GAP = 2, 8, 48, 128
@@ -133,14 +134,14 @@ class AdaptiveShape:
         """The best arm, or one whose trial can be paid."""
         tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
         speed = {arm: tokens[arm] / cost for arm, cost in costs.items()}
-        best = self._best = self._fastest(speed, 1.0 if len(requests) == 1 else STRAGGLERS)
+        best = self._best = self._fastest(speed, _margin(len(requests)))
         if best is not None:
             self._gap = SOON  # should it end, there may soon be reason to start again
         pace, limit = 1 / speed[best], ACCOUNT_LIMIT * costs[best]
         income = (TRIAL_SHARE if best is None else DRAFTING_TRIAL_SHARE) * costs[best]
         earned = START_CREDIT * costs[None] if self._account is None else self._account + income
         self._account = max(-limit, min(limit, earned))
-        least = 0.0 if best is not None else LEAST_PRICE * costs[None]
+        least = 0.0 if best is not None else _least_price(len(requests)) * costs[None]
         prices = {
             arm: max(least, cost - tokens[arm] * pace)
             for arm, cost in costs.items()
@@ -155,11 +156,11 @@ class AdaptiveShape:
         self._trial_pace = pace
         return tried
 
-    def _fastest(self, speed: dict[Arm, float], least: float) -> Arm:
-        """With some patience, but never with a shape that is less than `least` times as fast as plain decoding."""
+    def _fastest(self, speed: dict[Arm, float], margin: float) -> Arm:
+        """With some patience, but never with a shape that is not `margin` times as fast as plain decoding."""
         shapes = [arm for arm in speed if arm is not None]
         shape = max(shapes, key=lambda arm: speed[arm] * (CHANGE_MARGIN if arm == self._best else 1.0))
-        return shape if speed[shape] > speed[None] * least * (START_MARGIN if self._best is None else 1.0) else None
+        return shape if speed[shape] > speed[None] * margin * (START_MARGIN if self._best is None else 1.0) else None
 
     def _tokens(self, requests: Sequence[Request]) -> dict[Arm, float]:
         """What each arm is expected to commit a row; kept while neither the rates nor the rows change."""
@@ -176,6 +177,16 @@ class AdaptiveShape:
         """
         assert self._account is not None, "a trial before anything was measured"
         cost = self._costs.seconds(batch, arm)
-        least = LEAST_PRICE * self._costs.seconds(batch, None)
+        least = _least_price(batch) * self._costs.seconds(batch, None)
         lost = cost - committed * pace
         self._account -= max(least, lost) if self._best is None else lost
+
+
+def _margin(batch: int) -> float:
+    """How much faster than plain decoding drafting has to be, at least."""
+    return 1.0 if batch == 1 else BATCH_MARGIN
+
+
+def _least_price(batch: int) -> float:
+    """Plain rounds' time of a trial while nothing is drafted, at least."""
+    return max(LEAST_PRICE, _margin(batch) - 1)

@@ -148,7 +148,9 @@ class AutoregressiveDrafter:
             if not self._drafts(request):
                 pending.counts[row] = 0  # it is never read for; the newest position keeps its place
         features = self._head.features().to(self._dtype)
-        if features.shape[1] > found.path.shape[1]:  # of a chain the first nodes are the path
+        if all(node == place for path in found.path_nodes for place, node in enumerate(path)):
+            features = features[:, : found.path.shape[1]]  # as of a chain: nothing to pick
+        else:
             features = features.gather(1, found.path[:, :, None].expand(-1, -1, features.shape[2]))
         pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
 
@@ -247,7 +249,7 @@ class AutoregressiveDrafter:
         if compiled is None or (shape.is_chain and not isinstance(picks, BestPicks)):
             return None
         limits = None if shape.is_chain else limits_of(own, shape)
-        found = compiled.candidates(unread, self.reader.caches[0], shape, limits)
+        found = compiled.drafts(unread, self.reader.caches[0], shape, limits)
         if found is None:
             return None
         self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none

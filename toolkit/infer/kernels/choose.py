@@ -47,6 +47,7 @@ def ops_for(device_type: str) -> Ops:
         logger.info("ops on %s: Triton kernels", device_type)
         return chosen
     if device_type == "cpu" and cpu_choices.library() is not None:
+        logger.debug("ops on %s: choices in C++, else plain torch", device_type)
         return cpu_ops()
     logger.debug("ops on %s: plain torch", device_type)
     return REFERENCE

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.target.compile_cpp import has_vectors, load_cpp
+from toolkit.target.compile_cpp import address_of, load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
@@ -26,7 +26,7 @@ ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_cpp(SOURCE) if has_vectors() else None
+    library = load_vectorised(SOURCE)
     if library is not None:
         for name in FUNCTIONS.values():
             getattr(library, name).argtypes, getattr(library, name).restype = ARGUMENTS, None
@@ -39,8 +39,7 @@ def _address(name: str) -> int | None:
     """Of one of the library's functions."""
     library = _library()
     assert library is not None, "row_attention() has looked"
-    # Not the attribute, in whose place a measurement may have put a function of Python.
-    return ctypes.cast(library[name], ctypes.c_void_p).value
+    return address_of(library, name)
 
 
 class RowAttention:

@@ -76,18 +76,11 @@ void best_of(const float* x, int64_t V, int64_t k, float* values, int64_t* ids) 
 template <typename T>
 int64_t argmax(const T* x, int64_t V) {
   constexpr int64_t BLOCK = 4 * LANES;
-  const auto at = [&](int64_t v) {
-    if constexpr (sizeof(T) == 4) return x[v];
-    const uint32_t bits = uint32_t(x[v]) << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-  };
   float most = NOTHING;
   int64_t best = 0, v = 0;
   const auto look = [&](int64_t end) {  // false: it is known already
     for (; v < end; v++) {
-      const float value = at(v);
+      const float value = widen(x[v]);
       if (value != value) return best = v, false;
       if (value > most) {
         most = value;

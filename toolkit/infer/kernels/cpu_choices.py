@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
-from toolkit.target.compile_cpp import has_vectors, load_cpp
+from toolkit.target.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # The functions' arguments: p an address, n a number.
@@ -32,20 +32,13 @@ ARGUMENTS = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None, and the log says why, where this machine has none."""
-    found = load_cpp(SOURCE) if has_vectors() else None
+    found = load_vectorised(SOURCE)
     if found is not None:
         for name, kinds in ARGUMENTS.items():
             function = getattr(found, name)
             function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
             function.restype = None
     return found
-
-
-def address(name: str) -> int | None:
-    """Of one of the functions, for other C++; None where there are none."""
-    found = library()
-    # Not the attribute, in whose place a measurement may have put a function of Python.
-    return None if found is None else ctypes.cast(found[name], ctypes.c_void_p).value
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -63,7 +56,8 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """logits [..., V] -> the k best log-probabilities and their ids, [..., k]."""
     logits = logits.float().contiguous()
     size = logits.shape[-1]
-    scores = logits.new_empty(*logits.shape[:-1], k)
+    assert k <= size, f"the {k} best of {size}"
+    scores = torch.empty(*logits.shape[:-1], k, dtype=torch.float)
     ids = torch.empty(scores.shape, dtype=torch.long)
     _loaded().toolkit_top_log_probs(
         logits.data_ptr(), logits.numel() // size, size, k, scores.data_ptr(), ids.data_ptr()

@@ -1,4 +1,4 @@
-"""What is done with draft trees on the device, in plain torch: the definition that Triton's kernels must equal.
+"""What is done with draft trees on the device, in plain torch: the definition that Triton's kernels and C++ must equal.
 
 Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order.
 """
@@ -21,6 +21,8 @@ class Followed:
     numbers [B, 3 + 3 * A] int64: all of it side by side, which the host reads at once:
 
         accepted | offered | depth_offered | path .. | tokens .. | ranks ..
+
+    offered: drafts of the tree, and the depth of the deepest. ranks: which child of its parent each node is, from 0.
     """
 
     numbers: Tensor
@@ -31,7 +33,7 @@ class Followed:
 
     @property
     def accepted(self) -> Tensor:
-        """[B]: drafts on the path. (Beside it: those of the tree, and the deepest one's depth.)"""
+        """[B]: drafts on the path."""
         return self.numbers[:, 0]
 
     @property
@@ -41,7 +43,7 @@ class Followed:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, A]: the choice at each. (Behind them: which child of its parent each node is, from 0.)"""
+        """[B, A]: the choice at each."""
         return self.numbers[:, 3:].chunk(3, dim=1)[1]
 
 
