@@ -43,7 +43,7 @@ from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
 from toolkit.threads import users_threads
 
-ADAMW = ("train.optimizer=adamw", "train.learning_rate=1e-3")
+MUON = ("train.optimizer=muon", "train.learning_rate=1.5e-3", "train.muon_learning_rate=0.02")
 # What each changes of `ours`. "published" and "fading features" are other trainers (training_published.py, and
 # training_features.py); so is what --variant calls by such a name and a comma.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -51,10 +51,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "random start": ("train.init=random",),
     "copied, no ridge": ("train.init=copied",),
-    "curriculum": ("train.ttt_curriculum=[0.5,0.3]",),
-    "adamw": ADAMW,
-    "adamw 2e-3": (*ADAMW, "train.learning_rate=2e-3"),
-    "curriculum, adamw": ("train.ttt_curriculum=[0.5,0.3]", *ADAMW),
+    "rate 2e-3": ("train.learning_rate=2e-3",),
+    "muon": MUON,
+    "no curriculum": ("train.ttt_curriculum=[]",),
+    "no curriculum, muon": ("train.ttt_curriculum=[]", *MUON),  # the defaults of a recipe
     "trained lm_head": ("train.lm_head=target",),
     "fading features": (),
 }
