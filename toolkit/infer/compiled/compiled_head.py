@@ -129,9 +129,7 @@ class CompiledHead:
             if now.call.attend is None:
                 return None
             lengths = [held + count for held, count in zip(before, counts, strict=True)]
-            levels = [
-                length + level for level in range(shape.num_steps - 1) for length in lengths for _ in range(beams)
-            ]
+            levels = [length + level for level in range(steps - 1) for length in lengths for _ in range(beams)]
             at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
             states, chosen = hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous()
             given = (states, chosen, at, *self._head.module.rope(at, hidden, farthest))

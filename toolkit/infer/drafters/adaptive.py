@@ -40,9 +40,9 @@ FIRST_ROUNDS = 2  # plain rounds before anything else: the first is often slow
 START_CREDIT = 0.6  # plain rounds' time that may be lost by trials at once
 TRIAL_SHARE, DRAFTING_TRIAL_SHARE = 0.005, 0.015  # of all time may be lost by trials; while drafting pays
 ACCOUNT_LIMIT = 8.0  # rounds' time that the account may hold or owe
-LEAST_PRICE = 0.05  # of one row's, rounds: clocks err, and tokens are guessed
+LEAST_PRICE = 0.05  # plain rounds' time of a trial for one row, at least: clocks err, and tokens are guessed
 # With several rows drafting has to be that much faster: some get ahead, and the last ones run in batches that are not
-# full, which no round's cost shows (closed batches of 16 rows: 5 % longer with a draft in every seventh round).
+# full, which no round's cost shows (closed batches of 16 rows: 7 % longer with a draft in every seventh round).
 BATCH_MARGIN = 1.1
 START_MARGIN = 1.04  # drafting starts when it is faster by so much more, and ends when it is not any more
 CHANGE_MARGIN = 1.03  # another shape takes over when it is that much faster than the one in use
