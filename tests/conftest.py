@@ -138,21 +138,21 @@ def interpreted_layers(monkeypatch) -> list[str]:
     class Drafted:
         """What `draft_beams` asks of an Expansion, whose passes are programs."""
 
-        def __init__(self, passes, scores, given, roots, lengths, size):
-            self.passes, self.scores, self.lengths = passes, scores, lengths
-            hidden, self.tokens, *self.places = given
-            rows, read = len(roots), given[1].shape[1]
-            parts = [read, *[rows * size.top_k] * (size.num_steps - 1)]
-            self.parts = [list(one.split(parts)) for one in self.places]
-            assert all(len(one) == size.num_steps for one in self.parts)
-            self.states = self.read(hidden, self.tokens).view(rows, read // rows, -1)
-            self.tokens = self.tokens.view(rows, -1)
-            self.nodes, self.begun = read // rows, read // rows
-            self.roots = torch.tensor(roots)[:, None] - self.nodes * torch.arange(rows)[:, None]
-            self.sees = torch.zeros(rows, self.begun, 0, dtype=torch.bool)
+        def __init__(self, fuse, passes, scores, given, before, counts):
+            self.passes, self.scores = passes, scores
+            hidden, tokens, *self.tables = given
+            rows, read = len(counts), tokens.shape[1] // len(counts)
+            hidden = fuse[tokens.shape[1] > 1](0, hidden, [()]) if fuse else hidden
+            at = torch.tensor(before)[:, None] + torch.arange(read)
+            self.states = self.read(hidden, tokens, at).view(rows, read, -1)
+            self.lengths = [one + more for one, more in zip(before, counts, strict=True)]
+            self.tokens, self.nodes, self.begun, self.level = tokens.view(rows, -1), read, read, 0
+            self.roots = torch.tensor(counts)[:, None] - 1
+            self.sees = torch.zeros(rows, read, 0, dtype=torch.bool)
 
-        def read(self, hidden, tokens):
-            return self.passes[tokens.shape[1] > 1](0, hidden, [(tokens, *(one.pop(0)[None] for one in self.parts))])
+        def read(self, hidden, tokens, positions):
+            at = positions.reshape(1, -1)
+            return self.passes[tokens.shape[1] > 1](0, hidden, [(tokens, at, *(table[at] for table in self.tables))])
 
         def at_roots(self):
             return self.states[torch.arange(len(self.roots)), self.roots[:, 0]]
@@ -169,14 +169,15 @@ def interpreted_layers(monkeypatch) -> list[str]:
             self.sees = torch.cat((torch.nn.functional.pad(self.sees, (0, k)), seen), dim=1)
             cache, first_row = now.plan._homes
             now.start(tree_plan(cache, self.lengths, seen, None, first_row), now.rows)
-            hidden = self.read(self.states[every, parents].view(1, rows * k, -1), tokens.reshape(1, -1))
+            at = (torch.tensor(self.lengths)[:, None] + self.level).expand(rows, k)
+            hidden = self.read(self.states[every, parents].view(1, rows * k, -1), tokens.reshape(1, -1), at)
             self.states = torch.cat((self.states, hidden.view(rows, k, -1)), dim=1)
-            self.nodes += k
+            self.nodes, self.level = self.nodes + k, self.level + 1
             return self.states[:, -k:]
 
-    def drafts(passes, scores, to_target, _top):
-        def run(given, roots, lengths, shape, kept):
-            nodes = Drafted(passes, scores, given, roots, lengths, shape)
+    def drafts(fuse, passes, scores, to_target, _top):
+        def run(given, before, counts, shape, kept):
+            nodes = Drafted(fuse, passes, scores, given, before, counts)
             tokens, parents, _, found = draft_beams(nodes, shape, kept, to_target)
             return tokens, parents, found
 

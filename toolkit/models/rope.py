@@ -38,6 +38,11 @@ class Rope:
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head_dim] for `positions` [T] on `like`'s device, in its dtype; positions < `reach`."""
+        cos, sin = self.tables(like, reach)
+        return cos[positions], sin[positions]
+
+    def tables(self, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [S, 1, head_dim] of positions 0 .. S-1, S >= `reach`, on `like`'s device, in its dtype."""
         key = (like.device, like.dtype)
         if key not in self._tables or self._tables[key][0].shape[0] < reach:
             size = max(512, 1 << (reach - 1).bit_length())
@@ -49,8 +54,7 @@ class Rope:
                 (angles.cos() * self._scaling).to(*key),
                 (angles.sin() * self._scaling).to(*key),
             )
-        cos, sin = self._tables[key]
-        return cos[positions], sin[positions]
+        return self._tables[key]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
 
         def run(head, *given):
             out = own(head, *given)
-            ran.append((name, given[1].numel() if name == "read" else len(given[0].tokens)))
+            ran.append((name, given[1].numel() if name == "read" else len(given[0].counts)))
             assert name == "read" or (out is None) == (kind == "mtp-hidden-first" or not in_cpp)
             return out
 
@@ -123,24 +123,20 @@ def test_heads_run_compiled_too(interpreted_layers, monkeypatch, small_target, s
     assert draft.head.rope is own
 
 
-@pytest.mark.parametrize("name", ["HeadPass", "HeadScores"])
+@pytest.mark.parametrize("name", ["HeadPass", "HeadFuse", "HeadScores"])
 def test_a_head_whose_program_computes_something_else_is_refused(
     interpreted_layers, monkeypatch, small_target, small_draft, name
 ):
-    if name == "HeadScores" and cpu_choices.library() is None:
+    if name != "HeadPass" and cpu_choices.library() is None:
         pytest.skip("drafts in one call need C++")
-    made = compiled_head.RunnableLayers
+    made = compiled_head._runnable
 
-    def wrong(programs, weights):
-        run = made(programs, weights)
+    def wrong(layer, *given):
+        run = made(layer, *given)
+        factor = 1.01 if type(layer).__name__ == name else 1
+        return lambda first, hidden, inputs: run(first, hidden, inputs) * factor
 
-        def changed(first, hidden, inputs):
-            of_pass = any(inputs)  # scores are of hidden states alone
-            return run(first, hidden, inputs) * (1.01 if of_pass == (name == "HeadPass") else 1)
-
-        return changed
-
-    monkeypatch.setattr(compiled_head, "RunnableLayers", wrong)
+    monkeypatch.setattr(compiled_head, "_runnable", wrong)
     with pytest.raises(CompileError, match=f"{name} of the draft head, compiled, gives another result: off by 0"):
         Engine(small_target, small_draft, torch_compile=True)
 
@@ -492,7 +488,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
     made = list((tmp_path / "compiled").glob("*/layer.pt2"))
-    assert len(made) == 6, "two each of the target's layers, the head's pass and its scores"
+    assert len(made) == 8, "two each of the target's layers, and of what the head fuses, passes and scores"
 
 
 @pytest.mark.slow

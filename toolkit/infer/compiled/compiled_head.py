@@ -1,14 +1,15 @@
 """A draft head on a CPU, compiled as the target's layers are: a draft step costs what its parameters cost.
 
-`HeadPass` reads tokens (embedding and layers), one program a stage. `HeadScores` scores the tokens behind a state. What
-a round drafts, a chain or a tree, takes one call of C++ (layer_runner.cpp):
+`HeadPass` reads tokens (embedding and layers), one program a stage. `HeadFuse` makes its input of the target's
+features, `HeadScores` scores the tokens behind a state. What a round drafts, a chain or a tree, takes one call of C++
+(layer_runner.cpp):
 
-    what was not read yet -> pass -> states at the roots -> scores -> level 1 -> pass -> scores -> level 2 -> ..
+    features not read yet -> fuse -> pass -> states at the roots -> scores -> level 1 -> pass -> scores -> level 2 -> ..
 
 Attention stays the engine's, one opaque operator (opaque_attention.py), so that a program depends on the number of
 tokens alone.
 
-Shapes: B rows, n tokens a row, T = B * n, H head hidden size, hd head dim.
+Shapes: B rows, n tokens a row, T = B * n, W feature width, H head hidden size, hd head dim, D ids drafted from.
 """
 
 from __future__ import annotations
@@ -62,8 +63,19 @@ class HeadPass(nn.Module):
         return torch.ops.toolkit.attend(q, k, v, *self._scoring)[0]
 
 
+class HeadFuse(nn.Module):
+    """What stage 0 reads where the target's features are known: [1, T, W] -> [1, T, H]."""
+
+    def __init__(self, head: DraftingHead) -> None:
+        super().__init__()
+        self.module, self._head = head.module, head
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self._head.first_hidden(features)
+
+
 class HeadScores(nn.Module):
-    """The logits of the drafts behind each state: [1, T, H] -> [1, T, D] float32."""
+    """The logits of the drafts behind each state: [1, T, H] -> [1, T, D], of a dtype of cpu_choices.DTYPES."""
 
     def __init__(self, head: DraftingHead) -> None:
         super().__init__()
@@ -71,7 +83,8 @@ class HeadScores(nn.Module):
         self._head = head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._head.logits(0, hidden).float()
+        logits = self._head.logits(0, hidden)
+        return logits if logits.dtype in cpu_choices.DTYPES else logits.float()
 
 
 class CompiledHead:
@@ -87,9 +100,15 @@ class CompiledHead:
         self._drafts: RunnableDrafts | None = None
         choices = cpu_choices.library()
         if head.stages == 1 and choices is not None:  # another stage first reads what the first has read
-            top = address_of(choices, "toolkit_top_log_probs")
-            scores = self._compiled_scores(HeadScores(head), dtype)
-            self._drafts = RunnableDrafts([*self._passes[0].values()], [*scores.values()], to_target, top)
+            features = torch.zeros(1, 1, head.width, dtype=dtype)
+            fused = head.first_hidden(features) is not features
+            fuse = self._compiled_alone(HeadFuse(head), head.width, dtype) if fused else {}
+            layer = HeadScores(head)
+            scores = self._compiled_alone(layer, head.config.hidden_size, dtype)
+            of_logits = layer(torch.zeros(1, 1, head.config.hidden_size, dtype=dtype)).dtype
+            top = address_of(choices, cpu_choices.name_for("toolkit_top_log_probs", of_logits))
+            first, every, last = ([*programs.values()] for programs in (fuse, self._passes[0], scores))
+            self._drafts = RunnableDrafts(first, every, last, to_target, top)
 
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
@@ -116,7 +135,7 @@ class CompiledHead:
 
         None, and nothing is read, where it takes more than one call: more stages, or attention that is not C++'s.
         """
-        tokens, hidden, before, counts = unread
+        tokens, features, before, counts = unread
         (rows, pending), steps, beams = tokens.shape, shape.num_steps, shape.top_k
         farthest = max(before) + pending + steps * beams  # no key lies further out
         window = self._head.config.sliding_window
@@ -128,13 +147,9 @@ class CompiledHead:
         try:
             if now.call.attend is None:
                 return None
-            lengths = [held + count for held, count in zip(before, counts, strict=True)]
-            levels = [length + level for level in range(steps - 1) for length in lengths for _ in range(beams)]
-            at = torch.tensor([held + n for held in before for n in range(pending)] + levels, device=tokens.device)
-            states, chosen = hidden.reshape(1, rows * pending, -1).contiguous(), tokens.reshape(1, -1).contiguous()
-            given = (states, chosen, at, *self._head.module.rope(at, hidden, farthest))
-            roots = [row * pending + count - 1 for row, count in enumerate(counts)]
-            return self._drafts(given, roots, lengths, shape, kept)
+            flat = (features.reshape(1, rows * pending, -1), tokens.reshape(1, -1).contiguous())
+            given = (*flat, *self._head.module.rope.tables(features, farthest))
+            return self._drafts(given, before, counts, shape, kept)
         finally:
             now.stop()
 
@@ -147,7 +162,8 @@ class CompiledHead:
         made = {}
         for tokens in TOKEN_RANGES:
             # Tokens of their own: what is one tensor to the tracer is one input of the program.
-            hidden, at = self._states(tokens, dtype), torch.arange(1, tokens.example + 1)[None]
+            at = torch.arange(1, tokens.example + 1)[None]
+            hidden = _some(tokens, self._head.config.hidden_size, dtype)
             keywords = dict(zip(PASS_INPUTS, (at + 1, *self._inputs(at, hidden, tokens.example + 1)), strict=True))
             made[tokens] = run = _runnable(layer, hidden, keywords, tokens)
             with _noting() as wanted:
@@ -157,19 +173,20 @@ class CompiledHead:
             _check(layer, float(difference.norm() / own.norm()) if asked == wanted else torch.inf, dtype)
         return made
 
-    def _compiled_scores(self, layer: HeadScores, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
+    def _compiled_alone(self, layer: nn.Module, width: int, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
+        """Of a layer that is called with [1, T, width] alone."""
         made = {}
         for tokens in TOKEN_RANGES:
-            hidden = self._states(tokens, dtype)
-            made[tokens] = run = _runnable(layer, hidden, {}, tokens)
-            own = layer(hidden)
-            _check(layer, float((run(0, hidden, [()]) - own).norm() / own.norm()), dtype)
+            given = _some(tokens, width, dtype)
+            made[tokens] = run = _runnable(layer, given, {}, tokens)
+            own = layer(given).float()
+            _check(layer, float((run(0, given, [()]).float() - own).norm() / own.norm()), dtype)
         return made
 
-    def _states(self, tokens: TokenRange, dtype: torch.dtype) -> Tensor:
-        """[1, T, H]; which numbers hardly matters."""
-        size = (1, tokens.example, self._head.config.hidden_size)
-        return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+def _some(tokens: TokenRange, width: int, dtype: torch.dtype) -> Tensor:
+    """[1, T, width]; which numbers hardly matters."""
+    return torch.randn((1, tokens.example, width), generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def _runnable(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], tokens: TokenRange) -> RunnableLayers:

@@ -29,7 +29,7 @@ typedef void Attend(const void* q, const void* k, const void* v, void* keys, voi
                     int64_t k_head, int64_t k_node, int64_t v_row, int64_t v_head, int64_t v_node, double scaling);
 
 // cpu_choices.cpp's: logits [R, V] -> log-probabilities and ids of the k best, [R, k].
-typedef void TopLogProbs(const float* logits, int64_t R, int64_t V, int64_t k, float* logprobs, int64_t* ids);
+typedef void TopLogProbs(const void* logits, int64_t R, int64_t V, int64_t k, float* logprobs, int64_t* ids);
 
 // What a forward's layers share, as layer_runner.py fills it in; attend null: Python attends.
 struct AttentionCall {
@@ -108,13 +108,13 @@ at::Tensor run(const Part& part, std::vector<at::Tensor> inputs) {
   return std::move(part.program->boxed_run(std::move(inputs)).at(0));
 }
 
-// states [1, T, H], contiguous, at `rows` -> [1, rows, H].
-at::Tensor rows_of(const at::Tensor& states, const std::vector<int64_t>& rows) {
-  at::Tensor out = at::empty({1, int64_t(rows.size()), states.size(2)}, states.options());
-  const int64_t bytes = states.size(2) * states.element_size();
+// Rows of H numbers that lie side by side, those named by `rows` -> [1, rows, H].
+at::Tensor rows_of(const at::Tensor& table, const std::vector<int64_t>& rows) {
+  at::Tensor out = at::empty({1, int64_t(rows.size()), table.size(-1)}, table.options());
+  const int64_t bytes = table.size(-1) * table.element_size();
   char* to = static_cast<char*>(out.mutable_data_ptr());
   for (int64_t row : rows) {
-    memcpy(to, static_cast<const char*>(states.const_data_ptr()) + row * bytes, bytes);
+    memcpy(to, static_cast<const char*>(table.const_data_ptr()) + row * bytes, bytes);
     to += bytes;
   }
   return out;
@@ -191,29 +191,38 @@ extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, 
 }
 
 // What a head drafts behind what it has not read yet: all candidates of trees with k beams (EAGLE-2's expansion, as
-// `draft_beams` does it), of which a chain's (k = 1) are the chain. given, by passes[..], hidden [1, B * P, H] and tokens
-// [1, B * P], and of all that is read, pass by pass, positions [L], cos and sin [L, 1, D]. Row b has read lengths[b]
-// positions then, and its newest state is that of token roots[b]. Each level's B * k nodes are read in one pass, a chain's
-// behind all that its row has read, so that it is a plain decoding step. passes and scores: for one token, and for more.
+// `draft_beams` does it), of which a chain's (k = 1) are the chain. given: features [1, B * P, W] (fuse null: hidden) and
+// tokens [1, B * P] of what is read first, cos and sin [S, 1, D] by position. Row b has read before[b] positions, and of
+// its P the first counts[b] are real; its newest state is that of the last of these. Each level's B * k nodes are read in
+// one pass, a chain's behind all that its row has read, so that it is a plain decoding step. fuse, passes and scores: for
+// one token, and for more.
 //
 // widths, depths [B]: how many branches and levels a row keeps (null: all of them); what is beyond scores -inf.
 // tokens, parents (candidate numbers; -1: the root), logprobs [B, k + (steps - 1) * k * k].
-extern "C" int64_t toolkit_run_drafts(const Part* passes, const Part* scores, TopLogProbs* top, const int64_t* to_target,
-                                      at::Tensor** given, const int64_t* roots, int64_t* lengths, int64_t steps,
-                                      int64_t k, const int64_t* widths, const int64_t* depths, AttentionCall* attention,
-                                      int64_t* tokens, int64_t* parents, float* logprobs, char* message, int64_t size) {
+extern "C" int64_t toolkit_run_drafts(const Part* fuse, const Part* passes, const Part* scores, TopLogProbs* top,
+                                      const int64_t* to_target, at::Tensor** given, const int64_t* before,
+                                      const int64_t* counts, int64_t steps, int64_t k, const int64_t* widths,
+                                      const int64_t* depths, AttentionCall* attention, int64_t* tokens, int64_t* parents,
+                                      float* logprobs, char* message, int64_t size) {
   now = attention;
   only_directly = true;
   running++;
   const int64_t failed = told(message, size, [&] {
     constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-    const int64_t B = attention->B, C = k + (steps - 1) * k * k;
-    int64_t read = 0;  // tokens so far, of all rows
+    const int64_t B = attention->B, P = attention->N, C = k + (steps - 1) * k * k;
+    std::vector<int64_t> lengths(B), from(B), places;  // those that a pass reads
+    for (int64_t b = 0; b < B; b++) {
+      lengths[b] = before[b] + counts[b];
+      from[b] = b * P + counts[b] - 1;
+      for (int64_t n = 0; n < P; n++) places.push_back(before[b] + n);
+    }
+    const std::vector<int64_t> roots = from;
     const auto pass = [&](at::Tensor hidden, at::Tensor chosen) {
-      const int64_t count = chosen.size(1);
-      std::vector<at::Tensor> inputs{std::move(hidden), std::move(chosen)};
-      for (int i = 2; i < 5; i++) inputs.push_back(given[i]->narrow(0, read, count).unsqueeze(0));
-      read += count;
+      const int64_t count = places.size();
+      at::Tensor positions = at::empty({1, count}, chosen.options());
+      memcpy(positions.mutable_data_ptr(), places.data(), count * sizeof places[0]);
+      std::vector<at::Tensor> inputs{std::move(hidden), std::move(chosen), std::move(positions)};
+      for (int table : {2, 3}) inputs.push_back(rows_of(*given[table], places).unsqueeze(2));
       attention->layer = 0;
       return run(passes[count > 1], std::move(inputs)).contiguous();
     };
@@ -222,17 +231,17 @@ extern "C" int64_t toolkit_run_drafts(const Part* passes, const Part* scores, To
     };
     std::vector<Beam> beams(B * k);
     std::vector<float> best(B * k * k);
-    std::vector<int64_t> ids(B * k * k), order(k * k), from(roots, roots + B);
+    std::vector<int64_t> ids(B * k * k), order(k * k);
     std::vector<uint8_t> sees;  // [B, k, M]: the nodes that each of the newest level sees
-    at::Tensor states = pass(*given[0], *given[1]);
-    attention->lengths = lengths;
+    at::Tensor states = pass(fuse ? run(fuse[B * P > 1], {*given[0]}) : *given[0], *given[1]);
+    attention->lengths = lengths.data();
     attention->mask = nullptr;
-    const int64_t longest = *std::max_element(lengths, lengths + B);
+    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
     for (int64_t level = 1, first = 0, nodes = 0;; level++) {
       // The k best children of every node of the level before, whose state is row from[..] of `states`.
       const int64_t parts = level == 1 ? 1 : k;
       at::Tensor logits = run(scores[B * parts > 1], {level == 1 ? rows_of(states, from) : states}).contiguous();
-      top(logits.const_data_ptr<float>(), B * parts, logits.size(2), k, best.data(), ids.data());
+      top(logits.const_data_ptr(), B * parts, logits.size(2), k, best.data(), ids.data());
       for (int64_t b = 0; b < B; b++)
         for (int64_t i = 0; i < parts; i++)
           for (int64_t j = 0; j < k; j++) {
@@ -245,6 +254,7 @@ extern "C" int64_t toolkit_run_drafts(const Part* passes, const Part* scores, To
       if (level == steps) break;
       // The k best of these are read.
       from.resize(B * k);
+      places.resize(B * k);
       std::vector<uint8_t> seen(B * k * (nodes + k));
       at::Tensor chosen = at::empty({1, B * k}, given[1]->options());
       for (int64_t b = 0; b < B; b++) {
@@ -259,6 +269,7 @@ extern "C" int64_t toolkit_run_drafts(const Part* passes, const Part* scores, To
           beams[node] = {candidate, beyond(b, i, level) ? NOTHING : rivals[order[i]]};
           chosen.mutable_data_ptr<int64_t>()[node] = tokens[b * C + candidate];
           from[node] = level == 1 ? roots[b] : parent;
+          places[node] = before[b] + counts[b] + level - 1;
           uint8_t* sight = seen.data() + node * (nodes + k);
           if (nodes) memcpy(sight, sees.data() + parent * nodes, nodes);
           sight[nodes + i] = 1;

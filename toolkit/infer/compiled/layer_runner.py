@@ -48,7 +48,7 @@ def runner() -> ctypes.CDLL:
         address, ctypes.c_int64, address, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     library.toolkit_run_drafts.argtypes = [
-        *[address] * 7, ctypes.c_int64, ctypes.c_int64, address, address, ctypes.POINTER(AttentionCall),
+        *[address] * 8, ctypes.c_int64, ctypes.c_int64, address, address, ctypes.POINTER(AttentionCall),
         *[address] * 3, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_drafts"):
@@ -127,42 +127,48 @@ class RunnableLayers:
 
 
 class RunnableDrafts:
-    """A draft head's pass (hidden [1, T, H], tokens, positions, cos, sin -> hidden [1, T, H]) and its scores (hidden ->
-    logits [1, T, D], float32) in turn: all that is drafted in a round, behind what its rows have not read yet.
+    """A draft head's programs in turn, all that is drafted in a round, behind what its rows have not read yet: fuse
+    (features [1, T, W] -> hidden [1, T, H]; none: features are what it reads), passes (hidden, tokens, positions, cos,
+    sin -> hidden) and scores (hidden -> logits [1, T, D]). Of each a program for one token, and one for more.
 
-    passes, scores: a program for one token, and one for more. to_target [D]: the target's ids of what is scored. top:
-    the address of toolkit_top_log_probs.
+    to_target [D]: the target's ids of what is scored. top: the address of toolkit_top_log_probs of the logits' dtype.
     """
 
     def __init__(
-        self, passes: Sequence[RunnableLayers], scores: Sequence[RunnableLayers], to_target: Tensor, top: int | None
+        self,
+        fuse: Sequence[RunnableLayers],
+        passes: Sequence[RunnableLayers],
+        scores: Sequence[RunnableLayers],
+        to_target: Tensor,
+        top: int | None,
     ) -> None:
-        self._held = [*passes, *scores]
+        self._held = [*fuse, *passes, *scores]
+        self._fuse = _parts(fuse) if fuse else None
         self._passes, self._scores = _parts(passes), _parts(scores)
         self._to_target, self._top = to_target.contiguous(), top
 
     def __call__(
         self,
         given: Inputs,
-        roots: Sequence[int],
-        lengths: Sequence[int],
+        before: Sequence[int],
+        counts: Sequence[int],
         shape: DraftShape,
         kept: Sequence[DraftShape | None] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """given: hidden [1, B * N, H] and tokens [1, B * N] of the first pass, which attends as `now` says, in C++;
-        positions [L], cos and sin [L, 1, hd] of all passes, one behind the other. roots [B]: the tokens of the first
-        pass behind which is drafted; lengths [B]: what each row has read then. kept: the part of `shape` that each row
-        keeps; None: all of it. -> all candidates, as `draft_beams` has them: tokens, parents and scores [B, C].
+        """given: features [1, B * P, W] and tokens [1, B * P] of what is read first, attending as `now` says, in C++;
+        cos and sin [S, 1, hd] of every position from 0 on that is read. before and counts [B]: the positions that a row
+        has read, and how many of its P are read now, of which the last is drafted from. kept: the part of `shape` that
+        each row keeps; None: all of it. -> all candidates, as `draft_beams` has them: tokens, parents, scores [B, C].
 
         Raises RuntimeError.
         """
-        rows, message = len(roots), ctypes.create_string_buffer(MESSAGE_SIZE)
+        rows, message = len(counts), ctypes.create_string_buffer(MESSAGE_SIZE)
         limits = (None, None) if kept is None else (_numbers(values) for values in zip(*map(_sizes, kept), strict=True))
         tokens, parents = torch.empty(2, rows, candidates(shape.num_steps, shape.top_k), dtype=torch.long)
         scores, others = torch.empty(tokens.shape), _addresses(_handles([*given]))
         failed = runner().toolkit_run_drafts(
-            self._passes, self._scores, self._top, self._to_target.data_ptr(), others, _numbers(roots),
-            _numbers(lengths), shape.num_steps, shape.top_k, *limits, ctypes.byref(now.call), tokens.data_ptr(),
+            self._fuse, self._passes, self._scores, self._top, self._to_target.data_ptr(), others, _numbers(before),
+            _numbers(counts), shape.num_steps, shape.top_k, *limits, ctypes.byref(now.call), tokens.data_ptr(),
             parents.data_ptr(), scores.data_ptr(), message, MESSAGE_SIZE,
         )  # fmt: skip
         runner().toolkit_free_tensors(others, len(others))

@@ -226,13 +226,12 @@ class AutoregressiveDrafter:
         before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
         held = (slice(rows), slice(max(counts)))
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
-        return Unread(
-            pending.tokens[held], self._head.first_hidden(pending.features[held].contiguous()), before, counts
-        )
+        return Unread(pending.tokens[held], pending.features[held].contiguous(), before, counts)
 
     def _read_pending(self, unread: Unread, room: int) -> Expansion:
         """The pending positions of every row; `room` nodes more can be added."""
-        tokens, hidden, before, counts = unread
+        tokens, features, before, counts = unread
+        hidden = self._head.first_hidden(features)
         return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(tokens)], before, counts, room)
 
     def _drafted_at_once(

@@ -12,11 +12,11 @@ import torch
 
 
 class Unread(NamedTuple):
-    """The pending positions of every row: the tokens behind them [B, P], what stage 0 reads there [B, P, H], how many
-    positions it has read before, and how many are pending (what lies behind those is left over)."""
+    """The pending positions of every row: the tokens behind them [B, P], the target's features there [B, P, W], how
+    many positions stage 0 has read before, and how many are pending (what lies behind those is left over)."""
 
     tokens: torch.Tensor
-    hidden: torch.Tensor
+    features: torch.Tensor
     before: list[int]
     counts: list[int]
 

@@ -21,9 +21,10 @@ constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 constexpr int64_t WORTH_THREADS = 1 << 19;  // scores that are looked at before threads would have begun
 
 // The last of V numbers, and `rest` behind them.
-inline Floats load_some(const float* from, int64_t count, float rest) {
+template <typename T>
+inline Floats load_some(const T* from, int64_t count, float rest) {
   Floats out = Floats{} + rest;
-  memcpy(&out, from, 4 * count);
+  for (int64_t i = 0; i < count; i++) out[i] = widen(from[i]);
   return out;
 }
 
@@ -36,7 +37,8 @@ inline float largest(Floats values) {
 }
 
 // ln of the sum of e^x; nan where an x is nan or +inf, or all are -inf.
-float log_sum_exp(const float* x, int64_t V) {
+template <typename T>
+float log_sum_exp(const T* x, int64_t V) {
   const int64_t whole = V - V % LANES;
   Floats most = load_some(x + whole, V - whole, NOTHING);
   for (int64_t v = 0; v < whole; v += LANES) most = larger(load(x + v), most);
@@ -47,10 +49,11 @@ float log_sum_exp(const float* x, int64_t V) {
 }
 
 // The k largest of x, the earlier one of equals first; nan counts as -inf.
-void best_of(const float* x, int64_t V, int64_t k, float* values, int64_t* ids) {
+template <typename T>
+void best_of(const T* x, int64_t V, int64_t k, float* values, int64_t* ids) {
   int64_t held = 0;
   const auto look = [&](int64_t v) {
-    const float value = x[v] == x[v] ? x[v] : NOTHING;
+    const float given = widen(x[v]), value = given == given ? given : NOTHING;
     if (held == k && !(value > values[k - 1])) return;
     int64_t at = held < k ? held++ : k - 1;
     for (; at > 0 && value > values[at - 1]; at--) {
@@ -109,6 +112,20 @@ void argmax_rows(const T* logits, int64_t R, int64_t V, int64_t* ids) {
   for (int64_t r = 0; r < R; r++) ids[r] = argmax(logits + r * V, V);
 }
 
+template <typename T>
+void top_log_probs(const T* logits, int64_t R, int64_t V, int64_t k, float* scores, int64_t* ids) {
+#pragma omp parallel for num_threads(at::get_num_threads()) if (R > 1 && R * V >= WORTH_THREADS)
+  for (int64_t r = 0; r < R; r++) {
+    const T* row = logits + r * V;
+    best_of(row, V, k, scores + r * k, ids + r * k);
+    const float whole = log_sum_exp(row, V);
+    for (float* at = scores + r * k; at < scores + (r + 1) * k; at++) {
+      const float score = *at - whole;
+      *at = score == score ? std::min(score, 0.0f) : NOTHING;
+    }
+  }
+}
+
 }  // namespace
 
 // logits [R, V] -> the most probable tokens [R].
@@ -121,18 +138,14 @@ extern "C" void toolkit_argmax_bfloat16(const bf16* logits, int64_t R, int64_t V
 }
 
 // logits [R, V] -> log-probabilities and ids of the k best, [R, k]; k <= V.
-extern "C" void toolkit_top_log_probs(const float* logits, int64_t R, int64_t V, int64_t k, float* scores,
-                                      int64_t* ids) {
-#pragma omp parallel for num_threads(at::get_num_threads()) if (R > 1 && R * V >= WORTH_THREADS)
-  for (int64_t r = 0; r < R; r++) {
-    const float* row = logits + r * V;
-    best_of(row, V, k, scores + r * k, ids + r * k);
-    const float whole = log_sum_exp(row, V);
-    for (float* at = scores + r * k; at < scores + (r + 1) * k; at++) {
-      const float score = *at - whole;
-      *at = score == score ? std::min(score, 0.0f) : NOTHING;
-    }
-  }
+extern "C" void toolkit_top_log_probs_float32(const float* logits, int64_t R, int64_t V, int64_t k, float* scores,
+                                              int64_t* ids) {
+  top_log_probs(logits, R, V, k, scores, ids);
+}
+
+extern "C" void toolkit_top_log_probs_bfloat16(const bf16* logits, int64_t R, int64_t V, int64_t k, float* scores,
+                                               int64_t* ids) {
+  top_log_probs(logits, R, V, k, scores, ids);
 }
 
 // `tree_reference.rank_candidates`: C candidates of every row -> trees of `count` of them and the root. limits [B]: as

@@ -19,11 +19,13 @@ from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.target.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+DTYPES = (torch.float32, torch.bfloat16)  # of logits that are read as they are
 # The functions' arguments: p an address, n a number.
 ARGUMENTS = {
     "toolkit_argmax_float32": "pnnp",
     "toolkit_argmax_bfloat16": "pnnp",
-    "toolkit_top_log_probs": "pnnnpp",
+    "toolkit_top_log_probs_float32": "pnnnpp",
+    "toolkit_top_log_probs_bfloat16": "pnnnpp",
     "toolkit_rank_candidates": "ppppppnnnppppp",
     "toolkit_follow_choices": "pppppnnnp",
 }
@@ -43,26 +45,30 @@ def library() -> ctypes.CDLL | None:
 
 def argmax(logits: Tensor) -> Tensor:
     """logits [..., V] -> the most probable token [...], the lowest id among equals."""
-    if logits.dtype not in (torch.float32, torch.bfloat16):
+    if logits.dtype not in DTYPES:
         return reference.argmax(logits)
     logits, size = logits.contiguous(), logits.shape[-1]
     ids = torch.empty(logits.shape[:-1], dtype=torch.long)
-    function = getattr(_loaded(), f"toolkit_argmax_{str(logits.dtype).removeprefix('torch.')}")
+    function = getattr(_loaded(), name_for("toolkit_argmax", logits.dtype))
     function(logits.data_ptr(), ids.numel(), size, ids.data_ptr())
     return ids
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """logits [..., V] -> the k best log-probabilities and their ids, [..., k]."""
-    logits = logits.float().contiguous()
+    logits = (logits if logits.dtype in DTYPES else logits.float()).contiguous()
     size = logits.shape[-1]
     assert k <= size, f"the {k} best of {size}"
     scores = torch.empty(*logits.shape[:-1], k, dtype=torch.float)
     ids = torch.empty(scores.shape, dtype=torch.long)
-    _loaded().toolkit_top_log_probs(
-        logits.data_ptr(), logits.numel() // size, size, k, scores.data_ptr(), ids.data_ptr()
-    )
+    function = getattr(_loaded(), name_for("toolkit_top_log_probs", logits.dtype))
+    function(logits.data_ptr(), logits.numel() // size, size, k, scores.data_ptr(), ids.data_ptr())
     return scores, ids
+
+
+def name_for(function: str, dtype: torch.dtype) -> str:
+    """Of a function of the library that reads logits of `dtype`, one of DTYPES."""
+    return f"{function}_{str(dtype).removeprefix('torch.')}"
 
 
 def rank_candidates(
