@@ -113,7 +113,7 @@ def interpreted_layers(monkeypatch) -> list[str]:
     """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
     minute. Returns what was asked for, in order."""
     from toolkit.infer.attention.attention_plan import tree_plan
-    from toolkit.infer.compiled import compiled_head, compiled_layers, layer_program
+    from toolkit.infer.compiled import body_ends, compiled_head, compiled_layers, layer_program
     from toolkit.infer.compiled.opaque_attention import now
     from toolkit.infer.drafters.beams import draft_beams
 
@@ -122,7 +122,12 @@ def interpreted_layers(monkeypatch) -> list[str]:
     def program(exported, _inputs, what):
         asked.append(what)
         module = exported.module()
-        return lambda inputs: [module(*inputs)]
+
+        def run(inputs):
+            out = module(*inputs)
+            return list(out) if isinstance(out, tuple) else [out]
+
+        return run
 
     def layers(programs, weights):
         def run(first, hidden, inputs, taps=()):
@@ -132,6 +137,15 @@ def interpreted_layers(monkeypatch) -> list[str]:
                     keep(hidden)
                 hidden = programs[index]([hidden, *tensors, *weights[index]])[0]
             return hidden
+
+        return run
+
+    def body(begin, layers_of_body, end, places):
+        def run(ids, positions, taps=()):
+            ((of_begin,), (of_its,)), ((of_end,), (of_last,)) = begin, end
+            hidden, *others = of_begin([ids, positions, *of_its])
+            hidden = layers_of_body(0, hidden, [[others[place] for place in of_layer] for of_layer in places], taps)
+            return of_end([hidden, *of_last])[0]
 
         return run
 
@@ -187,4 +201,6 @@ def interpreted_layers(monkeypatch) -> list[str]:
     for module in (compiled_layers, compiled_head):
         monkeypatch.setattr(module, "RunnableLayers", layers)
     monkeypatch.setattr(compiled_head, "RunnableDrafts", drafts)
+    monkeypatch.setattr(body_ends, "RunnableBody", body)
+    monkeypatch.setattr(body_ends, "RunnableLayers", lambda programs, weights: (programs, weights))
     return asked

@@ -10,6 +10,7 @@ import copy
 import gc
 import importlib.util
 import zipfile
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -76,13 +77,17 @@ def family(name: str, tokenizer) -> Target:
     return module.build(name, module.FAMILIES[name], tokenizer)
 
 
-@pytest.mark.parametrize(("name", "programs"), [("gpt_oss", 4), ("deepseek_v3", 4)])
+@pytest.mark.parametrize(("name", "programs"), [("gpt_oss", 4), ("deepseek_v3", 4), ("gemma3_text", 4)])
 def test_each_kind_of_layer_has_its_programs(interpreted_layers, small_target, name, programs):
-    """Windows, ropes, sinks and experts by layer; one program for one token, one for more, and each compiled once."""
+    """Windows, ropes, sinks and experts by layer; one program for one token, one for more, and each compiled once. With
+    those of the body's ends all is one call, also where layers are called with ropes of their own."""
     target = family(name, small_target.tokenizer)
     plain = answers(Engine(target, max_batch=2))
-    assert answers(Engine(target, max_batch=2, torch_compile=True)) == plain
-    assert len(interpreted_layers) == programs
+    engine = Engine(target, max_batch=2, torch_compile=True)
+    kinds = Counter(what.partition(" ")[0] for what in interpreted_layers)
+    assert kinds.pop("BodyBegin") == kinds.pop("BodyEnd") == 2 and list(kinds.values()) == [programs]
+    target.body.forward = None  # its own code would be missed
+    assert answers(engine) == plain
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-int8", "eagle2-two-layers", "mtp", "mtp-hidden-first"])
@@ -191,22 +196,26 @@ def test_the_model_is_left_as_it_was(interpreted_layers, small_target, small_dra
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_target):
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_target, request, in_one_call):
     """Nobody hooks a layer here, so those before the one that fails have left their work to it."""
     plain = answers(Engine(small_target))
     engine = Engine(small_target, torch_compile=True)
-    runs = engine._forward._compiled._runs
+    compiled = engine._forward._compiled
+    runs = compiled._bodies if in_one_call else compiled._runs
+    if not in_one_call:  # then the body's own code calls them
+        request.addfinalizer(small_target.final_norm.register_forward_hook(lambda *_given: None).remove)
     whole = dict(runs)
 
-    def fails(_first, _hidden, inputs, _taps):
-        assert len(inputs) == 4
+    def fails(first, _hidden, inputs, _taps=()):
+        assert in_one_call or (first == 0 and len(inputs) == 4)
         raise RuntimeError("a layer failed")
 
     runs.update(dict.fromkeys(runs, fails))
-    request = engine.add_request([5, 6, 7], PARAMS)
+    asked = engine.add_request([5, 6, 7], PARAMS)
     with pytest.raises(RuntimeError, match="a layer failed"):
         engine.step()
-    engine.abort(request)
+    engine.abort(asked)
     runs.update(whole)
     assert answers(engine) == plain
 
@@ -339,8 +348,9 @@ def test_compiled_layers_call_our_own_products(tiny_target_directory, monkeypatc
         pytest.skip("needs AVX2")
     assert all(map(len, answers(Engine(target, max_batch=3, torch_compile=True))))
     blocked_product._library.cache_clear()
-    programs = list((tmp_path / "compiled").glob("*/layer.pt2"))
-    assert len(programs) == 2 and all(blocked_product.OPERATOR.encode() in machine_code(one) for one in programs)
+    programs = [machine_code(one) for one in (tmp_path / "compiled").glob("*/layer.pt2")]
+    # Beside the layers' two there are those of the body's ends, which multiply nothing.
+    assert len(programs) == 6 and sum(blocked_product.OPERATOR.encode() in one for one in programs) == 2
 
 
 def before_layer_1(engine: Engine) -> torch.Tensor:
@@ -356,9 +366,9 @@ def before_layer_1(engine: Engine) -> torch.Tensor:
     return read[0]
 
 
-def captured(engine: Engine) -> torch.Tensor:
-    """What entered layers 0 and 2 and left the last one in a step of three rows."""
-    capture = AuxCapture(engine.target, (0, 2, len(engine.target.layers)))
+def captured(engine: Engine, aux_layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """What entered these layers in a step of three rows."""
+    capture = AuxCapture(engine.target, aux_layer_ids)
     requests = [engine.add_request(ids, SamplingParams(max_tokens=9, ignore_eos=True)) for ids in ([5, 6], [7], [8, 9])]
     engine.step()
     engine.step()
@@ -370,13 +380,16 @@ def captured(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory, monkeypatch, tmp_path):
-    """Attention of a prompt asks Python, with its own error, that of few nodes does not; a hook parts the layers, one
-    that only keeps what enters them does not, and both are handed what they are without compiling; what C++ is handed
-    is freed."""
+    """The body is one call, until a hook parts the layers; one that only keeps what enters them does not, and both are
+    handed what they are without compiling. A hook on what stands around the layers has the body's own code call them.
+    Attention of a prompt asks Python, with its own error, that of few nodes does not. What C++ is handed, and makes, is
+    freed."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     target = load_target(tiny_target_directory, dtype="float32")
-    expected, entered, layers = before_layer_1(Engine(target)), captured(Engine(target)), len(target.layers)
-    ran, asked, handles = [], [], []  # handles: how many came, and, below 0, went
+    layers = len(target.layers)
+    aux = ((0, 2), (0, 2, layers))  # what leaves the last layer enters the norm behind it
+    expected, entered = before_layer_1(Engine(target)), [captured(Engine(target), ids) for ids in aux]
+    ran, bodies, asked, handles = [], [], [], []  # handles: how many came, and, below 0, went
 
     def noted(place, name, note):
         own = getattr(place, name)
@@ -391,19 +404,27 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
         "__call__",
         lambda _self, first, _hidden, inputs, *_taps: ran.append((first, len(inputs))),
     )
+    noted(layer_runner.RunnableBody, "__call__", lambda _self, ids, *_given: bodies.append(ids.numel()))
     noted(PromptPlan, "attend", lambda _self, layer, *_given: asked.append(layer))
     noted(TreePlan, "attend", lambda _self, layer, *_given: asked.append(layer))
-    held = sum(handles)
-    assert held == 2 * sum(len(weights) for weights in engine._forward._compiled._weights) > 0
+    compiled = engine._forward._compiled
+    runs = {one for body in compiled._bodies.values() for one in body._held}
+    held = sum(len(one._weights) for one in runs)
+    assert len(runs) == 6 and runs > {*compiled._runs.values()}
+    assert held > 2 * sum(len(weights) for weights in compiled._weights) > 0
+    handles.clear()
     torch.testing.assert_close(before_layer_1(engine), expected, rtol=1e-4, atol=1e-4)
-    assert sum(handles) == held
-    assert ran[-2:] == [(0, 1), (1, layers - 1)] and set(ran[:-2]) == {(0, layers)} and len(ran) > 3
+    assert (
+        ran == [(0, 1), (1, layers - 1)] and len(bodies) >= 2 and sum(handles) == -len(bodies)
+    )  # C++ makes its result
     assert asked == [*range(layers)] if cpu_attention._library() is not None else len(asked) > layers
 
-    ran.clear()
-    torch.testing.assert_close(captured(engine), entered, rtol=1e-4, atol=1e-4)
-    made_by_cpp = 2 * len(ran)  # what entered two layers
-    assert set(ran) == {(0, layers)} and sum(handles) == held - made_by_cpp
+    for ids, wanted in zip(aux, entered, strict=True):
+        ran.clear(), bodies.clear(), handles.clear()
+        torch.testing.assert_close(captured(engine, ids), wanted, rtol=1e-4, atol=1e-4)
+        made_by_cpp = 3 * len(bodies) + 2 * len(ran)  # what entered two layers, and a body's result
+        assert sum(handles) == -made_by_cpp
+        assert (not ran and len(bodies) > 1) if len(ids) == 2 else (not bodies and set(ran) == {(0, layers)})
 
     def fails(*_given):
         raise ValueError("no attention today")
@@ -413,9 +434,9 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
         engine.add_request([8, 9], PARAMS)
         engine.step()
     engine.close()
-    del engine
+    del engine, compiled, runs
     gc.collect()
-    assert sum(handles) == -made_by_cpp
+    assert sum(handles) == -made_by_cpp - held
 
 
 @pytest.mark.slow
@@ -488,7 +509,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
     made = list((tmp_path / "compiled").glob("*/layer.pt2"))
-    assert len(made) == 8, "two each of the target's layers, and of what the head fuses, passes and scores"
+    assert len(made) == 12, "two each of the target's begin, layers and end, and of the head's fuse, pass and scores"
 
 
 @pytest.mark.slow
@@ -502,4 +523,4 @@ def test_compiled_layers_over_integers_are_exact(tiny_target_directory, monkeypa
     plain = answers(Engine(target))
     assert plain != answers(Engine(load_target(tiny_target_directory)))
     assert answers(Engine(target, max_batch=3, torch_compile=True)) == plain
-    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 2
+    assert len(list((tmp_path / "compiled").glob("*/layer.pt2"))) == 6, "of begin, layers and end"

@@ -82,6 +82,9 @@ class TargetForward:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
         if self._compiled is None:
             return self._run(self.attention, input_ids, positions, plan)
+        hidden = self._compiled.whole(input_ids, positions, plan)
+        if hidden is not None:
+            return hidden
         with self._compiled.running(plan, len(input_ids)):
             return self._run(self.attention, input_ids, positions, plan)
 

@@ -23,8 +23,15 @@ from torch import Tensor, nn
 
 from toolkit.infer.attention.attention_plan import FEW, AttentionPlan, tree_plan
 from toolkit.infer.attention.kv_cache import KVCache
-from toolkit.infer.compiled.compiled_layers import allowed_difference
-from toolkit.infer.compiled.layer_program import TOKEN_RANGES, TokenRange, compile_layer, program_for, weights_of
+from toolkit.infer.compiled.layer_program import (
+    TOKEN_RANGES,
+    TokenRange,
+    allowed_difference,
+    compile_layer,
+    off,
+    program_for,
+    weights_of,
+)
 from toolkit.infer.compiled.layer_runner import Inputs, RunnableDrafts, RunnableLayers
 from toolkit.infer.compiled.noted_forward import NotedPlan
 from toolkit.infer.compiled.opaque_attention import now
@@ -167,10 +174,10 @@ class CompiledHead:
             keywords = dict(zip(PASS_INPUTS, (at + 1, *self._inputs(at, hidden, tokens.example + 1)), strict=True))
             made[tokens] = run = _runnable(layer, hidden, keywords, tokens)
             with _noting() as wanted:
-                own = layer(hidden, **keywords).float()
+                own = layer(hidden, **keywords)
             with _noting() as asked:
-                difference = run(0, hidden, [tuple(keywords.values())]).float() - own
-            _check(layer, float(difference.norm() / own.norm()) if asked == wanted else torch.inf, dtype)
+                difference = off(run(0, hidden, [tuple(keywords.values())]), own)
+            _check(layer, difference if asked == wanted else torch.inf, dtype)
         return made
 
     def _compiled_alone(self, layer: nn.Module, width: int, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
@@ -179,8 +186,7 @@ class CompiledHead:
         for tokens in TOKEN_RANGES:
             given = _some(tokens, width, dtype)
             made[tokens] = run = _runnable(layer, given, {}, tokens)
-            own = layer(given).float()
-            _check(layer, float((run(0, given, [()]).float() - own).norm() / own.norm()), dtype)
+            _check(layer, off(run(0, given, [()]), layer(given)), dtype)
         return made
 
 
@@ -205,10 +211,10 @@ def _noting() -> Iterator[list[tuple[Any, ...]]]:
         now.stop()
 
 
-def _check(layer: nn.Module, off: float, dtype: torch.dtype) -> None:
+def _check(layer: nn.Module, difference: float, dtype: torch.dtype) -> None:
     allowed = allowed_difference(dtype)
-    if not off <= allowed:
+    if not difference <= allowed:
         raise CompileError(
             f"torch_compile: {type(layer).__name__} of the draft head, compiled, gives another result: off by "
-            f"{off:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
+            f"{difference:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
         )

@@ -8,7 +8,8 @@ one reads leaves its work to that one, and the last of them runs all in one call
     returns   what it was called with | hidden of 0, 1 and 2 together
 
 Where the body calls all its layers with the very same tensors, it need not call those that leave their work at all. A
-hook that only keeps what enters a layer (`InputTap`) parts nothing: it is handed that when they have run.
+hook that only keeps what enters a layer (`InputTap`) parts nothing: it is handed that when they have run. Where there
+are no other hooks, the body's own code does not run either: its ends (body_ends.py) and all layers are one call.
 
 Shapes: B rows, N tokens a row, T = B * N, H hidden size, Hq/Hkv heads, D head dim.
 """
@@ -25,17 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
+from toolkit.infer.compiled.body_ends import body_in_one_call, layers_name, outside_of_layers, shown
 from toolkit.infer.compiled.layer_program import (
     TOKEN_RANGES,
     TokenRange,
+    allowed_difference,
     compile_layer,
+    off,
     program_for,
     tensors_in,
     weights_of,
 )
-from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableLayers, Taps
+from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableBody, RunnableLayers, Taps
 from toolkit.infer.compiled.noted_forward import Forward, Noted, NotedPlan, forwards, noted_calls
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
@@ -46,16 +51,8 @@ from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
-# How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-
-
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Run = Callable[[int, Tensor, list[Inputs], Taps], Tensor]
-
-
-def allowed_difference(dtype: torch.dtype) -> float:
-    """Of a compiled layer's output from the layer's own, of its size."""
-    return ALLOWED.get(dtype, ALLOWED[torch.bfloat16])
 
 
 class _Inputs(threading.local):
@@ -125,6 +122,7 @@ class CompiledLayers:
         self._check_inputs(noted_calls(target, run, rows=2, tokens=3))
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
         self._runs: dict[TokenRange, Run] = {}
+        self._bodies: dict[TokenRange, RunnableBody] = {}  # none: the body's own code runs its ends
         for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
             noted = noted_calls(target, run, 1, tokens.example)
@@ -136,22 +134,41 @@ class CompiledLayers:
                         kinds[kind] = compile_layer(layer, note.hidden, note.keywords, tokens)
                 programs.append(kinds[kind])
             self._check(noted, programs, allowed_difference(target.dtype or torch.float32))
-            self._runs[tokens] = RunnableLayers(programs, self._weights)
+            self._runs[tokens] = layers = RunnableLayers(programs, self._weights)
+            if (whole := body_in_one_call(target, tokens, noted, layers, own_attention)) is not None:
+                self._bodies[tokens] = whole
         # Whether the body hands a layer's output to the next one as it is.
         self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
         logger.info("torch_compile: %d layers run by %d programs", len(self._layers), len(different))
         # Then the body can do nothing between two layers that another number of them would change.
         self._called_alike = all(self._handed_on[:-1]) and all(_same(one.keywords, noted[0].keywords) for one in noted)
-        self._leaves = [False] * len(self._layers)  # its work to the next one, in the forward that runs
+        self._leaves = [False] * len(self._layers)  # its work to the next one
         self._uncalled = [0] * len(self._layers)  # layers before it that the body is not shown
-        self._taps: list[tuple[int, InputTap]] = []  # in the forward that runs, by layer
+        self._taps: list[tuple[int, InputTap]] = []  # by layer
         parts = (self._runs, self._leaves, self._uncalled, self._taps)
         self._calls = [_call(index, *parts) for index in range(len(self._layers))]
         self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
-        self._hooks = [[vars(one)[kind] for one in self._layers] for kind in ("_forward_pre_hooks", "_forward_hooks")]
-        self._body = target.body
-        self._name = next(name for name, child in self._body.named_children() if child is target.layers)
+        self._shown: list[_Instead | nn.Module] = []  # the layers that the body is to call, in order
+        self._hooks = [[vars(one)[kind] for one in self._layers] for kind in HOOKS]
+        self._body, self._name = target.body, layers_name(target)
+        ends = (self._body, *(one for part in outside_of_layers(target).values() for one in part.modules()))
+        self._hooks_of_ends = [vars(one)[kind] for one in ends for kind in HOOKS]
+        self._seen: tuple[bool, int, int] | None = None  # what we last knew of hooks
+
+    def whole(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor | None:
+        """A forward of the target's body in one call: input_ids and positions [B, N] -> [B, N, H]. None, and nothing
+        has run, where its ends are not compiled, or hooks want more than what enters a layer."""
+        if self._follow_hooks() or len(self._bodies) < len(TOKEN_RANGES) or any(self._hooks_of_ends):
+            return None
+        rows, shape = len(input_ids), (*input_ids.shape, -1)
+        now.start(plan, rows)
+        try:
+            run = program_for(input_ids.numel(), self._bodies)
+            taps = [(layer, _in_rows(tap.keep, rows, shape)) for layer, tap in self._taps]
+            return run(input_ids.reshape(1, -1).contiguous(), positions.reshape(1, -1).contiguous(), taps).view(shape)
+        finally:
+            now.stop()
 
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
@@ -159,22 +176,31 @@ class CompiledLayers:
         if self._name in self._body.__dict__:
             raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
         now.start(plan, rows)
-        hooked = self._part()
-        # A plain entry of the instance: what is costs no time.
-        self._body.__dict__[self._name] = self._shown(set(hooked))
-        with forwards([self._layers[index] for index in hooked], [self._calls[index] for index in hooked]):
+        hooked = self._follow_hooks()
+        calls = [self._calls[index] for index in hooked]
+        with shown(self._body, self._name, self._shown), forwards([self._layers[index] for index in hooked], calls):
             try:
                 yield
             finally:
-                del self._body.__dict__[self._name]
                 now.stop()
                 _inputs.forget()
 
-    def _part(self) -> list[int]:
-        """The layers that somebody hooks; sets which ones leave their work to the next, as nobody else reads theirs,
-        and what only taps."""
+    def _follow_hooks(self) -> list[int]:
+        """The layers that somebody hooks. Where hooks have come or gone: which layers leave their work to the next, as
+        nobody else reads theirs, what only taps, and which layers the body is to call."""
         of_all = bool(module._global_forward_hooks or module._global_forward_pre_hooks)
         before, behind = self._hooks
+        # Every hook that comes takes a new number, every one that goes leaves fewer.
+        seen = (of_all, RemovableHandle.next_id, sum(map(len, before)) + sum(map(len, behind)))
+        if seen != self._seen:
+            self._hooked = self._part(of_all, before, behind)
+            self._show(set(self._hooked))
+            self._seen = seen
+        return self._hooked
+
+    def _part(
+        self, of_all: bool, before: Sequence[Mapping[int, Any]], behind: Sequence[Mapping[int, Any]]
+    ) -> list[int]:
         self._taps.clear()
         for index, hooks in enumerate(before):
             only = [] if of_all or behind[index] else [one for one in hooks.values() if isinstance(one, InputTap)]
@@ -187,17 +213,14 @@ class CompiledLayers:
             self._leaves[index] = handed_on and not ends[index] and not stops[index + 1]
         return [index for index, any_hook in enumerate(zip(stops, ends, strict=True)) if any(any_hook)]
 
-    def _shown(self, hooked: set[int]) -> list[_Instead | nn.Module]:
-        """The layers that the body is to call, in order."""
-        shown: list[_Instead | nn.Module] = []
-        uncalled = 0
+    def _show(self, hooked: set[int]) -> None:
+        self._shown, uncalled = [], 0
         for index, leaves in enumerate(self._leaves):
             if leaves and self._called_alike and index not in hooked:
                 uncalled += 1
                 continue
-            shown.append(self._layers[index] if index in hooked else self._instead[index])
+            self._shown.append(self._layers[index] if index in hooked else self._instead[index])
             self._uncalled[index], uncalled = uncalled, 0
-        return shown
 
     def _check_inputs(self, noted: list[Noted]) -> None:
         """Every tensor that goes into a layer must be of rows and tokens, so that rows can lie side by side."""
@@ -224,7 +247,7 @@ class CompiledLayers:
                 ) from error
             finally:
                 now.stop()
-            difference = ((out.float() - note.out.float()).norm() / note.out.float().norm()).item()
+            difference = off(out, note.out)
             if plan.asked != [note.asked] or not difference <= allowed:
                 raise CompileError(
                     f"torch_compile: layer {index} ({type(layer).__name__}), compiled, gives another result: off by "
@@ -250,15 +273,17 @@ def _call(
             return hidden
         run, first = program_for(hidden.shape[0] * hidden.shape[1], runs), index + 1 - len(waiting)
 
-        def as_called(keep: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-            return keep if now.rows == 1 else lambda entered: keep(entered.view(hidden.shape))
-
-        taps = [(layer, as_called(tap.keep)) for layer, tap in tapped if first <= layer <= index]
+        taps = [(layer, _in_rows(tap.keep, now.rows, hidden.shape)) for layer, tap in tapped if first <= layer <= index]
         out = run(first, _side_by_side(hidden), waiting, taps)
         waiting.clear()
         return out if now.rows == 1 else out.view(hidden.shape)
 
     return forward
+
+
+def _in_rows(keep: Callable[[Tensor], None], rows: int, shape: Sequence[int]) -> Callable[[Tensor], None]:
+    """`keep`, of what lies side by side."""
+    return keep if rows == 1 else lambda entered: keep(entered.view(shape))
 
 
 def _same(keywords: dict[str, Any], others: dict[str, Any]) -> bool:

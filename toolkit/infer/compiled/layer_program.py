@@ -28,6 +28,8 @@ from toolkit.target.compile_cpp import compiler, compiler_name, cpu_flags
 logger = get_logger(__name__)
 
 PACKAGE = "layer.pt2"
+# How far a compiled layer's output may be from the layer's own, of its size: both round, in another order.
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Runs = TypeVar("Runs")
 
 
@@ -58,6 +60,18 @@ def program_for(tokens: int, programs: Mapping[TokenRange, Runs]) -> Runs:
         if wanted.last is None or tokens <= wanted.last:
             return program
     raise AssertionError(f"no program is for {tokens} tokens")
+
+
+def allowed_difference(dtype: torch.dtype) -> float:
+    """Of a compiled layer's output from the layer's own, of its size."""
+    return ALLOWED.get(dtype, ALLOWED[torch.bfloat16])
+
+
+def off(got: Tensor, own: Tensor) -> float:
+    """How far one is from the other, of its size."""
+    if torch.equal(got, own):
+        return 0.0
+    return float((got.float() - own.float()).norm() / own.float().norm())
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor]:

@@ -103,9 +103,32 @@ struct Beam {  // a node whose children are looked at
   float score;
 };
 
-at::Tensor run(const Part& part, std::vector<at::Tensor> inputs) {
+std::vector<at::Tensor> run_all(const Part& part, std::vector<at::Tensor> inputs) {
   for (int64_t i = 0; i < part.count; i++) inputs.push_back(*part.weights[i]);
-  return std::move(part.program->boxed_run(std::move(inputs)).at(0));
+  return part.program->boxed_run(std::move(inputs));
+}
+
+at::Tensor run(const Part& part, std::vector<at::Tensor> inputs) {
+  return std::move(run_all(part, std::move(inputs)).at(0));
+}
+
+struct Taps {  // layers, ascending, of which what enters them goes to `taken`, as new tensors
+  const int64_t* layers;
+  int64_t count;
+  at::Tensor** taken;
+};
+
+// x through `count` layers, of which the first is number `first`: layers[l], called with others[from[l] .. to[l]].
+at::Tensor run_layers(at::Tensor x, const Part* layers, const at::Tensor* others, const int64_t* from, const int64_t* to,
+                      int64_t first, int64_t count, AttentionCall* attention, const Taps& taps) {
+  for (int64_t l = 0, tap = 0; l < count; l++) {
+    attention->layer = first + l;
+    while (tap < taps.count && taps.layers[tap] == first + l) taps.taken[tap++] = new at::Tensor(x);
+    std::vector<at::Tensor> inputs{std::move(x)};
+    inputs.insert(inputs.end(), others + from[l], others + to[l]);
+    x = run(layers[l], std::move(inputs));
+  }
+  return x;
 }
 
 // Rows of H numbers that lie side by side, those named by `rows` -> [1, rows, H].
@@ -164,26 +187,52 @@ extern "C" void toolkit_free_tensors(at::Tensor** tensors, int64_t count) {
   for (int64_t i = 0; i < count; i++) delete tensors[i];
 }
 
-// Layer l of the `count` that run: programs[l], called with others[others_from[l] .. others_to[l]] and its
-// weights[weights_from[l] .. weights_from[l + 1]]. hidden: in [1, T, H], then the last layer's output. Of the
-// layers in `taps`, ascending, what enters them goes to `tapped`, as new tensors.
-extern "C" int64_t toolkit_run_layers(Program** programs, at::Tensor** weights, const int64_t* weights_from,
-                                      at::Tensor** others, const int64_t* others_from, const int64_t* others_to,
-                                      int64_t first, int64_t count, AttentionCall* attention, at::Tensor** hidden,
-                                      const int64_t* taps, int64_t tap_count, at::Tensor** tapped, char* message,
-                                      int64_t size) {
+// One program alone: inputs [count] -> all its outputs, of which there are at most `room`.
+extern "C" int64_t toolkit_run_program(Program* program, at::Tensor** inputs, int64_t count, at::Tensor** outputs,
+                                       int64_t room, char* message, int64_t size) {
+  running++;
+  const int64_t failed = told(message, size, [&] {
+    std::vector<at::Tensor> found = run_all({program, inputs, count}, {});
+    TORCH_CHECK(int64_t(found.size()) <= room, found.size(), " outputs");
+    for (size_t i = 0; i < found.size(); i++) outputs[i] = new at::Tensor(std::move(found[i]));
+  });
+  running--;
+  return failed;
+}
+
+// Consecutive layers, as `run_layers` has them. hidden: in [1, T, H], then the last layer's output.
+extern "C" int64_t toolkit_run_layers(const Part* layers, at::Tensor** others, int64_t others_count,
+                                      const int64_t* others_from, const int64_t* others_to, int64_t first, int64_t count,
+                                      AttentionCall* attention, at::Tensor** hidden, const int64_t* taps,
+                                      int64_t tap_count, at::Tensor** tapped, char* message, int64_t size) {
   now = attention;
   running++;
   const int64_t failed = told(message, size, [&] {
-    at::Tensor x = **hidden;
-    for (int64_t l = 0, tap = 0; l < count; l++) {
-      attention->layer = first + l;
-      while (tap < tap_count && taps[tap] == first + l) tapped[tap++] = new at::Tensor(x);
-      std::vector<at::Tensor> inputs{std::move(x)};
-      for (int64_t i = others_from[l]; i < others_to[l]; i++) inputs.push_back(*others[i]);
-      x = run({programs[l], weights + weights_from[l], weights_from[l + 1] - weights_from[l]}, std::move(inputs));
-    }
-    **hidden = std::move(x);
+    std::vector<at::Tensor> held;
+    for (int64_t i = 0; i < others_count; i++) held.push_back(*others[i]);
+    **hidden = run_layers(**hidden, layers, held.data(), others_from, others_to, first, count, attention,
+                          {taps, tap_count, tapped});
+  });
+  running--;
+  now = nullptr;
+  return failed;
+}
+
+// A whole body. begin: given [2], ids and positions [1, T] -> hidden, and what else layers are called with; order
+// [order_count]: which of those are the layers' `others`. end: hidden -> *out.
+extern "C" int64_t toolkit_run_body(const Part* begin, const Part* layers, const Part* end, const int64_t* order,
+                                    int64_t order_count, const int64_t* others_from, const int64_t* others_to,
+                                    int64_t count, AttentionCall* attention, at::Tensor** given, at::Tensor** out,
+                                    const int64_t* taps, int64_t tap_count, at::Tensor** tapped, char* message,
+                                    int64_t size) {
+  now = attention;
+  running++;
+  const int64_t failed = told(message, size, [&] {
+    std::vector<at::Tensor> made = run_all(*begin, {*given[0], *given[1]}), others;
+    for (int64_t i = 0; i < order_count; i++) others.push_back(made.at(1 + order[i]));
+    at::Tensor x = run_layers(std::move(made[0]), layers, others.data(), others_from, others_to, 0, count, attention,
+                              {taps, tap_count, tapped});
+    *out = new at::Tensor(run(*end, {std::move(x)}));
   });
   running--;
   now = nullptr;

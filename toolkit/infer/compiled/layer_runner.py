@@ -1,4 +1,5 @@
-"""Compiled programs in this process; consecutive layers, or all that is drafted, in one call of C++ (layer_runner.cpp).
+"""Compiled programs in this process; consecutive layers, a whole body, or all that is drafted, in one call of C++
+(layer_runner.cpp).
 
 Tensors cross to C++ as handles: addresses of at::Tensor objects of their own, which somebody has to free.
 
@@ -25,6 +26,8 @@ from toolkit.target.compile_cpp import load_cpp
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MESSAGE_SIZE = 2000
+MOST_OUTPUTS = 64  # of one program
+ADDRESS = ctypes.sizeof(ctypes.c_void_p)
 
 Inputs = tuple[Tensor, ...]  # what a layer is called with beside hidden
 Taps = Sequence[tuple[int, Callable[[Tensor], None]]]  # layers, and who keeps what enters them
@@ -43,21 +46,30 @@ def runner() -> ctypes.CDLL:
     library.toolkit_open_program.argtypes = [ctypes.c_char_p, ctypes.POINTER(address), ctypes.c_char_p, ctypes.c_int64]
     library.toolkit_close_program.argtypes = [address]
     library.toolkit_free_tensors.argtypes = [address, ctypes.c_int64]
+    library.toolkit_run_program.argtypes = [
+        address, address, ctypes.c_int64, address, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64,
+    ]  # fmt: skip
     library.toolkit_run_layers.argtypes = [
-        *[address] * 6, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.POINTER(address),
-        address, ctypes.c_int64, address, ctypes.c_char_p, ctypes.c_int64,
+        address, address, ctypes.c_int64, address, address, ctypes.c_int64, ctypes.c_int64,
+        ctypes.POINTER(AttentionCall), ctypes.POINTER(address), address, ctypes.c_int64, address, ctypes.c_char_p,
+        ctypes.c_int64,
+    ]  # fmt: skip
+    library.toolkit_run_body.argtypes = [
+        *[address] * 4, ctypes.c_int64, address, address, ctypes.c_int64, ctypes.POINTER(AttentionCall), address,
+        ctypes.POINTER(address), address, ctypes.c_int64, address, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     library.toolkit_run_drafts.argtypes = [
         *[address] * 8, ctypes.c_int64, ctypes.c_int64, address, address, ctypes.POINTER(AttentionCall),
         *[address] * 3, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
-    for function in ("toolkit_open_program", "toolkit_run_layers", "toolkit_run_drafts"):
-        getattr(library, function).restype = ctypes.c_int64
+    for function in ("open_program", "run_program", "run_layers", "run_body", "run_drafts"):
+        getattr(library, f"toolkit_{function}").restype = ctypes.c_int64
     return library
 
 
 class Program:
-    """One compiled layer, called as the layer is: hidden [1, T, H], its other inputs, its weights -> [hidden].
+    """One compiled layer, called as the layer is: hidden [1, T, H], its other inputs, its weights -> [hidden]; or
+    another program with all its inputs and outputs.
 
     Raises CompileError where the package cannot be loaded.
     """
@@ -74,27 +86,30 @@ class Program:
         weakref.finalize(self, library.toolkit_close_program, loaded.value)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        layer = RunnableLayers([self], [[]], number=now.call.layer)
-        return [layer(0, inputs[0], [tuple(inputs[1:])])]
+        """Raises what attention in Python raised, else RuntimeError."""
+        library, message = runner(), ctypes.create_string_buffer(MESSAGE_SIZE)
+        given, outputs = _addresses(_handles([*inputs])), _addresses([None] * MOST_OUTPUTS)
+        failed = library.toolkit_run_program(
+            self.address, given, len(given), outputs, len(outputs), message, MESSAGE_SIZE
+        )
+        library.toolkit_free_tensors(given, len(given))
+        if failed:
+            raise _error("a compiled program", message)
+        return [_take(one) for one in outputs if one is not None]
 
 
 class RunnableLayers:
-    """Layers as C++ runs them: each one's program and its weights, in the program's order. number: the first one's."""
+    """Layers as C++ runs them: each one's program and its weights, in the program's order."""
 
-    def __init__(self, programs: Sequence[Program], weights: Sequence[Sequence[Tensor]], number: int = 0) -> None:
-        self._number, self._message = number, ctypes.create_string_buffer(MESSAGE_SIZE)
-        self._held = list(programs)
-        self._programs = _addresses([one.address for one in programs])
-        self._weights_from = (ctypes.c_int64 * (len(weights) + 1))(0, *itertools.accumulate(map(len, weights)))
-        tensors = list(itertools.chain(*weights))
+    def __init__(self, programs: Sequence[Program], weights: Sequence[Sequence[Tensor]]) -> None:
+        self._held, self._message = list(programs), ctypes.create_string_buffer(MESSAGE_SIZE)
+        tensors, begins = list(itertools.chain(*weights)), itertools.accumulate(map(len, weights), initial=0)
         self._weights = _addresses(_handles(tensors))
+        own = (ctypes.addressof(self._weights) + ADDRESS * begin for begin in begins)
+        parts = [_Part(*one) for one in zip((one.address for one in programs), own, map(len, weights), strict=False)]
+        self.parts = (_Part * len(parts))(*parts)  # valid while this object lives
         freed = weakref.finalize(self, runner().toolkit_free_tensors, self._weights, len(tensors))
         freed.atexit = False  # a thread that does not end may still read them
-
-    def alone(self) -> _Part:
-        """The only layer, as C++ has it; valid while this object lives."""
-        (program,) = self._held
-        return _Part(program.address, ctypes.addressof(self._weights), len(self._weights))
 
     def __call__(self, first: int, hidden: Tensor, inputs: Sequence[Inputs], taps: Taps = ()) -> Tensor:
         """Layers `first` and those behind it, as many as `inputs` has: hidden [1, T, H] -> [1, T, H] (of a draft
@@ -103,27 +118,58 @@ class RunnableLayers:
         Their attention asks `now`. Raises what attention in Python raised, else RuntimeError.
         """
         distinct = {id(tensors): tensors for tensors in inputs}
-        ends = list(itertools.accumulate(map(len, distinct.values())))
-        places = {key: (end - len(distinct[key]), end) for key, end in zip(distinct, ends, strict=True)}
-        begins, stops = zip(*(places[id(tensors)] for tensors in inputs), strict=True)
+        places = _places([len(tensors) for tensors in distinct.values()])
+        at = dict(zip(distinct, places, strict=True))
+        begins, stops = zip(*(at[id(tensors)] for tensors in inputs), strict=True)
         count, library = len(inputs), runner()
         others = _addresses(_handles(list(itertools.chain(*distinct.values()))))
         x, tapped = ctypes.c_void_p(_handles([hidden])[0]), _addresses([None] * len(taps))
         failed = library.toolkit_run_layers(
-            _behind(self._programs, first), self._weights, _behind(self._weights_from, first), others,
-            _numbers(begins), _numbers(stops), self._number + first, count, ctypes.byref(now.call), ctypes.byref(x),
-            _numbers([self._number + layer for layer, _ in taps]), len(taps), tapped, self._message, MESSAGE_SIZE,
+            ctypes.addressof(self.parts) + ctypes.sizeof(_Part) * first, others, len(others), _numbers(begins),
+            _numbers(stops), first, count, ctypes.byref(now.call), ctypes.byref(x),
+            _numbers([layer for layer, _ in taps]), len(taps), tapped, self._message, MESSAGE_SIZE,
         )  # fmt: skip
         library.toolkit_free_tensors(others, len(others))
         out, taken = _take(x.value), [_take(one) for one in tapped if one is not None]
         if failed:
-            began = self._number + first
-            raise now.take_error() or RuntimeError(
-                f"compiled layers {began} to {began + count - 1} failed: {self._message.value.decode(errors='replace')}"
-            )
+            raise _error(f"compiled layers {first} to {first + count - 1}", self._message)
         for (_, keep), entered in zip(taps, taken, strict=True):
             keep(entered)
         return out
+
+
+class RunnableBody:
+    """A body's programs in one call. begin: ids and positions [1, T] -> hidden [1, T, H], and what else the layers are
+    called with; end: hidden -> the last hidden state.
+
+    places: by layer, which of those others it is called with. Of begin and end there is one program each.
+    """
+
+    def __init__(
+        self, begin: RunnableLayers, layers: RunnableLayers, end: RunnableLayers, places: Sequence[Sequence[int]]
+    ) -> None:
+        self._held, self._message = (begin, layers, end), ctypes.create_string_buffer(MESSAGE_SIZE)
+        distinct = list(dict.fromkeys(tuple(one) for one in places))
+        at = dict(zip(distinct, _places(list(map(len, distinct))), strict=True))
+        begins, stops = zip(*(at[tuple(one)] for one in places), strict=True)
+        order = _numbers(list(itertools.chain(*distinct)))
+        self._parts = (begin.parts, layers.parts, end.parts, order, len(order), _numbers(begins), _numbers(stops))
+
+    def __call__(self, ids: Tensor, positions: Tensor, taps: Taps = ()) -> Tensor:
+        """ids and positions [1, T] -> [1, T, H]; taps and errors as of RunnableLayers."""
+        library, out = runner(), ctypes.c_void_p()
+        given, tapped = _addresses(_handles([ids, positions])), _addresses([None] * len(taps))
+        failed = library.toolkit_run_body(
+            *self._parts, len(self._held[1].parts), ctypes.byref(now.call), given, ctypes.byref(out),
+            _numbers([layer for layer, _ in taps]), len(taps), tapped, self._message, MESSAGE_SIZE,
+        )  # fmt: skip
+        library.toolkit_free_tensors(given, len(given))
+        taken = [_take(one) for one in tapped if one is not None]
+        if failed:
+            raise _error("the compiled body", self._message)
+        for (_, keep), entered in zip(taps, taken, strict=True):
+            keep(entered)
+        return _take(out.value)
 
 
 class RunnableDrafts:
@@ -143,8 +189,8 @@ class RunnableDrafts:
         top: int | None,
     ) -> None:
         self._held = [*fuse, *passes, *scores]
-        self._fuse = _parts(fuse) if fuse else None
-        self._passes, self._scores = _parts(passes), _parts(scores)
+        self._fuse = _together(fuse) if fuse else None
+        self._passes, self._scores = _together(passes), _together(scores)
         self._to_target, self._top = to_target.contiguous(), top
 
     def __call__(
@@ -177,8 +223,18 @@ class RunnableDrafts:
         return tokens, parents, scores
 
 
-def _parts(layers: Sequence[RunnableLayers]) -> Any:
-    return (_Part * len(layers))(*(one.alone() for one in layers))
+def _together(layers: Sequence[RunnableLayers]) -> Any:
+    """The only layer of each."""
+    return (_Part * len(layers))(*(one.parts[0] for one in layers))
+
+
+def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where parts of these sizes begin and end, one behind the other."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _error(what: str, message: Any) -> BaseException:
+    return now.take_error() or RuntimeError(f"{what} failed: {message.value.decode(errors='replace')}")
 
 
 def _sizes(shape: DraftShape | None) -> tuple[int, int]:
@@ -194,11 +250,6 @@ class _Part(ctypes.Structure):
 
 def _numbers(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-def _behind(array: Any, first: int) -> ctypes.c_void_p:
-    """The address of entry `first`: C++ counts from the first layer that runs."""
-    return ctypes.c_void_p(ctypes.addressof(array) + ctypes.sizeof(array._type_) * first)
 
 
 def _addresses(values: Sequence[int | None]) -> Any:

@@ -63,10 +63,15 @@ def noted_calls(target: Target, run: Forward, rows: int, tokens: int) -> list[No
         return forward
 
     plan = NotedPlan()
-    at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
     with forwards(layers, [noting(layer) for layer in layers]):
-        run("toolkit", at * 7919 % target.vocab_size, at, plan)
+        run("toolkit", *noted_tokens(target, rows, tokens), plan)
     return [Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
+
+
+def noted_tokens(target: Target, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """The forward's ids and positions [rows, tokens]."""
+    at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
+    return at * 7919 % target.vocab_size, at
 
 
 @contextmanager
