@@ -166,10 +166,7 @@ class DraftTree:
 
 def root_only(roots: Tensor) -> DraftTree:
     """Plain decoding: trees of one node; roots [B]."""
-    rows = len(roots)
-    one = torch.zeros(rows, 1, dtype=torch.long, device=roots.device)
-    seen = torch.ones(rows, 1, 1, dtype=torch.bool, device=roots.device)
-    return DraftTree(roots[:, None], one - 1, one, seen, seen[:, 0], 0, True)
+    return DraftTree(roots[:, None], *_whole_chains(len(roots), 1, roots.device), 0, True)
 
 
 def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: Proposal | None = None) -> DraftTree:

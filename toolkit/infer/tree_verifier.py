@@ -36,9 +36,11 @@ class TreeVerifier:
         """A row of L tokens has the target's keys of L - 1; its root is the last of them."""
         lengths = [request.length - 1 for request in requests]
         plan = tree_plan(self._cache, lengths, tree.mask, tree.depths)
-        positions = torch.tensor(lengths, device=self._target.device)[:, None] + tree.depths
-        # Nodes past the context are never committed; clamping only keeps learned position tables in range.
-        hidden = self._forward(tree.tokens, positions.clamp(max=self._max_context - 1), plan)
+        positions = at = torch.tensor(lengths, device=self._target.device)[:, None] + tree.depths
+        if max(lengths) + tree.deepest >= self._max_context:
+            # Nodes past the context are never committed; clamping only keeps learned position tables in range.
+            at = positions.clamp(max=self._max_context - 1)
+        hidden = self._forward(tree.tokens, at, plan)
         choices = self._choose(requests, hidden, positions + 1, tree)
         found = walk(tree, choices.tokens, choices.along)
         if not tree.is_chain:
@@ -50,6 +52,8 @@ class TreeVerifier:
         if self._sampler is None or self._sampler.outdated:
             self._sampler = Sampler(requests, self._target.vocab_size, self._target.device, self._verifier)
         nodes = nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
+        if nodes >= hidden.shape[1]:
+            return self._sampler(self._target.logits(hidden), positions, tree)
         parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
         return Choices.joined(
             [self._sampler(self._target.logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)]

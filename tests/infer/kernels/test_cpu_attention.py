@@ -77,7 +77,7 @@ def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
         )
         kept[0, :, 61 : 61 + node], kept[1, :, 61 : 61 + node] = k[:, :node].float(), v[:, :node].float()
         attention = cpu_attention.row_attention(
-            torch.bfloat16, 64, 64, [61 + node], torch.ones(1, 1, 1, dtype=torch.bool)
+            torch.bfloat16, 64, 64, torch.tensor([61 + node]), torch.ones(1, 1, 1, dtype=torch.bool)
         )
         keys, values = kept.bfloat16()
         asked = (x[:, node:].transpose(1, 2) for x in (q, k, v))
@@ -88,7 +88,9 @@ def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 64)])
 def test_shares_of_far_apart_scores(dtype, width):
     """One key far ahead takes everything, and one far behind nothing: no overflow, exact zeros. A nan is not hidden."""
-    attention = cpu_attention.row_attention(dtype, width, width, [3], torch.ones(1, 1, 1, dtype=torch.bool))
+    attention = cpu_attention.row_attention(
+        dtype, width, width, torch.tensor([3]), torch.ones(1, 1, 1, dtype=torch.bool)
+    )
     keys, values = torch.zeros(2, 1, SPAN, 1, width, dtype=dtype)
     keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([[-1e30, 3e11, 3e9], [1e30, 2.0, 1e30]], dtype=dtype)
     one = torch.zeros(1, 1, 1, width, dtype=dtype)
@@ -103,7 +105,9 @@ def test_shares_of_far_apart_scores(dtype, width):
 
 def test_no_such_attention_for_other_heads():
     mask = torch.ones(1, 1, 1, dtype=torch.bool)
-    assert cpu_attention.row_attention(torch.float32, 64, 64, [3], mask) is not None
-    assert cpu_attention.row_attention(torch.float32, 64, 32, [3], mask) is None, "DeepSeek's values are narrower"
-    assert cpu_attention.row_attention(torch.float32, 20, 20, [3], mask) is None
-    assert cpu_attention.row_attention(torch.float16, 64, 64, [3], mask) is None
+    assert cpu_attention.row_attention(torch.float32, 64, 64, torch.tensor([3]), mask) is not None
+    assert cpu_attention.row_attention(torch.float32, 64, 32, torch.tensor([3]), mask) is None, (
+        "DeepSeek's values are narrower"
+    )
+    assert cpu_attention.row_attention(torch.float32, 20, 20, torch.tensor([3]), mask) is None
+    assert cpu_attention.row_attention(torch.float16, 64, 64, torch.tensor([3]), mask) is None

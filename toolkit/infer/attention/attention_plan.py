@@ -13,12 +13,13 @@ A row of the cache during a tree forward (prefix committed, nodes not yet):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.attention.kv_cache import KVCache, Window
 from toolkit.infer.attention.paged_plan import PagedPromptPlan, PagedTreePlan
 from toolkit.infer.kernels.choose import Ops, ops_for
 from toolkit.infer.kernels.cpu_attention import RowAttention, row_attention
@@ -79,14 +80,19 @@ class TreePlan:
         rows, new, nodes = node_mask.shape
         longest = max(lengths)
         self._rows, self._new, self._span = rows, new, longest + nodes
-        self._window = cache.window(first_row, [length + nodes - new for length in lengths], new, self._span)
+        self._starts = [length + nodes - new for length in lengths]
         self._one_for_all = nodes == 1 and min(lengths) == longest  # every query sees every key
         self._node_mask, self._depths = node_mask, depths
         self._lengths = torch.tensor(lengths, device=node_mask.device)
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
-        self._at_home = _row_attention(cache, lengths, node_mask)
+        self._at_home = _row_attention(cache, self._lengths, node_mask)
         self._homes = (cache, first_row)
+
+    @cached_property
+    def _window(self) -> Window:
+        cache, first_row = self._homes
+        return cache.window(first_row, self._starts, self._new, self._span)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
@@ -171,7 +177,7 @@ def tree_plan(
     return TreePlan(cache, lengths, node_mask, depths, first_row)
 
 
-def _row_attention(cache: KVCache, lengths: Sequence[int], node_mask: Tensor) -> RowAttention | None:
+def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
     """One call for a layer's attention, where rows lie side by side on a CPU and few nodes are new."""
     shape = cache.shape
     if not cache.pool.homes or shape.device.type != "cpu" or node_mask.shape[1] > FEW:

@@ -188,7 +188,7 @@ class RunnableDrafts:
         to_target: Tensor,
         top: int | None,
     ) -> None:
-        self._held = [*fuse, *passes, *scores]
+        self._held, self._message = [*fuse, *passes, *scores], ctypes.create_string_buffer(MESSAGE_SIZE)
         self._fuse = _together(fuse) if fuse else None
         self._passes, self._scores = _together(passes), _together(scores)
         self._to_target, self._top = to_target.contiguous(), top
@@ -208,7 +208,7 @@ class RunnableDrafts:
 
         Raises RuntimeError.
         """
-        rows, message = len(counts), ctypes.create_string_buffer(MESSAGE_SIZE)
+        rows, message = len(counts), self._message
         limits = (None, None) if kept is None else (_numbers(values) for values in zip(*map(_sizes, kept), strict=True))
         tokens, parents = torch.empty(2, rows, candidates(shape.num_steps, shape.top_k), dtype=torch.long)
         scores, others = torch.empty(tokens.shape), _addresses(_handles([*given]))

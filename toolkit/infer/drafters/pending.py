@@ -70,7 +70,8 @@ class Pending:
     def clear(self, rows: int, carry: torch.Tensor) -> None:
         """All that rows 0..rows-1 held was read, and left `carry` [B, S-1, H]."""
         self.counts[:rows] = [0] * rows
-        self.carry[:rows] = carry
+        if self.carry.shape[1]:
+            self.carry[:rows] = carry
 
     def move_row(self, destination: int, source: int) -> None:
         for held in self.stores:

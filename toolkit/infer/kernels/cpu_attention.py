@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,13 +42,13 @@ def _address(name: str) -> int | None:
 
 
 class RowAttention:
-    """What one forward's layers share: B rows of which the first lengths[b] positions are committed, node_mask [B, N,
+    """What one forward's layers share: B rows of which the first lengths [B] positions are committed, node_mask [B, N,
     M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company. name: of the
     library's function."""
 
-    def __init__(self, name: str, lengths: Sequence[int], node_mask: Tensor) -> None:
+    def __init__(self, name: str, lengths: Tensor, node_mask: Tensor) -> None:
         self._name, self._function = name, getattr(_library(), name)
-        self._lengths = torch.tensor(lengths)
+        self._lengths = lengths
         self._sizes = node_mask.shape
         self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
         self._fixed = (self._lengths.data_ptr(), None if self._mask is None else self._mask.data_ptr())
@@ -82,7 +81,7 @@ class RowAttention:
 
 
 def row_attention(
-    dtype: torch.dtype, key_width: int, value_width: int, lengths: Sequence[int], node_mask: Tensor
+    dtype: torch.dtype, key_width: int, value_width: int, lengths: Tensor, node_mask: Tensor
 ) -> RowAttention | None:
     """None where this machine or heads so wide have none."""
     library = _library() if dtype in FUNCTIONS and key_width == value_width else None
