@@ -136,6 +136,8 @@ def interpreted_layers(monkeypatch) -> list[str]:
                 for _, keep in (one for one in taps if one[0] == index):
                     keep(hidden)
                 hidden = programs[index]([hidden, *tensors, *weights[index]])[0]
+            for _, keep in (one for one in taps if one[0] == first + len(inputs)):
+                keep(hidden)
             return hidden
 
         return run

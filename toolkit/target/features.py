@@ -52,6 +52,16 @@ class InputTap:
         self.keep(args[0] if args else kwargs["hidden_states"])
 
 
+class OutputTap:
+    """A hook that only keeps what a body gives, its last hidden state; as `InputTap`."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
+        self.keep = keep
+
+    def __call__(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        self.keep(output.last_hidden_state)
+
+
 class AuxCapture:
     """Keeps the hidden states that enter the named layers during a forward of the target's body.
 
@@ -92,10 +102,10 @@ class LastCapture:
 
     def __init__(self, target: Target) -> None:
         self._state: torch.Tensor | None = None
-        self._handle = target.body.register_forward_hook(self._keep)
+        self._handle = target.body.register_forward_hook(OutputTap(self._keep))
 
-    def _keep(self, _module, _args, output) -> None:
-        self._state = output.last_hidden_state
+    def _keep(self, state: torch.Tensor) -> None:
+        self._state = state
 
     def take(self) -> torch.Tensor:
         """The state [B, N, H] of the last forward; a second call without a forward is an error."""

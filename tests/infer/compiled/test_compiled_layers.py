@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import logging
 import zipfile
 from collections import Counter
 from itertools import pairwise
@@ -17,11 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from toolkit.infer.attention.attention_plan import PromptPlan, TreePlan
-from toolkit.infer.compiled import compiled_head, layer_program, layer_runner
+from toolkit.infer.compiled import body_ends, compiled_head, layer_program, layer_runner
 from toolkit.infer.compiled.compiled_head import CompiledHead
 from toolkit.infer.compiled.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.draft_tree import DraftShape
@@ -53,11 +55,15 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("shape", "max_batch"), [("3,3,8", 1), ("5,2,12", 3)])
-def test_drafted_answers_are_those_of_plain_decoding(interpreted_layers, small_target, small_draft, shape, max_batch):
+def test_drafted_answers_are_those_of_plain_decoding(
+    interpreted_layers, monkeypatch, small_target, small_draft, shape, max_batch
+):
     """A head that is often right reads hidden states by hooks on the layers: they have to fire, with rows apart."""
     plain = answers(Engine(small_target))
     engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=max_batch, torch_compile=True)
-    requests = engine.generate(prompts(small_target.vocab_size), PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(small_target.body), "forward", None)  # its own code would be missed
+        requests = engine.generate(prompts(small_target.vocab_size), PARAMS)
     engine.close()
     assert [one.output_ids for one in requests] == plain
     eager = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=max_batch)
@@ -68,13 +74,13 @@ def test_drafted_answers_are_those_of_plain_decoding(interpreted_layers, small_t
     assert any(count for counts in accepted for count in counts)
 
 
-def family(name: str, tokenizer) -> Target:
+def family(name: str, tokenizer, settings=None) -> Target:
     path = Path(__file__).parents[1] / "attention" / "test_target_families.py"
     spec = importlib.util.spec_from_file_location("target_families", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build(name, module.FAMILIES[name], tokenizer)
+    return module.build(name, module.FAMILIES[name] | (settings or {}), tokenizer)
 
 
 @pytest.mark.parametrize(("name", "programs"), [("gpt_oss", 4), ("deepseek_v3", 4), ("gemma3_text", 4)])
@@ -197,27 +203,112 @@ def test_the_model_is_left_as_it_was(interpreted_layers, small_target, small_dra
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])
-def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, small_target, request, in_one_call):
-    """Nobody hooks a layer here, so those before the one that fails have left their work to it."""
+def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, monkeypatch, small_target, in_one_call):
+    """In the middle of its layers. Nobody hooks them: where the body's own code calls them, those before the one that
+    fails have left their work to it."""
     plain = answers(Engine(small_target))
     engine = Engine(small_target, torch_compile=True)
-    compiled = engine._forward._compiled
-    runs = compiled._bodies if in_one_call else compiled._runs
-    if not in_one_call:  # then the body's own code calls them
-        request.addfinalizer(small_target.final_norm.register_forward_hook(lambda *_given: None).remove)
-    whole = dict(runs)
+    fired = []
+    hook = None if in_one_call else small_target.final_norm.register_forward_hook(lambda *_given: fired.append(1))
+    own = PromptPlan.attend
 
-    def fails(first, _hidden, inputs, _taps=()):
-        assert in_one_call or (first == 0 and len(inputs) == 4)
-        raise RuntimeError("a layer failed")
+    def fails(plan, layer, *given):
+        if layer == 2:
+            raise ValueError("no attention today")
+        return own(plan, layer, *given)
 
-    runs.update(dict.fromkeys(runs, fails))
     asked = engine.add_request([5, 6, 7], PARAMS)
-    with pytest.raises(RuntimeError, match="a layer failed"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no attention today"):
+        patch.setattr(PromptPlan, "attend", fails)
         engine.step()
     engine.abort(asked)
-    runs.update(whole)
+    assert answers(engine) == plain and bool(fired) != in_one_call
+    if hook is not None:
+        hook.remove()
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "rotary_emb", "norm", "body"])
+def test_hooks_around_the_layers_fire_while_they_are_there(interpreted_layers, small_target, part):
+    body = small_target.body
+    plain, seen = answers(Engine(small_target)), []
+    engine = Engine(small_target, torch_compile=True)
+    request = engine.add_request(prompts(24)[0], PARAMS)
+    engine.step()
+    module = body if part == "body" else getattr(body, part)
+    handle = module.register_forward_hook(lambda *_given: seen.append(len(request.output_ids)))
+    before = len(request.output_ids)
+    engine.step()
+    handle.remove()
+    engine.step()
+    assert seen == [before] and request.output_ids == plain[0][: len(request.output_ids)]
+    engine.abort(request)
     assert answers(engine) == plain
+
+
+def test_two_threads_need_two_targets(interpreted_layers, monkeypatch, small_target):
+    """A forward of one engine inside that of another on the same target, which threads could do."""
+    one, other = (Engine(small_target, torch_compile=True) for _ in range(2))
+    own = PromptPlan.attend
+
+    def meanwhile(*given):
+        other.step()
+        return own(*given)
+
+    one.add_request([5, 6, 7], PARAMS)
+    other.add_request([5, 6, 7], PARAMS)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="engines in two threads need two targets"):
+        patch.setattr(PromptPlan, "attend", meanwhile)
+        one.step()
+    one.close(), other.close()
+    assert answers(Engine(small_target, torch_compile=True)) == answers(Engine(small_target))
+
+
+@pytest.mark.parametrize("part", ["BodyBegin", "BodyEnd"])
+def test_ends_whose_program_computes_something_else_are_refused(interpreted_layers, monkeypatch, small_target, part):
+    made = body_ends.compile_layer
+
+    def wrong(layer, *given):
+        run = made(layer, *given)
+        factor = 1.001 if type(layer).__name__ == part else 1
+        return lambda inputs: [one * factor if one.is_floating_point() else one for one in run(inputs)]
+
+    monkeypatch.setattr(body_ends, "compile_layer", wrong)
+    with pytest.raises(CompileError, match="around its layers, compiled, gives another result: off by 0.001"):
+        Engine(small_target, torch_compile=True)
+
+
+def written_by_its_own_code(engine: Engine, caplog, why: str) -> list[list[int]]:
+    assert not engine._forward._compiled._bodies and why in caplog.text
+    return answers(engine)
+
+
+def test_a_body_that_reads_its_embeddings_at_the_end(interpreted_layers, monkeypatch, small_target, caplog):
+    """Its layers run compiled all the same."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    target = with_a_loop_of_its_own(small_target, lambda _number, hidden, _kept: hidden)
+    own = target.body.forward
+
+    def forward(input_ids, **others):
+        out = own(input_ids, **others)
+        return BaseModelOutputWithPast(last_hidden_state=out.last_hidden_state + target.embed_tokens(input_ids))
+
+    target.body.forward = forward
+    plain = answers(Engine(target))
+    engine = Engine(target, torch_compile=True)
+    assert written_by_its_own_code(engine, caplog, "it does more than begin, call its layers and end") == plain
+
+
+def test_a_rope_that_changes_with_the_length(interpreted_layers, monkeypatch, small_target, caplog):
+    """It compares positions while it runs, and sets attributes: what a trace cannot follow it must not leave behind."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 32, "max_position_embeddings": 64}
+    target = family("phi3", small_target.tokenizer, settings)
+    plain = answers(Engine(target))
+    engine = Engine(target, torch_compile=True)
+    assert written_by_its_own_code(engine, caplog, "stays its own code, which is slower") == plain
+    held = [*vars(target.body.rotary_emb).values(), *target.body.rotary_emb.buffers()]
+    assert not any(isinstance(one, FakeTensor) for one in held)
 
 
 def with_a_loop_of_its_own(target: Target, between) -> Target:
@@ -419,12 +510,15 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
     )  # C++ makes its result
     assert asked == [*range(layers)] if cpu_attention._library() is not None else len(asked) > layers
 
-    for ids, wanted in zip(aux, entered, strict=True):
-        ran.clear(), bodies.clear(), handles.clear()
-        torch.testing.assert_close(captured(engine, ids), wanted, rtol=1e-4, atol=1e-4)
-        made_by_cpp = 3 * len(bodies) + 2 * len(ran)  # what entered two layers, and a body's result
-        assert sum(handles) == -made_by_cpp
-        assert (not ran and len(bodies) > 1) if len(ids) == 2 else (not bodies and set(ran) == {(0, layers)})
+    for by_its_own_code in (False, True):
+        if by_its_own_code:
+            target.final_norm.register_forward_hook(lambda *_given: None)
+        for ids, wanted in zip(aux, entered, strict=True):
+            ran.clear(), bodies.clear(), handles.clear()
+            torch.testing.assert_close(captured(engine, ids), wanted, rtol=1e-4, atol=1e-4)
+            made_by_cpp = (1 + len(ids)) * len(bodies) + 2 * len(ran)  # a body's result; what entered layers
+            assert sum(handles) == -made_by_cpp
+            assert (not bodies and set(ran) == {(0, layers)}) if by_its_own_code else (not ran and len(bodies) > 1)
 
     def fails(*_given):
         raise ValueError("no attention today")

@@ -45,9 +45,9 @@ register_attention(ATTENTION, _attend)
 class TargetForward:
     """The target's body on the engine's attention. Other users of the model keep their own attention setting.
 
-    torch_compile: its layers run compiled (see compiled_layers.py); CompileError where that cannot be had. Raises
-    UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or
-    if the engine's logits differ from the model's own.
+    torch_compile: its layers, and what is around them, run compiled (see compiled_layers.py); CompileError where that
+    cannot be had. Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something
+    unknown, or if the engine's logits differ from the model's own.
     """
 
     def __init__(self, target: Target, *, torch_compile: bool = False) -> None:
@@ -82,7 +82,7 @@ class TargetForward:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
         if self._compiled is None:
             return self._run(self.attention, input_ids, positions, plan)
-        hidden = self._compiled.whole(input_ids, positions, plan)
+        hidden = self._compiled.run_whole(input_ids, positions, plan)
         if hidden is not None:
             return hidden
         with self._compiled.running(plan, len(input_ids)):

@@ -22,22 +22,28 @@ from toolkit.infer.compiled.layer_program import (
     TokenRange,
     allowed_difference,
     compile_layer,
-    off,
+    difference,
     tensors_in,
     weights_of,
 )
 from toolkit.infer.compiled.layer_runner import RunnableBody, RunnableLayers
-from toolkit.infer.compiled.noted_forward import Noted, noted_tokens
+from toolkit.infer.compiled.noted_forward import NotedForward
 from toolkit.infer.compiled.opaque_attention import COMPILED
 from toolkit.infer.errors import CompileError
 from toolkit.log import get_logger
+from toolkit.target.features import InputTap, OutputTap
 from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
 
 class _BodyWithoutLayers(nn.Module):
-    """own_attention: the body's forwards inside it are of a named attention."""
+    """A target's body, of which only what stands around the layers counts as its own.
+
+    own_attention: the body's forwards inside it are of a named attention.
+    """
 
     def __init__(self, target: Target, own_attention: Callable[[str], Any]) -> None:
         super().__init__()
@@ -49,7 +55,7 @@ class _BodyWithoutLayers(nn.Module):
     def _run(self, ids: Tensor, positions: Tensor, layer: Callable[..., Tensor]) -> Tensor:
         """The body's forward with `layer` as every layer."""
         (body,) = self._held
-        with shown(body, self._name, [layer] * self._count), self._own_attention(COMPILED):
+        with with_layers(body, self._name, [layer] * self._count), self._own_attention(COMPILED):
             out: Tensor = body(input_ids=ids, position_ids=positions, use_cache=False, plan=None).last_hidden_state
         return out
 
@@ -82,38 +88,100 @@ class BodyEnd(_BodyWithoutLayers):
 def body_in_one_call(
     target: Target,
     tokens: TokenRange,
-    noted: Sequence[Noted],
+    noted: NotedForward,
+    of_rows: NotedForward,
     layers: RunnableLayers,
     own_attention: Callable[[str], Any],
 ) -> RunnableBody | None:
-    """The body for that many tokens; noted: a forward of it by its own code, layers: its compiled ones.
+    """The body for that many tokens; noted and of_rows: forwards of it by its own code, of one row and of several;
+    layers: its compiled ones.
 
-    None where it does more between its layers than hand on what they give, and where what it does around them cannot be
-    compiled; the log says why. Raises CompileError where that, compiled, gives another result.
+    None, and the log says why, where it does more than begin, call its layers and end, where a row's tokens meet around
+    the layers, and where what it does there cannot be compiled. Raises CompileError where that, compiled, gives another
+    result.
     """
-    if any(one.out is not behind.hidden for one, behind in pairwise(noted)):
-        return None
     begin, end = BodyBegin(target, own_attention), BodyEnd(target, own_attention)
-    ids, at = noted_tokens(target, 1, tokens.example)
-    last = noted[-1].out
-    weights = [list(weights_of(one).values()) for one in (begin, end)]
-    try:
-        programs = compile_layer(begin, ids, {"positions": at}, tokens), compile_layer(end, last, {}, tokens)
-        made = (*programs[0]([ids, at, *weights[0]]), *programs[1]([last, *weights[1]]))
-    except (CompileError, RuntimeError) as error:
-        why = str(error).partition(";")[0]
-        logger.info("torch_compile: what the target does around its layers stays its own code (%s)", why)
-        return None
-    others, places = distinct([tensors_in(one.keywords) for one in noted])
     allowed = allowed_difference(target.dtype or torch.float32)
-    for got, own in zip(made, (noted[0].hidden, *others, end(last)), strict=True):
-        if not (difference := off(got, own)) <= allowed:
-            raise CompileError(
-                f"torch_compile: what {type(target.model).__name__} does around its layers, compiled, gives another "
-                f"result: off by {difference:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
-            )
-    runs = [RunnableLayers([one], [held]) for one, held in zip(programs, weights, strict=True)]
+    try:
+        for forward in (noted, of_rows):
+            _compare(begin, end, forward, allowed)
+        with _unchanged([target.body, *(one for part in begin.parts.values() for one in part.modules())]):
+            of_begin = compile_layer(begin, noted.ids, {"positions": noted.positions}, tokens)
+            of_end = compile_layer(end, noted.calls[-1].out, {}, tokens)
+    except CompileError as error:
+        logger.warning("what the target does around its layers stays its own code, which is slower: %s", error)
+        return None
+    weights = [list(weights_of(one).values()) for one in (begin, end)]
+    last, farthest = noted.calls[-1].out, noted.positions + (target.max_context - 1 - int(noted.positions.max()))
+    made, wanted = of_end([last, *weights[1]]), [end(last)]
+    for at in (noted.positions, farthest):
+        made += of_begin([noted.ids, at, *weights[0]])
+        wanted += begin(noted.ids, positions=at)
+    found = _largest(made, wanted)
+    if not found <= allowed:
+        raise CompileError(
+            f"torch_compile: what {type(target.model).__name__} does around its layers, compiled, gives another "
+            f"result: off by {found:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
+        )
+    runs = [RunnableLayers([one], [held]) for one, held in zip((of_begin, of_end), weights, strict=True)]
+    places = distinct([tensors_in(one.keywords) for one in noted.calls])[1]
     return RunnableBody(runs[0], layers, runs[1], places)
+
+
+def _compare(begin: BodyBegin, end: BodyEnd, noted: NotedForward, allowed: float) -> None:
+    """Raises CompileError unless the body's forward is its ends around its layers, rows side by side."""
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor.reshape(1, -1, *tensor.shape[2:])
+
+    calls = noted.calls
+    handed_on = all(one.out is behind.hidden for one, behind in pairwise(calls))
+    entered = [calls[0].hidden, *distinct([tensors_in(one.keywords) for one in calls])[0], noted.last]
+    around = [*begin(flat(noted.ids), positions=flat(noted.positions)), end(flat(calls[-1].out))]
+    if not handed_on or not _largest(around, [flat(one) for one in entered]) <= allowed:
+        raise CompileError("it does more than begin, call its layers and end, token by token")
+
+
+def _largest(got: Sequence[Tensor], own: Sequence[Tensor]) -> float:
+    if len(got) != len(own):
+        return torch.inf
+    return max(difference(*pair) for pair in zip(got, own, strict=True))
+
+
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Attributes that are set while they are traced go again: they are of no numbers."""
+    held: list[dict[str, Any]] = [vars(one) for one in modules]
+    held += [of_module[kind] for of_module in held for kind in ("_buffers", "_parameters")]
+    before = [dict(one) for one in held]
+    try:
+        yield
+    finally:
+        for one, then in zip(held, before, strict=True):
+            one.clear()
+            one.update(then)
+
+
+class EndHooks:
+    """The hooks on what stands around a target's layers: of the body, and its other parts.
+
+    taps: who keeps what leaves the last layer, and enters the final norm; of_last: what leaves the body. only_tapped:
+    nobody wants more.
+    """
+
+    def __init__(self, target: Target) -> None:
+        parts = [one for part in outside_of_layers(target).values() for one in part.modules()]
+        self.hooks = [vars(one)[kind] for one in (target.body, *parts) for kind in HOOKS]
+        self._count = target.n_layers
+        self._into_norm, self._out_of_body = target.final_norm._forward_pre_hooks, target.body._forward_hooks
+        self.look(of_all=False)
+
+    def look(self, of_all: bool) -> None:
+        """Anew, where hooks have come or gone."""
+        into, out = list(self._into_norm.values()), list(self._out_of_body.values())
+        self.taps = [(self._count, one) for one in into if isinstance(one, InputTap)]
+        self.of_last = [one for one in out if isinstance(one, OutputTap)]
+        self.only_tapped = not of_all and sum(map(len, self.hooks)) == len(self.taps) + len(self.of_last)
 
 
 def outside_of_layers(target: Target) -> dict[str, nn.Module]:
@@ -143,7 +211,7 @@ def distinct(called: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[lis
 
 
 @contextmanager
-def shown(body: nn.Module, name: str, layers: Sequence[Any]) -> Iterator[None]:
+def with_layers(body: nn.Module, name: str, layers: Sequence[Any]) -> Iterator[None]:
     """The body meets these as its layers. A plain entry of the instance: what it costs is no time."""
     body.__dict__[name] = layers
     try:

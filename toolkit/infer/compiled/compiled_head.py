@@ -28,7 +28,7 @@ from toolkit.infer.compiled.layer_program import (
     TokenRange,
     allowed_difference,
     compile_layer,
-    off,
+    difference,
     program_for,
     weights_of,
 )
@@ -154,7 +154,7 @@ class CompiledHead:
         try:
             if now.call.attend is None:
                 return None
-            flat = (features.reshape(1, rows * pending, -1), tokens.reshape(1, -1).contiguous())
+            flat = (one.reshape(1, rows * pending, *one.shape[2:]).contiguous() for one in (features, tokens))
             given = (*flat, *self._head.module.rope.tables(features, farthest))
             return self._drafts(given, before, counts, shape, kept)
         finally:
@@ -176,8 +176,8 @@ class CompiledHead:
             with _noting() as wanted:
                 own = layer(hidden, **keywords)
             with _noting() as asked:
-                difference = off(run(0, hidden, [tuple(keywords.values())]), own)
-            _check(layer, difference if asked == wanted else torch.inf, dtype)
+                found = difference(run(0, hidden, [tuple(keywords.values())]), own)
+            _check(layer, found if asked == wanted else torch.inf, dtype)
         return made
 
     def _compiled_alone(self, layer: nn.Module, width: int, dtype: torch.dtype) -> dict[TokenRange, RunnableLayers]:
@@ -186,7 +186,7 @@ class CompiledHead:
         for tokens in TOKEN_RANGES:
             given = _some(tokens, width, dtype)
             made[tokens] = run = _runnable(layer, given, {}, tokens)
-            _check(layer, off(run(0, given, [()]), layer(given)), dtype)
+            _check(layer, difference(run(0, given, [()]), layer(given)), dtype)
         return made
 
 
@@ -211,10 +211,10 @@ def _noting() -> Iterator[list[tuple[Any, ...]]]:
         now.stop()
 
 
-def _check(layer: nn.Module, difference: float, dtype: torch.dtype) -> None:
+def _check(layer: nn.Module, found: float, dtype: torch.dtype) -> None:
     allowed = allowed_difference(dtype)
-    if not difference <= allowed:
+    if not found <= allowed:
         raise CompileError(
             f"torch_compile: {type(layer).__name__} of the draft head, compiled, gives another result: off by "
-            f"{difference:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
+            f"{found:.2g} of its size (allowed: {allowed:g}); leave --torch-compile out"
         )

@@ -29,19 +29,19 @@ from torch.nn.modules import module
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
-from toolkit.infer.compiled.body_ends import body_in_one_call, layers_name, outside_of_layers, shown
+from toolkit.infer.compiled.body_ends import HOOKS, EndHooks, body_in_one_call, layers_name, with_layers
 from toolkit.infer.compiled.layer_program import (
     TOKEN_RANGES,
     TokenRange,
     allowed_difference,
     compile_layer,
-    off,
+    difference,
     program_for,
     tensors_in,
     weights_of,
 )
 from toolkit.infer.compiled.layer_runner import Inputs, Program, RunnableBody, RunnableLayers, Taps
-from toolkit.infer.compiled.noted_forward import Forward, Noted, NotedPlan, forwards, noted_calls
+from toolkit.infer.compiled.noted_forward import Forward, Noted, NotedPlan, forwards, noted_forward
 from toolkit.infer.compiled.opaque_attention import COMPILED, now
 from toolkit.infer.compiled.packed_products import stand_in
 from toolkit.infer.errors import CompileError
@@ -51,7 +51,6 @@ from toolkit.target.load import Target
 
 logger = get_logger(__name__)
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 Run = Callable[[int, Tensor, list[Inputs], Taps], Tensor]
 
 
@@ -82,6 +81,18 @@ def _side_by_side(tensor: Tensor) -> Tensor:
 
 
 _inputs = _Inputs()
+_busy: set[int] = set()  # bodies whose compiled layers run, by id
+
+
+@contextmanager
+def _alone(body: nn.Module) -> Iterator[None]:
+    if id(body) in _busy:
+        raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
+    _busy.add(id(body))
+    try:
+        yield
+    finally:
+        _busy.discard(id(body))
 
 
 class _Instead:
@@ -119,13 +130,15 @@ class CompiledLayers:
         check_device(target.device)
         self._layers = list(target.layers)
         self._weights = [list(weights_of(layer).values()) for layer in self._layers]
-        self._check_inputs(noted_calls(target, run, rows=2, tokens=3))
+        of_rows = noted_forward(target, run, rows=2, tokens=3)
+        self._check_inputs(of_rows.calls)
         self._programs: dict[TokenRange, list[Program]] = {}  # of each range, by layer
         self._runs: dict[TokenRange, Run] = {}
-        self._bodies: dict[TokenRange, RunnableBody] = {}  # none: the body's own code runs its ends
+        self._bodies: dict[TokenRange, RunnableBody] = {}  # none: the body's own code runs what is around the layers
         for tokens in TOKEN_RANGES:
             self._programs[tokens] = programs = []
-            noted = noted_calls(target, run, 1, tokens.example)
+            whole = noted_forward(target, run, 1, tokens.example)
+            noted = whole.calls
             kinds: dict[Any, Program] = {}
             for layer, note in zip(self._layers, noted, strict=True):
                 kind = _kind(layer, note)
@@ -135,8 +148,9 @@ class CompiledLayers:
                 programs.append(kinds[kind])
             self._check(noted, programs, allowed_difference(target.dtype or torch.float32))
             self._runs[tokens] = layers = RunnableLayers(programs, self._weights)
-            if (whole := body_in_one_call(target, tokens, noted, layers, own_attention)) is not None:
-                self._bodies[tokens] = whole
+            if len(self._bodies) == len(self._runs) - 1:  # else it is not to be had
+                body = body_in_one_call(target, tokens, whole, of_rows, layers, own_attention)
+                self._bodies |= {} if body is None else {tokens: body}
         # Whether the body hands a layer's output to the next one as it is.
         self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
@@ -146,39 +160,42 @@ class CompiledLayers:
         self._leaves = [False] * len(self._layers)  # its work to the next one
         self._uncalled = [0] * len(self._layers)  # layers before it that the body is not shown
         self._taps: list[tuple[int, InputTap]] = []  # by layer
+        self._hooked: list[int] = []  # the layers that somebody hooks
         parts = (self._runs, self._leaves, self._uncalled, self._taps)
         self._calls = [_call(index, *parts) for index in range(len(self._layers))]
         self._instead = [_Instead(*one) for one in zip(self._layers, self._calls, strict=True)]
         self._shown: list[_Instead | nn.Module] = []  # the layers that the body is to call, in order
         self._hooks = [[vars(one)[kind] for one in self._layers] for kind in HOOKS]
         self._body, self._name = target.body, layers_name(target)
-        ends = (self._body, *(one for part in outside_of_layers(target).values() for one in part.modules()))
-        self._hooks_of_ends = [vars(one)[kind] for one in ends for kind in HOOKS]
+        self._ends = EndHooks(target)
         self._seen: tuple[bool, int, int] | None = None  # what we last knew of hooks
 
-    def whole(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor | None:
+    def run_whole(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor | None:
         """A forward of the target's body in one call: input_ids and positions [B, N] -> [B, N, H]. None, and nothing
-        has run, where its ends are not compiled, or hooks want more than what enters a layer."""
-        if self._follow_hooks() or len(self._bodies) < len(TOKEN_RANGES) or any(self._hooks_of_ends):
+        has run, where its ends are not compiled, or hooks want more than what enters a layer or leaves the body."""
+        if self._follow_hooks() or len(self._bodies) < len(TOKEN_RANGES) or not self._ends.only_tapped:
             return None
         rows, shape = len(input_ids), (*input_ids.shape, -1)
-        now.start(plan, rows)
-        try:
-            run = program_for(input_ids.numel(), self._bodies)
-            taps = [(layer, _in_rows(tap.keep, rows, shape)) for layer, tap in self._taps]
-            return run(input_ids.reshape(1, -1).contiguous(), positions.reshape(1, -1).contiguous(), taps).view(shape)
-        finally:
-            now.stop()
+        with _alone(self._body):
+            now.start(plan, rows)
+            try:
+                run = program_for(input_ids.numel(), self._bodies)
+                taps = [(layer, _in_rows(tap.keep, rows, shape)) for layer, tap in (*self._taps, *self._ends.taps)]
+                out = run(input_ids.reshape(1, -1).contiguous(), positions.reshape(1, -1).contiguous(), taps)
+            finally:
+                now.stop()
+            for tap in self._ends.of_last:
+                tap.keep(out.view(shape))
+        return out.view(shape)
 
     @contextmanager
     def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled. Hooks that are there when it begins fire."""
-        if self._name in self._body.__dict__:
-            raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
-        now.start(plan, rows)
         hooked = self._follow_hooks()
         calls = [self._calls[index] for index in hooked]
-        with shown(self._body, self._name, self._shown), forwards([self._layers[index] for index in hooked], calls):
+        shown = with_layers(self._body, self._name, self._shown)
+        with _alone(self._body), shown, forwards([self._layers[index] for index in hooked], calls):
+            now.start(plan, rows)
             try:
                 yield
             finally:
@@ -191,10 +208,12 @@ class CompiledLayers:
         of_all = bool(module._global_forward_hooks or module._global_forward_pre_hooks)
         before, behind = self._hooks
         # Every hook that comes takes a new number, every one that goes leaves fewer.
-        seen = (of_all, RemovableHandle.next_id, sum(map(len, before)) + sum(map(len, behind)))
+        count = sum(map(len, before)) + sum(map(len, behind)) + sum(map(len, self._ends.hooks))
+        seen = (of_all, RemovableHandle.next_id, count)
         if seen != self._seen:
             self._hooked = self._part(of_all, before, behind)
-            self._show(set(self._hooked))
+            self._choose_shown(set(self._hooked))
+            self._ends.look(of_all)
             self._seen = seen
         return self._hooked
 
@@ -213,7 +232,7 @@ class CompiledLayers:
             self._leaves[index] = handed_on and not ends[index] and not stops[index + 1]
         return [index for index, any_hook in enumerate(zip(stops, ends, strict=True)) if any(any_hook)]
 
-    def _show(self, hooked: set[int]) -> None:
+    def _choose_shown(self, hooked: set[int]) -> None:
         self._shown, uncalled = [], 0
         for index, leaves in enumerate(self._leaves):
             if leaves and self._called_alike and index not in hooked:
@@ -247,11 +266,11 @@ class CompiledLayers:
                 ) from error
             finally:
                 now.stop()
-            difference = off(out, note.out)
-            if plan.asked != [note.asked] or not difference <= allowed:
+            found = difference(out, note.out)
+            if plan.asked != [note.asked] or not found <= allowed:
                 raise CompileError(
                     f"torch_compile: layer {index} ({type(layer).__name__}), compiled, gives another result: off by "
-                    f"{difference:.2g} of its size (allowed: {allowed:g}), attention {plan.asked} in place of "
+                    f"{found:.2g} of its size (allowed: {allowed:g}), attention {plan.asked} in place of "
                     f"{note.asked}; leave --torch-compile out"
                 )
 

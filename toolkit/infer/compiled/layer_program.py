@@ -1,4 +1,5 @@
-"""One kind of decoder layer as a program: exported once, compiled by Inductor, kept on disk for the next start.
+"""One kind of decoder layer, or another part of a target or head, as a program: exported once, compiled by Inductor,
+kept on disk for the next start.
 
 The layer's weights are inputs of the program, so that one serves all layers of its kind. A program has no guards and
 never compiles again: it is for one token, or for a range of numbers of tokens.
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from toolkit.infer.compiled.layer_runner import Program
 from toolkit.infer.compiled.packed_products import C_FUNCTIONS, merge_products, stand_in, teach_inductor
@@ -67,10 +70,10 @@ def allowed_difference(dtype: torch.dtype) -> float:
     return ALLOWED.get(dtype, ALLOWED[torch.bfloat16])
 
 
-def off(got: Tensor, own: Tensor) -> float:
-    """How far one is from the other, of its size."""
-    if torch.equal(got, own):
-        return 0.0
+def difference(got: Tensor, own: Tensor) -> float:
+    """How far one is from the other, of its size; infinite for another shape."""
+    if got.shape != own.shape or torch.equal(got, own):
+        return 0.0 if got.shape == own.shape else torch.inf
     return float((got.float() - own.float()).norm() / own.float().norm())
 
 
@@ -114,14 +117,15 @@ class _Held(nn.Module):
 
 
 class _Call(nn.Module):
-    """What is exported: hidden [1, T, H], the tensors of the keywords, the weights -> hidden [1, T, H]."""
+    """What is exported: hidden [1, T, H], the tensors of the keywords, the weights -> hidden [1, T, H]; or as another
+    part is called, with one tensor [1, T, ..] and keywords."""
 
     def __init__(self, layer: nn.Module, keywords: dict[str, Any]) -> None:
         super().__init__()
         self._held = (_Held(layer),)  # in a tuple: its weights are not this module's
         self._keywords, self._names = keywords, [f"layer.{name}" for name in weights_of(layer)]
 
-    def forward(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         split = len(tensors) - len(self._names)
         weights = dict(zip(self._names, tensors[split:], strict=True))
         keywords = _with_tensors(self._keywords, list(tensors[:split]))
@@ -178,6 +182,8 @@ def _exported(
         raise _refused(layer, f"cannot be traced for {tokens}", error) from error
     if exported.constants or exported.state_dict:
         raise _refused(layer, f"reads tensors that are not its weights: {', '.join(exported.constants)}", None)
+    if exported.graph_signature.user_inputs_to_mutate or exported.graph_signature.buffers_to_mutate:
+        raise _refused(layer, "writes to what it is called with", None)
     merge_products(exported.graph_module)
     return exported
 
@@ -200,9 +206,19 @@ def _compile(exported: Any, path: Path, what: str) -> None:
 
 def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
     """Of all that decides the machine code: the traced program, torch, this CPU and the threads that will run it."""
-    program = [str(exported.graph), *(str(node.meta.get("val")) for node in exported.graph.nodes)]
-    program.append(str(exported.range_constraints))
+    program = [*_computed(exported.graph), str(exported.range_constraints)]
     layout = [(str(tensor.dtype), tuple(tensor.stride())) for tensor in inputs]
     program += [declaration for declarations in C_FUNCTIONS.values() for declaration in declarations]
     machine = [torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu_flags(), torch.get_num_threads()]
     return hashlib.sha256(repr((program, layout, machine)).encode()).hexdigest()[:32]
+
+
+def _computed(graph: Graph) -> list[str]:
+    """What a graph computes, however its nodes are named and ordered: some bodies go through sets."""
+    known: dict[Node, str] = {}
+    for place, node in enumerate(graph.nodes):
+        what = place if node.op == "placeholder" else node._pretty_print_target(node.target)
+        given = map_arg((node.args, node.kwargs), lambda one: known[one])
+        said = repr((node.op, what, given, str(node.meta.get("val"))))
+        known[node] = hashlib.sha256(said.encode()).hexdigest()
+    return sorted(known[node] for node in graph.nodes if not node.users)

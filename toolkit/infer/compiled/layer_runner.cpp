@@ -1,9 +1,9 @@
-// Runs the compiled programs of consecutive layers, or those of all that a head drafts in a round, in one call, and is
-// the attention that they call.
+// Runs the compiled programs of consecutive layers, of a whole body, or of all that a head drafts in a round, in one
+// call, and is the attention that they call.
 //
-// A program is a layer: hidden, the tensors that it is called with, its weights -> hidden. From layer to layer, and from
-// a layer to the attention of few new nodes (cpu_attention.cpp), nothing asks Python; other attention goes back to it,
-// as the operator toolkit::attend.
+// A layer's program: hidden, the tensors that it is called with, its weights -> hidden; those of other parts have inputs
+// and outputs of their own, and their weights behind. From program to program, and from a layer to the attention of few
+// new nodes (cpu_attention.cpp), nothing asks Python; other attention goes back to it, as the operator toolkit::attend.
 //
 // Shapes: B rows, N new nodes a row, M nodes a row that are not committed, T = B * N tokens side by side, Hq query and
 // Hkv key heads, D head dim.
@@ -118,17 +118,18 @@ struct Taps {  // layers, ascending, of which what enters them goes to `taken`, 
   at::Tensor** taken;
 };
 
-// x through `count` layers, of which the first is number `first`: layers[l], called with others[from[l] .. to[l]].
+// x through `count` layers, of which the first is number `first`: layers[l], called with others[from[l] .. to[l]]. What
+// leaves the last one enters the one behind it.
 at::Tensor run_layers(at::Tensor x, const Part* layers, const at::Tensor* others, const int64_t* from, const int64_t* to,
                       int64_t first, int64_t count, AttentionCall* attention, const Taps& taps) {
-  for (int64_t l = 0, tap = 0; l < count; l++) {
-    attention->layer = first + l;
+  for (int64_t l = 0, tap = 0;; l++) {
     while (tap < taps.count && taps.layers[tap] == first + l) taps.taken[tap++] = new at::Tensor(x);
+    if (l == count) return x;
+    attention->layer = first + l;
     std::vector<at::Tensor> inputs{std::move(x)};
     inputs.insert(inputs.end(), others + from[l], others + to[l]);
     x = run(layers[l], std::move(inputs));
   }
-  return x;
 }
 
 // Rows of H numbers that lie side by side, those named by `rows` -> [1, rows, H].

@@ -156,7 +156,8 @@ class RunnableBody:
         self._parts = (begin.parts, layers.parts, end.parts, order, len(order), _numbers(begins), _numbers(stops))
 
     def __call__(self, ids: Tensor, positions: Tensor, taps: Taps = ()) -> Tensor:
-        """ids and positions [1, T] -> [1, T, H]; taps and errors as of RunnableLayers."""
+        """ids and positions [1, T] -> [1, T, H]; taps and errors as of RunnableLayers, but that a layer behind the last
+        one may be tapped too."""
         library, out = runner(), ctypes.c_void_p()
         given, tapped = _addresses(_handles([ids, positions])), _addresses([None] * len(taps))
         failed = library.toolkit_run_body(
@@ -167,9 +168,10 @@ class RunnableBody:
         taken = [_take(one) for one in tapped if one is not None]
         if failed:
             raise _error("the compiled body", self._message)
+        last = _take(out.value)
         for (_, keep), entered in zip(taps, taken, strict=True):
             keep(entered)
-        return _take(out.value)
+        return last
 
 
 class RunnableDrafts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ class Noted:
     asked: tuple[Any, ...]
 
 
+class NotedForward(NamedTuple):
+    """ids and positions [B, N], what each layer was called with, and what the body gave [B, N, H]."""
+
+    ids: Tensor
+    positions: Tensor
+    calls: list[Noted]
+    last: Tensor
+
+
 class NotedPlan:
     """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
 
@@ -44,8 +53,8 @@ class NotedPlan:
         return attend_causal(q, k, v, scaling=scoring.scaling)
 
 
-def noted_calls(target: Target, run: Forward, rows: int, tokens: int) -> list[Noted]:
-    """One forward by the layers' own code; what each was called with."""
+def noted_forward(target: Target, run: Forward, rows: int, tokens: int) -> NotedForward:
+    """One forward by the layers' own code."""
     layers = list(target.layers)
     calls: list[tuple[Tensor, dict[str, Any], Tensor]] = []
 
@@ -63,15 +72,11 @@ def noted_calls(target: Target, run: Forward, rows: int, tokens: int) -> list[No
         return forward
 
     plan = NotedPlan()
-    with forwards(layers, [noting(layer) for layer in layers]):
-        run("toolkit", *noted_tokens(target, rows, tokens), plan)
-    return [Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
-
-
-def noted_tokens(target: Target, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The forward's ids and positions [rows, tokens]."""
     at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
-    return at * 7919 % target.vocab_size, at
+    ids = at * 7919 % target.vocab_size
+    with forwards(layers, [noting(layer) for layer in layers]):
+        last = run("toolkit", ids, at, plan)
+    return NotedForward(ids, at, [Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)], last)
 
 
 @contextmanager
