@@ -4,7 +4,7 @@ included.
     OMP_NUM_THREADS=1 python benchmarks/host_share.py --draft runs/smollm2-135m/ckpt [--torch-compile]
 
 One request, one thread, rounds of a long answer. PyTorch's profiler tells when operators run (`aten::..`, and what it
-does not see by itself: our functions of C++ and the compiled layers); the host is what is left of the round:
+does not see by itself: our functions of C++ and compiled programs); the host is what is left of the round:
 
     round   |--python--|aten::linear|--python--|toolkit::attend            |--python--|
     inside                                     |-python-|aten::bmm|-python-|           operators of ours are Python too
@@ -42,7 +42,7 @@ from toolkit.infer.kernels import cpu_attention, cpu_choices
 from toolkit.target import blocked_product
 
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
-ROUND, OURS, PROGRAM, CPP = "round", "toolkit::", "compiled layers", "function of C++"
+ROUND, OURS, PROGRAM, CPP = "round", "toolkit::", "compiled program", "function of C++"
 NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")
 COMPILED: tuple[Any, ...] = (compiled_layers, compiled_head)  # both ask for a program by `program_for`
 WARM_UP = 8
@@ -109,7 +109,7 @@ def _add_inside(found: Share, event: Any) -> None:
 
 @contextmanager
 def named_parts(engine: Engine) -> Iterator[None]:
-    """The engine's verbs, our functions of C++ and the programs of compiled layers say when they run."""
+    """The engine's verbs, our functions of C++ and compiled programs say when they run."""
     for name, part in PARTS.items():
         setattr(engine, name, _named(getattr(engine, name), part))
     in_cpp = [(library, name, getattr(library, name)) for library, name in cpp_functions()]

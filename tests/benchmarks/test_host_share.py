@@ -25,7 +25,7 @@ def event(name: str, own: float, *inside: SimpleNamespace) -> SimpleNamespace:
 def test_what_the_profiler_adds_is_taken_off(script) -> None:
     """Python of 3 + 10 + 5 + 4 us, beside and inside operators, whatever the profiler adds to each of them."""
     attend = event("toolkit::attend", 5, event("aten::bmm", 7))
-    program = event("compiled layers", 30, event("toolkit::attend", 4, event("aten::bmm", 6)))
+    program = event("compiled program", 30, event("toolkit::attend", 4, event("aten::bmm", 6)))
     verify = event("verify", 10, event("aten::linear", 20, event("aten::addmm", 9)), attend, program)
     share = script("host_share").share_of([event("round", 3, verify)], 1.0)
     assert 1e6 * share.host(EACH / 1e6) == pytest.approx(22)
