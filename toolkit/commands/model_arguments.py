@@ -86,7 +86,7 @@ def add_compile_argument(group: argparse._ActionsContainer) -> None:
         "--torch-compile",
         action="store_true",
         default=None,
-        help="run the layers of target and head compiled, for shorter steps; on a CPU the first start compiles them, "
+        help="run target and head compiled, for shorter steps; on a CPU the first start compiles them, "
         "which takes a minute or two and a C++ compiler, and later ones find them in TOOLKIT_CACHE; on a GPU (serve, "
         "chat) the rounds of --cuda-graph-max-bs are compiled before they are recorded",
     )

@@ -75,7 +75,7 @@ class LLM:
     max_total_tokens, the cache's share of a GPU's free memory (None: 0.8), or of the machine's (0.125).
     dtype: auto, bfloat16 or float32. quantization: int8 or int4 for a target of a byte or half of one a weight (CPU),
     none, or auto (as the draft directory states it). draft_quantization: int8 for a head of a byte a weight (CPU),
-    none, or auto (int8 beside a quantised target, and for bfloat16 heads on a CPU). torch_compile: layers run compiled,
+    none, or auto (int8 beside a quantised target, and for bfloat16 heads on a CPU). torch_compile: both run compiled,
     which the first start pays with a minute or two and a C++ compiler; on a GPU those of recorded rounds, of up to
     torch_compile_max_bs answers.
     cuda_graph_max_bs: rounds of up to so many answers run as recorded graphs (GPU); disable_overlap_schedule: each is

@@ -245,6 +245,20 @@ def test_hooks_around_the_layers_fire_while_they_are_there(interpreted_layers, s
     assert answers(engine) == plain
 
 
+def test_a_hook_that_is_there_at_the_start_does_not_stay(interpreted_layers, small_target):
+    """On what stands around the layers, changing what it gives: programs that had it in them would go on doing so."""
+    plain = answers(Engine(small_target))
+    handle = small_target.final_norm.register_forward_hook(lambda _norm, _given, out: -out)
+    hooked = answers(Engine(small_target))
+    engine = Engine(small_target, torch_compile=True)
+    request = engine.add_request(prompts(24)[0], PARAMS)
+    engine.step()
+    assert request.output_ids == hooked[0][: len(request.output_ids)] != plain[0][: len(request.output_ids)]
+    engine.abort(request)
+    handle.remove()
+    assert answers(engine) == plain
+
+
 def test_two_threads_need_two_targets(interpreted_layers, monkeypatch, small_target):
     """A forward of one engine inside that of another on the same target, which threads could do."""
     one, other = (Engine(small_target, torch_compile=True) for _ in range(2))

@@ -10,6 +10,7 @@ Shapes: T tokens of all rows, side by side; H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from toolkit.infer.compiled.layer_program import (
     TokenRange,
@@ -24,6 +26,7 @@ from toolkit.infer.compiled.layer_program import (
     compile_layer,
     difference,
     tensors_in,
+    unchanged,
     weights_of,
 )
 from toolkit.infer.compiled.layer_runner import RunnableBody, RunnableLayers
@@ -55,7 +58,9 @@ class _BodyWithoutLayers(nn.Module):
     def _run(self, ids: Tensor, positions: Tensor, layer: Callable[..., Tensor]) -> Tensor:
         """The body's forward with `layer` as every layer."""
         (body,) = self._held
-        with with_layers(body, self._name, [layer] * self._count), self._own_attention(COMPILED):
+        around = [body, *(one for part in self.parts.values() for one in part.modules())]
+        without = with_layers(body, self._name, [layer] * self._count), _without_hooks(around)
+        with without[0], without[1], self._own_attention(COMPILED):
             out: Tensor = body(input_ids=ids, position_ids=positions, use_cache=False, plan=None).last_hidden_state
         return out
 
@@ -103,9 +108,11 @@ def body_in_one_call(
     begin, end = BodyBegin(target, own_attention), BodyEnd(target, own_attention)
     allowed = allowed_difference(target.dtype or torch.float32)
     try:
+        if module._global_forward_hooks or module._global_forward_pre_hooks:
+            raise CompileError("hooks on all modules are there")
         for forward in (noted, of_rows):
             _compare(begin, end, forward, allowed)
-        with _unchanged([target.body, *(one for part in begin.parts.values() for one in part.modules())]):
+        with unchanged([target.body]):
             of_begin = compile_layer(begin, noted.ids, {"positions": noted.positions}, tokens)
             of_end = compile_layer(end, noted.calls[-1].out, {}, tokens)
     except CompileError as error:
@@ -113,10 +120,17 @@ def body_in_one_call(
         return None
     weights = [list(weights_of(one).values()) for one in (begin, end)]
     last, farthest = noted.calls[-1].out, noted.positions + (target.max_context - 1 - int(noted.positions.max()))
-    made, wanted = of_end([last, *weights[1]]), [end(last)]
-    for at in (noted.positions, farthest):
-        made += of_begin([noted.ids, at, *weights[0]])
-        wanted += begin(noted.ids, positions=at)
+    made, wanted = [], [end(last)]
+    try:
+        made += of_end([last, *weights[1]])
+        for at in (noted.positions, farthest):
+            made += of_begin([noted.ids, at, *weights[0]])
+            wanted += begin(noted.ids, positions=at)
+    except RuntimeError as error:
+        raise CompileError(
+            f"torch_compile: what {type(target.model).__name__} does around its layers, compiled, does not run "
+            f"({error}); leave --torch-compile out"
+        ) from error
     found = _largest(made, wanted)
     if not found <= allowed:
         raise CompileError(
@@ -135,7 +149,7 @@ def _compare(begin: BodyBegin, end: BodyEnd, noted: NotedForward, allowed: float
         return tensor.reshape(1, -1, *tensor.shape[2:])
 
     calls = noted.calls
-    handed_on = all(one.out is behind.hidden for one, behind in pairwise(calls))
+    handed_on = all(one.out is behind.hidden for one, behind in pairwise(calls)) and noted.into_norm is calls[-1].out
     entered = [calls[0].hidden, *distinct([tensors_in(one.keywords) for one in calls])[0], noted.last]
     around = [*begin(flat(noted.ids), positions=flat(noted.positions)), end(flat(calls[-1].out))]
     if not handed_on or not _largest(around, [flat(one) for one in entered]) <= allowed:
@@ -145,20 +159,21 @@ def _compare(begin: BodyBegin, end: BodyEnd, noted: NotedForward, allowed: float
 def _largest(got: Sequence[Tensor], own: Sequence[Tensor]) -> float:
     if len(got) != len(own):
         return torch.inf
-    return max(difference(*pair) for pair in zip(got, own, strict=True))
+    found = [difference(*pair) for pair in zip(got, own, strict=True)]
+    return torch.inf if any(map(math.isnan, found)) else max(found)
 
 
 @contextmanager
-def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Attributes that are set while they are traced go again: they are of no numbers."""
-    held: list[dict[str, Any]] = [vars(one) for one in modules]
-    held += [of_module[kind] for of_module in held for kind in ("_buffers", "_parameters")]
+def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hooks of others neither fire nor become part of a program."""
+    held = [vars(one)[kind] for one in modules for kind in HOOKS]
     before = [dict(one) for one in held]
+    for one in held:
+        one.clear()
     try:
         yield
     finally:
         for one, then in zip(held, before, strict=True):
-            one.clear()
             one.update(then)
 
 

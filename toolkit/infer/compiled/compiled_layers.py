@@ -82,13 +82,15 @@ def _side_by_side(tensor: Tensor) -> Tensor:
 
 _inputs = _Inputs()
 _busy: set[int] = set()  # bodies whose compiled layers run, by id
+_looking = threading.Lock()
 
 
 @contextmanager
 def _alone(body: nn.Module) -> Iterator[None]:
-    if id(body) in _busy:
-        raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
-    _busy.add(id(body))
+    with _looking:
+        if id(body) in _busy:
+            raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
+        _busy.add(id(body))
     try:
         yield
     finally:
@@ -150,7 +152,7 @@ class CompiledLayers:
             self._runs[tokens] = layers = RunnableLayers(programs, self._weights)
             if len(self._bodies) == len(self._runs) - 1:  # else it is not to be had
                 body = body_in_one_call(target, tokens, whole, of_rows, layers, own_attention)
-                self._bodies |= {} if body is None else {tokens: body}
+                self._bodies = {} if body is None else self._bodies | {tokens: body}
         # Whether the body hands a layer's output to the next one as it is.
         self._handed_on = [one.out is behind.hidden for one, behind in pairwise(noted)] + [False]
         different = {program for programs in self._programs.values() for program in programs}
@@ -177,8 +179,8 @@ class CompiledLayers:
             return None
         rows, shape = len(input_ids), (*input_ids.shape, -1)
         with _alone(self._body):
-            now.start(plan, rows)
             try:
+                now.start(plan, rows)
                 run = program_for(input_ids.numel(), self._bodies)
                 taps = [(layer, _in_rows(tap.keep, rows, shape)) for layer, tap in (*self._taps, *self._ends.taps)]
                 out = run(input_ids.reshape(1, -1).contiguous(), positions.reshape(1, -1).contiguous(), taps)
@@ -195,8 +197,8 @@ class CompiledLayers:
         calls = [self._calls[index] for index in hooked]
         shown = with_layers(self._body, self._name, self._shown)
         with _alone(self._body), shown, forwards([self._layers[index] for index in hooked], calls):
-            now.start(plan, rows)
             try:
+                now.start(plan, rows)
                 yield
             finally:
                 now.stop()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,6 +76,20 @@ def difference(got: Tensor, own: Tensor) -> float:
     if got.shape != own.shape or torch.equal(got, own):
         return 0.0 if got.shape == own.shape else torch.inf
     return float((got.float() - own.float()).norm() / own.float().norm())
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Attributes that are set while these are traced go again: they are of no numbers."""
+    held: list[dict[str, Any]] = [vars(one) for one in modules]
+    held += [of_module[kind] for of_module in held for kind in ("_buffers", "_parameters")]
+    before = [dict(one) for one in held]
+    try:
+        yield
+    finally:
+        for one, then in zip(held, before, strict=True):
+            one.clear()
+            one.update(then)
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -141,7 +156,8 @@ def compile_layer(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], to
     inputs = [hidden, *tensors_in(keywords), *(stand_in(weight) for weight in weights_of(layer).values())]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PyTorch about its own code
-        exported = _exported(layer, hidden, keywords, inputs, tokens)
+        with unchanged(layer.modules()):
+            exported = _exported(layer, hidden, keywords, inputs, tokens)
         return _program(exported, inputs, f"{type(layer).__name__} for {tokens}")
 
 

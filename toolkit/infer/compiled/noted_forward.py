@@ -32,11 +32,13 @@ class Noted:
 
 
 class NotedForward(NamedTuple):
-    """ids and positions [B, N], what each layer was called with, and what the body gave [B, N, H]."""
+    """ids and positions [B, N], what each layer was called with, what entered the norm behind them, and what the body
+    gave [B, N, H]."""
 
     ids: Tensor
     positions: Tensor
     calls: list[Noted]
+    into_norm: Tensor
     last: Tensor
 
 
@@ -73,10 +75,16 @@ def noted_forward(target: Target, run: Forward, rows: int, tokens: int) -> Noted
 
     plan = NotedPlan()
     at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
-    ids = at * 7919 % target.vocab_size
-    with forwards(layers, [noting(layer) for layer in layers]):
-        last = run("toolkit", ids, at, plan)
-    return NotedForward(ids, at, [Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)], last)
+    ids = (at + tokens * torch.arange(rows, device=target.device)[:, None]) * 7919 % target.vocab_size
+    entered: list[Tensor] = []
+    handle = target.final_norm.register_forward_pre_hook(lambda _norm, given: entered.append(given[0]))
+    try:
+        with forwards(layers, [noting(layer) for layer in layers]):
+            last = run("toolkit", ids, at, plan)
+    finally:
+        handle.remove()
+    noted = [Noted(*call, asked) for call, asked in zip(calls, plan.asked, strict=True)]
+    return NotedForward(ids, at, noted, entered[-1], last)
 
 
 @contextmanager
