@@ -11,6 +11,7 @@ Shapes: T tokens of all rows, side by side; H hidden size.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -40,6 +41,8 @@ from toolkit.target.load import Target
 logger = get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_busy: set[int] = set()  # bodies whose compiled layers run, by id
+_looking = threading.Lock()
 
 
 class _BodyWithoutLayers(nn.Module):
@@ -233,3 +236,16 @@ def with_layers(body: nn.Module, name: str, layers: Sequence[Any]) -> Iterator[N
         yield
     finally:
         del body.__dict__[name]
+
+
+@contextmanager
+def alone(body: nn.Module) -> Iterator[None]:
+    """Raises RuntimeError where a forward of this body runs compiled already."""
+    with _looking:
+        if id(body) in _busy:
+            raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
+        _busy.add(id(body))
+    try:
+        yield
+    finally:
+        _busy.discard(id(body))

@@ -29,7 +29,7 @@ from torch.nn.modules import module
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.infer.attention.attention_plan import AttentionPlan
-from toolkit.infer.compiled.body_ends import HOOKS, EndHooks, body_in_one_call, layers_name, with_layers
+from toolkit.infer.compiled.body_ends import HOOKS, EndHooks, alone, body_in_one_call, layers_name, with_layers
 from toolkit.infer.compiled.layer_program import (
     TOKEN_RANGES,
     TokenRange,
@@ -81,20 +81,6 @@ def _side_by_side(tensor: Tensor) -> Tensor:
 
 
 _inputs = _Inputs()
-_busy: set[int] = set()  # bodies whose compiled layers run, by id
-_looking = threading.Lock()
-
-
-@contextmanager
-def _alone(body: nn.Module) -> Iterator[None]:
-    with _looking:
-        if id(body) in _busy:
-            raise RuntimeError("this target's compiled layers run already: engines in two threads need two targets")
-        _busy.add(id(body))
-    try:
-        yield
-    finally:
-        _busy.discard(id(body))
 
 
 class _Instead:
@@ -178,7 +164,7 @@ class CompiledLayers:
         if self._follow_hooks() or len(self._bodies) < len(TOKEN_RANGES) or not self._ends.only_tapped:
             return None
         rows, shape = len(input_ids), (*input_ids.shape, -1)
-        with _alone(self._body):
+        with alone(self._body):
             try:
                 now.start(plan, rows)
                 run = program_for(input_ids.numel(), self._bodies)
@@ -196,7 +182,7 @@ class CompiledLayers:
         hooked = self._follow_hooks()
         calls = [self._calls[index] for index in hooked]
         shown = with_layers(self._body, self._name, self._shown)
-        with _alone(self._body), shown, forwards([self._layers[index] for index in hooked], calls):
+        with alone(self._body), shown, forwards([self._layers[index] for index in hooked], calls):
             try:
                 now.start(plan, rows)
                 yield
