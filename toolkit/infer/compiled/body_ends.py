@@ -61,9 +61,8 @@ class _BodyWithoutLayers(nn.Module):
     def _run(self, ids: Tensor, positions: Tensor, layer: Callable[..., Tensor]) -> Tensor:
         """The body's forward with `layer` as every layer."""
         (body,) = self._held
-        around = [body, *(one for part in self.parts.values() for one in part.modules())]
-        without = with_layers(body, self._name, [layer] * self._count), _without_hooks(around)
-        with without[0], without[1], self._own_attention(COMPILED):
+        instead = with_layers(body, self._name, [layer] * self._count)
+        with instead, _without_hooks([body, *self.parts.modules()]), self._own_attention(COMPILED):
             out: Tensor = body(input_ids=ids, position_ids=positions, use_cache=False, plan=None).last_hidden_state
         return out
 
@@ -230,7 +229,7 @@ def distinct(called: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[lis
 
 @contextmanager
 def with_layers(body: nn.Module, name: str, layers: Sequence[Any]) -> Iterator[None]:
-    """The body meets these as its layers. A plain entry of the instance: what it costs is no time."""
+    """The body meets these as its layers: a plain entry of the instance, which costs no time."""
     body.__dict__[name] = layers
     try:
         yield
