@@ -203,7 +203,7 @@ def test_it_follows_costs_that_change():
     assert world.play(chooser, 200)[None] > 160
 
 
-@pytest.mark.parametrize(("batch", "gain", "drafts"), [(1, 1.08, True), (16, 1.08, False), (16, 1.3, True)])
+@pytest.mark.parametrize(("batch", "gain", "drafts"), [(1, 1.12, True), (16, 1.12, False), (16, 1.3, True)])
 def test_a_batch_asks_for_more_than_its_rounds_show(batch, gain, drafts):
     """What is a little faster than plain decoding by its rounds is drafted for one row alone."""
 

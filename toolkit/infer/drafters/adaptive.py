@@ -82,6 +82,8 @@ class AdaptiveShape:
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
         self._unread, self._gap = 0, FIRST_LOOK  # plain rounds since the head read; after how many it is looked at
+        self._look_after: float = FIRST_LOOK  # the same, for the rows there are
+        self._picked = 0  # the round of the last choice
         self._account: float | None = None  # seconds; None: no round was measured
         self._trial_pace: float | None = None  # seconds a token by the best arm, while another one is tried
         self._expected: tuple[list[Request], dict[Arm, float]] | None = None  # None: rates changed
@@ -90,11 +92,13 @@ class AdaptiveShape:
         """What to draft, at most, for these rows in the next round; None: nothing."""
         self._rounds += 1
         self._trial_pace = None
-        arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
-        known = self._acceptance.known_share(requests)
-        gap = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
+        arm = None
+        if not self._settled(requests):
+            arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
+            known = self._acceptance.known_share(requests)
+            self._look_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
         # Behind a pause drafting would be measured with the reading of all that waited. Nor is a head tried unseen.
-        self.look_due = self._unread >= (gap if arm is None or self._gap == FIRST_LOOK else SOON)
+        self.look_due = self._unread >= (self._look_after if arm is None or self._gap == FIRST_LOOK else SOON)
         if self.look_due:
             arm = self._trial_pace = None
         self._unread = 0 if arm is not None else self._unread + 1
@@ -130,8 +134,14 @@ class AdaptiveShape:
         if self._trial_pace is not None and arm == self._chosen:
             self._pay(len(requests), arm, 1 + sum(map(len, ranks)) / len(requests), self._trial_pace)
 
+    def _settled(self, requests: Sequence[Request]) -> bool:
+        """Whether the last choice, nothing, stands as it is: only the clock has told more since, a few rounds."""
+        news = self._expected is None or self._expected[0] != requests
+        return self._best is None and self._chosen is None and not news and self._rounds < self._picked + SOON
+
     def _pick(self, requests: Sequence[Request]) -> Arm:
         """The best arm, or one whose trial can be paid."""
+        waited, self._picked = self._rounds - max(self._picked, FIRST_ROUNDS), self._rounds
         tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
         speed = {arm: tokens[arm] / cost for arm, cost in costs.items()}
         best = self._best = self._fastest(speed, _margin(len(requests)))
@@ -139,7 +149,7 @@ class AdaptiveShape:
             self._gap = SOON  # should it end, there may soon be reason to start again
         pace, limit = 1 / speed[best], ACCOUNT_LIMIT * costs[best]
         income = (TRIAL_SHARE if best is None else DRAFTING_TRIAL_SHARE) * costs[best]
-        earned = START_CREDIT * costs[None] if self._account is None else self._account + income
+        earned = START_CREDIT * costs[None] if self._account is None else self._account + waited * income
         self._account = max(-limit, min(limit, earned))
         least = 0.0 if best is not None else _least_price(len(requests)) * costs[None]
         prices = {

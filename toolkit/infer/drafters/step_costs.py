@@ -21,24 +21,21 @@ class Seconds:
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[float, float, float | None]] = deque(maxlen=WINDOW)
-        self._plain: float | None = None
-        self.draft = self.verify = 0.0
+        self._known: tuple[float | None, tuple[float, float]] | None = None  # the last answer; None: rounds came since
 
     def add(self, draft: float, verify: float, plain: float | None = None) -> None:
         """plain: what a plain round takes at that time; None: nothing says so."""
         self._rounds.append((draft, verify, plain))
-        self.scale_to(self._plain if plain is None else plain)
+        self._known = None
 
-    def scale_to(self, plain: float | None) -> None:
-        """A plain round takes `plain` by now."""
-        self._plain = plain
-        factors = [plain / then if plain and then else 1.0 for _, _, then in self._rounds]
-        self.draft = _typical([draft * by for (draft, _, _), by in zip(self._rounds, factors, strict=True)])
-        self.verify = _typical([verify * by for (_, verify, _), by in zip(self._rounds, factors, strict=True)])
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify
+    def parts(self, plain: float | None = None) -> tuple[float, float]:
+        """Of a typical round, where a plain one takes `plain` by now."""
+        if self._known is None or self._known[0] != plain:
+            factors = [plain / then if plain and then else 1.0 for _, _, then in self._rounds]
+            draft = _typical([draft * by for (draft, _, _), by in zip(self._rounds, factors, strict=True)])
+            verify = _typical([verify * by for (_, verify, _), by in zip(self._rounds, factors, strict=True)])
+            self._known = (plain, (draft, verify))
+        return self._known[1]
 
 
 class StepCosts:
@@ -53,15 +50,10 @@ class StepCosts:
         seen = self._seen.setdefault(size, {})
         if arm is None:
             self._since_plain[size] = 0
-            plain = seen.setdefault(None, Seconds())
-            before = plain.verify
-            plain.add(draft, verify)
-            if plain.verify != before:
-                for shape in seen.keys() - {None}:
-                    seen[shape].scale_to(plain.verify)
+            seen.setdefault(None, Seconds()).add(draft, verify)
         else:
             self._since_plain[size] = since = self._since_plain.get(size, WINDOW) + 1
-            seen.setdefault(arm, Seconds()).add(draft, verify, seen[None].verify if since < WINDOW else None)
+            seen.setdefault(arm, Seconds()).add(draft, verify, _plain(seen) if since < WINDOW else None)
 
     def all(self, batch: int, arms: Sequence[Arm]) -> dict[Arm, float]:
         """Seconds of a round for those arms that are not much larger than what ran with so many rows: of twice its
@@ -82,7 +74,8 @@ class StepCosts:
             found = _of_one_size(there, arm)
             if found is not None:
                 both = here.keys() & there.keys()
-                return found * (sum(here[one].total / there[one].total for one in both) / len(both) if both else 1.0)
+                ratios = [sum(_parts(here, one)) / sum(_parts(there, one)) for one in both]
+                return found * (sum(ratios) / len(ratios) if ratios else 1.0)
         assert arm is not None, "no plain round was measured"
         # Nothing was ever drafted: the most that verifying takes.
         plain = self.seconds(batch, None)
@@ -95,20 +88,30 @@ def _of_one_size(seen: dict[Arm, Seconds], arm: Arm) -> float | None:
     More nodes are never verified faster: on a noisy machine a useless draft must not look free. Nor do n nodes take
     longer than n plain rounds: one round that something held up must not end drafting.
     """
-    plain = seen.get(None)
+    plain = _plain(seen)
     if arm in seen:
-        verify, draft = seen[arm].verify, seen[arm].draft
+        draft, verify = _parts(seen, arm)
         if plain is not None and arm is not None:
-            verify = min(max(verify, plain.verify), _nodes(arm) * plain.verify)
-            draft = min(draft, arm.num_steps * plain.verify)
+            verify = min(max(verify, plain), _nodes(arm) * plain)
+            draft = min(draft, arm.num_steps * plain)
         return draft + verify
     shapes = [one for one in seen if one is not None]
     if arm is None or plain is None or not shapes:
         return None
     like = min(shapes, key=lambda one: abs(one.num_draft_tokens - arm.num_draft_tokens))
-    extra = min(max(0.0, seen[like].verify - plain.verify), (_nodes(like) - 1) * plain.verify)
+    draft, verify = _parts(seen, like)
+    extra = min(max(0.0, verify - plain), (_nodes(like) - 1) * plain)
     more = (_nodes(arm) - 1) / (_nodes(like) - 1)
-    return seen[like].draft * arm.num_steps / like.num_steps + plain.verify + extra * more
+    return draft * arm.num_steps / like.num_steps + plain + extra * more
+
+
+def _parts(seen: dict[Arm, Seconds], arm: Arm) -> tuple[float, float]:
+    return seen[arm].parts(None if arm is None else _plain(seen))
+
+
+def _plain(seen: dict[Arm, Seconds]) -> float | None:
+    """Seconds of a plain round, without what comes before its forward; None: none was measured."""
+    return seen[None].parts()[1] if None in seen else None
 
 
 def _nodes(arm: Arm) -> int:
