@@ -110,6 +110,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.ttt_steps=0", "above 0"),
         ("rollouts.top_p=0", "above 0"),
         ("rollouts.held_out=1", "below 1"),
+        ("rollouts={keep_features: true, torch_compile: true}", "false under rollouts.keep_features: true"),
         ("rollouts.held_out=0", "a share above 0"),
         ("train.mask_shift=2", "0 (exact) or 1"),
         ("train.real_temperatures=[]", "a list of temperatures"),

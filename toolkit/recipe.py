@@ -74,10 +74,13 @@ class RolloutSettings:
     batch_size: int = passing(64)
     held_out: float = 0.05
     keep_features: bool = passing(False)  # store the hidden states they are written with, for train.features: offline
+    torch_compile: bool = passing(False)  # by the target's compiled layers, on a CPU; the first start compiles them
 
     def __post_init__(self) -> None:
         check_positive(self, "rollouts", "max_tokens", "batch_size")
         check_sampling(self, "rollouts")
+        alike = not (self.keep_features and self.torch_compile)  # training's own forwards are not compiled
+        need(alike, "rollouts.torch_compile", True, "false under rollouts.keep_features: true")
         need(0 <= self.held_out < 1, "rollouts.held_out", self.held_out, "a share from 0 to below 1")
 
 

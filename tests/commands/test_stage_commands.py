@@ -105,6 +105,18 @@ def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, m
     assert uses == ["rollouts", "rollouts"]
 
 
+def test_rollouts_by_compiled_layers(recipe: Path, interpreted_layers: list[str]) -> None:
+    """The same ids. (Programs run in PyTorch's interpreter here.)"""
+    plain, compiled = Path("plain.jsonl"), Path("compiled.jsonl")
+    common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
+    assert cli.main([*common, str(plain)]) == 0
+    assert not interpreted_layers
+    assert cli.main([*common, str(compiled), "rollouts.torch_compile=true"]) == 0
+    assert interpreted_layers
+    ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, compiled)]
+    assert ids[0] == ids[1]
+
+
 def test_token_map_of_any_text(recipe: Path, tiny_target: Target, tiny_target_directory: Path) -> None:
     """FR-Spec's use: a map from a corpus, without rollouts; special and end-of-turn ids are always in it."""
     Path("corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)

@@ -73,14 +73,17 @@ def answer_prompts(
     from toolkit.infer.engine import Engine
     from toolkit.infer.kv_memory import MemorySettings
     from toolkit.infer.open_draft import fit_draft, open_draft
+    from toolkit.infer.open_engine import compile_settings
     from toolkit.train.engine_generate import engine_generate
 
+    compile_settings(settings.torch_compile, None, None, target.device)  # on a GPU an error: that is for graphs there
     conversations = read_conversations(prompts)
     draft = None
     if draft_dir is not None:
         draft = fit_draft(open_draft(draft_dir, target.name, target.revision), target)
     # What a prefix cache gives is not read anew, so it has no features.
-    engine = Engine(target, draft, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=capture is None))
+    memory = MemorySettings(prefix_cache=capture is None)
+    engine = Engine(target, draft, max_batch=settings.batch_size, memory=memory, torch_compile=settings.torch_compile)
     keeping = nullcontext() if capture is None else capture(engine, conversations)
     try:
         with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
