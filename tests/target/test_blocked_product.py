@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.target import blocked_product, compile_cpp
 from toolkit.target.blocked_product import from_blocks, takes, to_blocks
-from toolkit.target.int8_linear import Int8Linear
+from toolkit.target.int8_linear import Int8Linear, share_input
 from toolkit.target.packed_linear import PackedLinear
 
 only_here = pytest.mark.skipif(
@@ -73,6 +73,25 @@ def test_int8_layers_are_their_law(taken, outputs, inputs):
 
 
 @only_here
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_layers_that_read_the_same_input_lie_together(taken, bias):
+    """In one weight, of which each gives its own rows: bit for bit what it gave alone, also when put together again."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(96, outputs, bias=bias).bfloat16() for outputs in (33, 64, 7)]
+    alone, together = ([Int8Linear(one) for one in linears] for _ in range(2))
+    for _ in range(2):
+        share_input(together)
+        assert all(one.qweight is together[0].qweight for one in together)
+        with torch.inference_mode():
+            for rows in (1, 3, 20):
+                x = torch.randn(2, rows, 96).bfloat16()
+                for one, own in zip(together, alone, strict=True):
+                    assert torch.equal(one(x), own(x))
+        for one, own in zip(together, alone, strict=True):
+            assert torch.equal(one.weight, own.weight) and one.nbytes() == own.nbytes() == 100 * own.out_features
+
+
+@only_here
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("inputs", [96, 100])
 def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inputs, dtype):
@@ -105,6 +124,21 @@ def test_infinities_and_nans_stay_what_they_are(taken, inputs):
     x = F.pad(x, (0, inputs - 4))
     got = blocked_product.blocked_product(x, to_blocks(weight), None, None, 4)
     assert got[0, 0] == torch.inf and got[1].isnan().all() and got[2, 0] == x[2, 0]
+
+
+@only_here
+@pytest.mark.parametrize("inputs", [96, 100])
+@pytest.mark.parametrize("power", [-60, -20, 0, 20, 60])
+def test_int8_weights_take_inputs_of_any_size(taken, inputs, power):
+    """Within the range that blocked_product.cpp states a row times a power of two gives the result times that power."""
+    torch.manual_seed(0)
+    layer, x = Int8Linear(nn.Linear(inputs, 40, bias=False).bfloat16()), torch.randn(5, inputs).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(layer(x * 2.0**power), layer(x) * 2.0**power)
+        x[2, 7], x[3, 7] = torch.inf, torch.nan
+        got = layer(x)
+    wanted = layer.weight[:, 7].sign() * torch.inf  # NaN for a weight of 0
+    assert torch.equal(got[2].nan_to_num(0), wanted.nan_to_num(0)) and got[3].isnan().all() and got[:2].isfinite().all()
 
 
 @only_here

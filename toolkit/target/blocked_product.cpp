@@ -5,10 +5,12 @@
 //     bfloat16  w [ceil(N / WIDTH), K / 2, WIDTH, 2]   pairs of inputs side by side, as 32-bit words:
 //                                                      low half: input 2p, high half: input 2p+1 of one output
 //     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, a scale for every output
+//               w [ceil(N / WIDTH), K / 2, WIDTH, 2]   for tiles: pairs of inputs side by side, as bytes
 //
 // Products of two bfloat16 are exact in float32, and are added there in an order that K alone decides: that of the
-// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both; numbers below 1.2e-38 count
-// as 0 there). A row's result therefore does not depend on the rows beside it, nor on the number of threads.
+// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both). A row's result therefore
+// does not depend on the rows beside it, nor on the number of threads. In tiles numbers below 1.2e-38 count as 0, and so
+// do products below 3.3e-24 with int8 weights, for which inputs from 1.8e19 on are infinite.
 //
 // Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
@@ -72,11 +74,13 @@ struct Int8 {
 };
 
 // What a block's sums become: y [.., N], of which the block has `count` columns, after its scales and biases, if any.
+// Sums of int8 weights are in `unit`.
 struct End {
   bf16* y;
   int64_t N, count;
   const float* scale;
   const bf16* bias;
+  float unit;
 };
 
 // COUNT: a number that the compiler knows, or 0 for `count`.
@@ -86,7 +90,7 @@ inline void finish_some(const End& end, int64_t row, int64_t from, int64_t count
   Floats values = {};
   if (end.scale) {
     memcpy(&values, end.scale + from, 4 * count);
-    sums *= values;
+    sums *= values * end.unit;
   }
   if (end.bias) {
     Halves biases = {};
@@ -140,36 +144,55 @@ inline void shape_tiles(Tiles& tiles, int64_t rows) {  // of which at most 2 * L
   tiles.use();
 }
 
-// A tile's weights of all WIDTH outputs: SPAN inputs from `w`, as pairs; `room` has space for them.
-inline const char* pairs(const char* w, char*, Bfloat16) { return w; }
+// A tile's weights of all WIDTH outputs: SPAN inputs from `w`, as pairs; `room` has space for them. Whether there is a way
+// for weights of that type, what they are multiplied by on it, and what their inputs have to be so that nothing is lost.
+template <typename Weights>
+struct Paired;
 
-inline const char* pairs(const char* w, char* room, Int8) {  // every int8 is a bfloat16
-  for (int64_t pair = 0; pair < LINES; pair++, w += 2 * WIDTH, room += 4 * WIDTH)
-    for (int half = 0; half < 2; half++) {
-      const auto widened = [&](int64_t input) {
-        const char* at = w + input * WIDTH + half * LANES;
-        const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-        return (Words)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels));
-      };
-      const Words both = (widened(0) >> 16) | (widened(1) & 0xffff0000u);
-      memcpy(room + half * LINE, &both, LINE);
+template <>
+struct Paired<Bfloat16> {
+  static constexpr bool THERE = true;
+  static constexpr float WEIGHTS = 1, INPUTS = 1;
+  static const char* pairs(const char* w, char*) { return w; }
+};
+
+template <>
+struct Paired<Int8> {
+  static constexpr float WEIGHTS = 0x1p-112f, INPUTS = 0x1p64f;
+#if defined(__AVX512FP16__)
+  static constexpr bool THERE = true;
+  static const char* pairs(const char* w, char* room) {
+    // An int8 as float16 with the exponent in 5 bits, then in 8, from the same zero on: 2^112 times smaller.
+    const __m512i kept = _mm512_set1_epi16(int16_t(0x8fff));
+    for (int64_t half = 0; half < 2 * LINES; half++, w += LINE / 2) {
+      const __m512i levels = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+      const __m512i narrow = _mm512_castph_si512(_mm512_cvtepi16_ph(levels));
+      _mm512_storeu_si512(room + half * LINE, _mm512_and_si512(_mm512_srai_epi16(narrow, 3), kept));
     }
-  return room - LINES * 4 * WIDTH;
-}
+    return room;
+  }
+#else
+  static constexpr bool THERE = false;
+  static const char* pairs(const char*, char* room) { return room; }
+#endif
+};
 
 // The thread's tiles are for `rows`, more than LINES where SECOND.
 template <typename Weights, bool SECOND>
 void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, const End& end) {
-  alignas(64) char room[2][SPAN * 2 * WIDTH];  // in turns, so that widening does not wait for tiles
+  alignas(64) char room[2][SPAN * 2 * WIDTH];
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < K; k += SPAN, w += SPAN / Weights::INPUTS * 4 * WIDTH) {
+  constexpr int64_t STEP = SPAN / Weights::INPUTS * 4 * WIDTH;  // bytes of SPAN inputs
+  const char* next = Paired<Weights>::pairs(w, room[0]);
+  for (int64_t k = 0; k < K; k += SPAN) {
     if (ahead)
-      for (int64_t line = 0; line < SPAN / Weights::INPUTS * 4 * WIDTH; line += LINE)
-        __builtin_prefetch(w + AHEAD + line);
-    const char* weights = pairs(w, room[k / SPAN % 2], Weights());
+      for (int64_t line = 0; line < STEP; line += LINE) __builtin_prefetch(w + AHEAD + line);
+    const char* weights = next;
+    w += STEP;
+    if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile takes them
     memory_is_read();
     _tile_loadd(6, weights, 4 * WIDTH);
     _tile_loadd(7, weights + LINE, 4 * WIDTH);
@@ -203,7 +226,14 @@ template <typename Weights>
 void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t N,
                       int64_t K) {
   constexpr int64_t STEP = SPAN / Weights::INPUTS * 4 * WIDTH, PAIRED = SPAN * 2 * WIDTH;  // bytes of SPAN inputs
+  constexpr float RAISED = Paired<Weights>::INPUTS, UNIT = 1 / (Paired<Weights>::WEIGHTS * RAISED);
   const int64_t blocks = (N + WIDTH - 1) / WIDTH, rows = M < 2 * LINES ? M : 2 * LINES;
+  const auto raise = [&](bf16* to, int64_t i) { store(to + i, load(x + i) * RAISED); };
+  static thread_local std::vector<bf16> inputs;
+  if (RAISED != 1 && inputs.size() < size_t(M * K)) inputs.resize(M * K);
+  bf16* const raised = inputs.data();
+  if (RAISED != 1 && M * K < WIDENED_ALONE)
+    for (int64_t i = 0; i < M * K; i += LANES) raise(raised, i);
 #pragma omp parallel num_threads(at::get_num_threads())
   {
     Tiles tiles;
@@ -212,29 +242,43 @@ void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf
     const bool paired_once = STEP != PAIRED && M > rows;
     const size_t needed = paired_once ? K / SPAN * PAIRED : 0;
     if (held.size() < needed) held.resize(needed);
+    if (RAISED != 1 && M * K >= WIDENED_ALONE) {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < M * K; i += LANES) raise(raised, i);
+    }
+    const bf16* from_rows = RAISED != 1 ? raised : x;
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * WIDTH;
       const char* weights = w + block * (K / SPAN) * STEP;
       if (paired_once)
         for (int64_t step = 0; step < K / SPAN; step++)
-          pairs(weights + step * STEP, held.data() + step * PAIRED, Weights());
+          Paired<Weights>::pairs(weights + step * STEP, held.data() + step * PAIRED);
       for (int64_t from = 0; from < M; from += rows) {
         const int64_t m = from < M - rows ? from : M - rows;  // the last rows with some before them, written alike
         const End end = {y + m * N + first, N, N - first < WIDTH ? N - first : WIDTH, scale ? scale + first : nullptr,
-                         bias ? bias + first : nullptr};
+                         bias ? bias + first : nullptr, UNIT};
         if (paired_once)
-          multiply_tiles<Bfloat16, true>(held.data(), x + m * K, K, rows, false, end);
+          multiply_tiles<Bfloat16, true>(held.data(), from_rows + m * K, K, rows, false, end);
         else if (rows > LINES)
-          multiply_tiles<Weights, true>(weights, x + m * K, K, rows, from == 0, end);
+          multiply_tiles<Weights, true>(weights, from_rows + m * K, K, rows, from == 0, end);
         else
-          multiply_tiles<Weights, false>(weights, x + m * K, K, rows, from == 0, end);
+          multiply_tiles<Weights, false>(weights, from_rows + m * K, K, rows, from == 0, end);
       }
     }
   }
 }
 
 #endif
+
+template <typename Weights>
+inline bool in_tiles(int64_t K) {
+#if defined(TILES)
+  return Paired<Weights>::THERE && K % SPAN == 0 && tiles_granted();
+#else
+  return false;
+#endif
+}
 
 typedef void Multiply(const char*, const float*, int64_t, const End&);
 
@@ -252,7 +296,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
   typedef ByRows<Weights, std::make_integer_sequence<int, Weights::ROWS>> Tile;
   const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
 #if defined(TILES)
-  if (K % SPAN == 0 && tiles_granted())
+  if (in_tiles<Weights>(K))
     return product_in_tiles<Weights>(rows, static_cast<const char*>(w), scale, biases, static_cast<bf16*>(y), M, N, K);
 #endif
   static thread_local std::vector<float> held;
@@ -274,7 +318,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
       for (int64_t m = 0; m < M; m += Weights::ROWS) {
         const int64_t some = M - m < Weights::ROWS ? M - m : Weights::ROWS;
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
-                         scale ? scale + first : nullptr, biases ? biases + first : nullptr};
+                         scale ? scale + first : nullptr, biases ? biases + first : nullptr, 1};
         Tile::multiply[some - 1](weights, wide + m * K, K, end);
       }
     }
@@ -284,6 +328,9 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
 }  // namespace
 
 extern "C" int64_t toolkit_block_width() { return WIDTH; }
+
+// Inputs of one output that lie side by side in blocks of int8 weights.
+extern "C" int64_t toolkit_together(int64_t K) { return in_tiles<Int8>(K) ? 2 : 1; }
 
 extern "C" int64_t toolkit_uses_tiles() {
 #if defined(TILES)
@@ -311,7 +358,7 @@ extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, Ate
   int32_t dtype = 0;
   void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
-      aoti_torch_get_sizes(w, &blocks) || blocks[1] * (scale ? 1 : 2) != sizes[dims - 1] ||
+      aoti_torch_get_sizes(w, &blocks) || blocks[1] * blocks[3] != sizes[dims - 1] ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
       dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
       (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))

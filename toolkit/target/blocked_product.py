@@ -34,7 +34,8 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.toolkit_blocked_product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         library.toolkit_blocked_product.restype = None
-        for function in (library.toolkit_block_width, library.toolkit_uses_tiles):
+        library.toolkit_together.argtypes = [ctypes.c_int64]
+        for function in (library.toolkit_block_width, library.toolkit_uses_tiles, library.toolkit_together):
             function.restype = ctypes.c_int64
         log.debug("products of bfloat16 rows: our own%s", ", in AMX's tiles" if library.toolkit_uses_tiles() else "")
     return library
@@ -55,12 +56,14 @@ def is_blocked(weight: Tensor) -> bool:
 
 
 def to_blocks(weight: Tensor) -> Tensor:
-    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 -> [blocks, K, W, 1]; rows of zeros fill the last block."""
+    """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 too where tiles take them, else -> [blocks, K, W, 1]; rows of zeros
+    fill the last block."""
     library = _library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
     full = F.pad(weight.detach().contiguous(), (0, 0, 0, -weight.shape[0] % width))
-    together = 2 if weight.dtype == torch.bfloat16 else 1  # a pair of inputs makes a word of 32 bits
+    # A pair of bfloat16 inputs makes a word of 32 bits.
+    together = 2 if weight.dtype == torch.bfloat16 else library.toolkit_together(weight.shape[1])
     return full.view(-1, width, weight.shape[1] // together, together).transpose(1, 2).contiguous()
 
 

@@ -11,7 +11,7 @@ Shapes: M rows, K input features, N output features, P planes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.target.blocked_product import from_blocks, takes, to_blocks, traceable_product
-from toolkit.target.fixed_linear import FixedLinear
-from toolkit.target.shared_input import SharedInput
+from toolkit.target.shared_input import JoinedLinear, SharedInput, biases_of, join
 
 # 8-bit planes of an input: as much precision as its dtype has. bfloat16 keeps more below the row's largest value.
 PLANES = {torch.bfloat16: 2, torch.float32: 3}
@@ -37,41 +36,59 @@ TILE_SUMS, LEAST_TILE = 2**19, 256
 MOST_INPUTS = 2**31 // 128**2 - 1
 
 
-class Int8Linear(FixedLinear):
+class Int8Linear(JoinedLinear):
     """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
 
-    blocked: qweight lies in blocks, and scale is float32, of values that the layer's dtype has.
-    Raises ValueError for other dtypes and for more than 131071 input features.
+    blocked: qweight lies in blocks, maybe with that of other layers, of `outputs` rows together, and scale is float32,
+    of values that the layer's dtype has. Raises ValueError for other dtypes and for more than 131071 input features.
     """
 
     qweight: Tensor
     scale: Tensor
+    joint_bias: Tensor | None  # of all that lies in `qweight`
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
+        super().__init__(linear)
         weight = linear.weight.detach()
         if weight.dtype not in PLANES or linear.in_features > MOST_INPUTS:
             raise ValueError(
                 f"a linear layer of {weight.dtype} and {linear.in_features} inputs came; bfloat16 or float32 and at "
                 f"most {MOST_INPUTS} inputs are needed"
             )
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         full = weight.float()
         # Rounded to the dtype before it is used, so that both kernels multiply by the same scale.
         scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(weight.dtype)
         rounded = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
         self.blocked, self._dtype = takes(weight), weight.dtype
         levels = rounded.to(torch.int8)
-        self.register_buffer("qweight", to_blocks(levels) if self.blocked else levels, persistent=False)
-        self.register_buffer("scale", scale.float() if self.blocked else scale, persistent=False)
+        if self.blocked:
+            levels, scale = to_blocks(levels), scale.float()
+        self.hold(levels, scale, self.bias, self.out_features)
         self.shared: SharedInput[tuple[Tensor, Tensor]] | None = None  # planes, of layers beside it
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+
+    def hold(self, qweight: Tensor, scale: Tensor, bias: Tensor | None, outputs: int) -> None:
+        """Multiply by this weight from now on, of which some rows are its own."""
+        self.register_buffer("qweight", qweight, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("joint_bias", bias, persistent=False)
+        self.outputs = outputs
+
+    @property
+    def levels(self) -> Tensor:
+        """Its own rows [N, K] int8."""
+        return (from_blocks(self.qweight, self.outputs) if self.blocked else self.qweight)[self.rows]
 
     @property
     def weight(self) -> Tensor:
         """The layer's weight [N, K] as a float layer would hold it; made anew at every call."""
-        levels = from_blocks(self.qweight, self.out_features) if self.blocked else self.qweight
-        return levels.to(self._dtype) * self.scale.to(self._dtype)[:, None]
+        return self.levels.to(self._dtype) * self.scale[self.rows].to(self._dtype)[:, None]
+
+    def nbytes(self) -> int:
+        """Of its own rows."""
+        return self.out_features * (self.in_features + self.scale.element_size())
+
+    def product(self, inputs: Tensor) -> Tensor:
+        return traceable_product(inputs, self.qweight, self.scale, self.joint_bias, self.outputs)
 
     def forward(self, inputs: Tensor, project: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
         """[..., K] -> [..., N] in the inputs' dtype; a product that is handed in gets the plain weight (see
@@ -79,7 +96,7 @@ class Int8Linear(FixedLinear):
         if project is not F.linear:
             return project(inputs, self.weight)
         if self.blocked:
-            return traceable_product(inputs, self.qweight, self.scale, self.bias, self.out_features)
+            return super().forward(inputs)
         rows, shared = inputs.reshape(-1, self.in_features), self.shared
         if torch.compiler.is_exporting() and not isinstance(rows.shape[0], int):
             # One operator: which kernel is used depends on the number of rows.
@@ -94,8 +111,19 @@ class Int8Linear(FixedLinear):
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+def share_input(layers: Sequence[Int8Linear]) -> None:
+    """Layers that read the same input: their blocks lie together, or they make its planes once."""
+    if any(layer.blocked for layer in layers):
+        levels, scale = torch.cat([one.levels for one in layers]), torch.cat([one.scale[one.rows] for one in layers])
+        blocks, bias = to_blocks(levels), biases_of(layers)
+        for layer in layers:
+            layer.hold(blocks, scale, bias, len(levels))
+        join(layers)
+    else:
+        shared = SharedInput(len(layers), planes_of)
+        for layer in layers:
+            layer.shared = shared
 
 
 def takes_direct(rows: Tensor, qweight: Tensor, scale: Tensor) -> bool:

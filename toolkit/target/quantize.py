@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from toolkit.target.blocked_product import takes
 from toolkit.target.errors import TargetError
 from toolkit.target.int4_linear import Int4Linear, int4_layers, int4_product, round_to_levels, takes_int4
-from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, planes_of
+from toolkit.target.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, share_input
 from toolkit.target.packed_linear import PackedLinear
-from toolkit.target.shared_input import SharedInput, same_input_layers
+from toolkit.target.shared_input import same_input_layers
 
 QUANTIZATIONS = ("int8", "int4")
 DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
@@ -88,11 +88,7 @@ def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.
         setattr(model.get_submodule(parent), own, small[module])
     for parent_module in model.modules():
         for layers in same_input_layers(parent_module, Int8Linear):
-            if any(layer.blocked for layer in layers):
-                continue
-            shared = SharedInput(len(layers), planes_of)
-            for layer in layers:
-                layer.shared = shared
+            share_input(layers)
 
 
 def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
@@ -118,10 +114,7 @@ def weight_bits(model: PreTrainedModel) -> float:
     for weight in model.parameters():
         held, weights = held + weight.nbytes, weights + weight.numel()
     for module in model.modules():
-        if isinstance(module, Int8Linear):
-            held += module.qweight.nbytes + module.scale.nbytes
-            weights += module.in_features * module.out_features
-        elif isinstance(module, Int4Linear):
+        if isinstance(module, (Int8Linear, Int4Linear)):
             held, weights = held + module.nbytes(), weights + module.in_features * module.out_features
         elif isinstance(module, PackedLinear) and module.dense is None:
             count = module.in_features * module.out_features  # its packed weight may be that of others too
