@@ -42,7 +42,9 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
 
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("case", [(4, 4, 16), (9, 3, 64), (4, 1, 80), (8, 2, 112), (6, 6, 128)], ids=str)
+@pytest.mark.parametrize(
+    "case", [(4, 4, 16), (6, 2, 32), (9, 3, 64), (4, 1, 80), (5, 1, 96), (8, 2, 112), (6, 6, 128)], ids=str
+)
 def test_it_is_what_torch_computes(case, dtype, allowed):
     """Ragged rows and equal ones, chains, trees, nodes of an earlier pass, one node; keys and values lie where torch
     puts them. A mask, a head, a position or a stride that was mistaken would be off by far more."""
@@ -56,28 +58,32 @@ def test_it_is_what_torch_computes(case, dtype, allowed):
         assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
 
-def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads():
+@pytest.mark.parametrize(("length", "width"), [(1, 64), (31, 64), (32, 96), (61, 64), (61, 80), (90, 32)])
+def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads(length, width):
     """Bit for bit: a chain verified together is the chain decoded node by node, in one row and beside others."""
     torch.manual_seed(0)
-    case, threads = (9, 3, 64), torch.get_num_threads()
-    drawn = torch.randn(2, 12, SPAN, 3, 64)
+    case, threads = (9, 3, width), torch.get_num_threads()
+    drawn = torch.randn(2, 12, SPAN, 3, width)
     chain = torch.ones(12, 5, 5, dtype=torch.bool).tril()
     try:
         torch.set_num_threads(3)
-        together = forward(case, torch.bfloat16, [61] * 12, chain, drawn, ours=True)[0]
+        together = forward(case, torch.bfloat16, [length] * 12, chain, drawn, ours=True)[0]
         torch.set_num_threads(1)
-        assert torch.equal(forward(case, torch.bfloat16, [61] * 12, chain, drawn, ours=True)[0], together)
+        assert torch.equal(forward(case, torch.bfloat16, [length] * 12, chain, drawn, ours=True)[0], together)
     finally:
         torch.set_num_threads(threads)
     for node in range(5):
         kept = drawn[:, 3:4].clone()
         q, k, v = (
-            torch.randn(12, 5, count, 64, generator=torch.Generator().manual_seed(7))[3:4, : node + 1].bfloat16()
+            torch.randn(12, 5, count, width, generator=torch.Generator().manual_seed(7))[3:4, : node + 1].bfloat16()
             for count in (9, 3, 3)
         )
-        kept[0, :, 61 : 61 + node], kept[1, :, 61 : 61 + node] = k[:, :node].float(), v[:, :node].float()
+        kept[0, :, length : length + node], kept[1, :, length : length + node] = (
+            k[:, :node].float(),
+            v[:, :node].float(),
+        )
         attention = cpu_attention.row_attention(
-            torch.bfloat16, 64, 64, torch.tensor([61 + node]), torch.ones(1, 1, 1, dtype=torch.bool)
+            torch.bfloat16, width, width, torch.tensor([length + node]), torch.ones(1, 1, 1, dtype=torch.bool)
         )
         keys, values = kept.bfloat16()
         asked = (x[:, node:].transpose(1, 2) for x in (q, k, v))

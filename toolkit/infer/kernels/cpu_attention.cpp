@@ -6,7 +6,8 @@
 //                seen by all new nodes    node m: seen by new node n where mask[b][n][m]; the new ones are the last N
 //
 // Scores, shares and sums are float32, added in an order that the positions decide, so that a node's result does not
-// depend on the nodes and rows beside it, nor on the number of threads. Where the CPU has tiles (AMX) they score bfloat16.
+// depend on the nodes and rows beside it, nor on the number of threads. Where the CPU has tiles (AMX) they score bfloat16,
+// and sum its values by shares that are rounded to it.
 //
 // Shapes: B rows, N new nodes a row, M nodes a row that are not committed, Hq query heads, Hkv key heads, D head dim.
 
@@ -106,9 +107,9 @@ void score(const float* queries, const T* keys, int64_t stride, int64_t seen, in
   }
 }
 
-// TOGETHER queries' sums of the values, by their shares: PARTS vectors of their D. to: null for a query that is none.
-// BY_KEY: shares lie as [keys, TOGETHER], else as [TOGETHER, width].
-template <int PARTS, bool BY_KEY, typename T>
+// TOGETHER queries' sums of the values, by their shares [TOGETHER, width]: PARTS vectors of their D. to: null for a query
+// that is none.
+template <int PARTS, typename T>
 void gather(const float* shares, int64_t width, const T* values, int64_t stride, int64_t seen, const float* whole,
             T* const* to, int64_t from) {
   Floats sums[TOGETHER][PARTS];
@@ -120,7 +121,7 @@ void gather(const float* shares, int64_t width, const T* values, int64_t stride,
     for (int j = 0; j + 1 < PARTS; j += 2) load(at + j * LANES, value[j], value[j + 1]);
     if (PARTS == 1) value[0] = load(at);
     for (int i = 0; i < TOGETHER; i++)
-      for (int j = 0; j < PARTS; j++) sums[i][j] += shares[BY_KEY ? s * TOGETHER + i : i * width + s] * value[j];
+      for (int j = 0; j < PARTS; j++) sums[i][j] += shares[i * width + s] * value[j];
   }
   for (int i = 0; i < TOGETHER && to[i]; i++) {
     for (int j = 0; j + 1 < PARTS; j += 2)
@@ -147,17 +148,17 @@ inline float shares_of(float* scores, int64_t seen, int64_t width) {
   return sum(sums);
 }
 
-// Of TOGETHER queries of one key head: the nodes that they stand for, and where their results go.
-template <typename T>
+// Of SIZE queries of one key head: the nodes that they stand for, and where their results go.
+template <typename T, int SIZE>
 struct Queries {
   int64_t b, h, first, count;  // of the head's queries, node by node of one query head after the other; `count` are real
-  T* to[TOGETHER];             // null for one that is not
-  const uint8_t* sees[TOGETHER];
+  T* to[SIZE];                 // null for one that is not
+  const uint8_t* sees[SIZE];
 
   Queries(const Call<T>& call, int64_t b, int64_t h, int64_t first) : b(b), h(h), first(first) {
     const int64_t groups = call.Hq / call.Hkv, left = groups * call.N - first;
-    count = left < TOGETHER ? left : TOGETHER;
-    for (int64_t i = 0; i < TOGETHER; i++) {
+    count = left < SIZE ? left : SIZE;
+    for (int64_t i = 0; i < SIZE; i++) {
       const int64_t group = (first + i) / call.N, node = b * call.N + (first + i) % call.N;
       to[i] = i < count ? call.out + (node * call.Hq + h * groups + group) * call.D : nullptr;
       sees[i] = call.mask && i < count ? call.mask + node * call.M : nullptr;
@@ -170,20 +171,6 @@ struct Queries {
   }
 };
 
-// Shares and their sums `whole` -> results.
-template <bool BY_KEY, typename T>
-void gather_all(const Call<T>& call, const Queries<T>& queries, const float* shares, int64_t width, const float* whole) {
-  const int64_t stride = call.Hkv * call.D, seen = call.lengths[queries.b] + call.M;
-  const T* values = call.values + queries.b * call.stride_row + queries.h * call.D;
-  for (int64_t d = 0; d < call.D;) {
-    const int64_t left = (call.D - d) / LANES;
-    const int parts = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    auto* of_parts = parts == 4 ? gather<4, BY_KEY, T> : parts == 2 ? gather<2, BY_KEY, T> : gather<1, BY_KEY, T>;
-    of_parts(shares, width, values, stride, seen, whole, queries.to, d);
-    d += parts * LANES;
-  }
-}
-
 float* room_for(size_t numbers) {
   static thread_local std::vector<float> held;
   if (held.size() < numbers) held.resize(numbers);
@@ -191,99 +178,247 @@ float* room_for(size_t numbers) {
 }
 
 template <typename T>
-void attend(const Call<T>& call, const Queries<T>& queries) {
-  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
-  const int64_t width = (seen + LANES - 1) / LANES * LANES;
+void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D, stride = call.Hkv * D;
+  const int64_t width = (seen + LANES - 1) / LANES * LANES, begin = queries.b * call.stride_row + queries.h * D;
   float *scaled = room_for(TOGETHER * (D + width)), *scores = scaled + TOGETHER * D, whole[TOGETHER];
   for (int64_t i = 0; i < TOGETHER; i++) {
     const T* from = queries.from(call, i);
     for (int64_t d = 0; d < D; d += LANES) store(scaled + i * D + d, load(from + d) * call.scaling);
   }
-  const T* keys = call.keys + queries.b * call.stride_row + queries.h * D;
-  score(scaled, keys, call.Hkv * D, seen, D, scores, width);
+  score(scaled, call.keys + begin, stride, seen, D, scores, width);
   for (int64_t i = 0; i < TOGETHER; i++) {
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
       if (!queries.sees[i][m]) scores[i * width + length + m] = -INFINITY;
     whole[i] = shares_of(scores + i * width, seen, width);
   }
-  gather_all<false>(call, queries, scores, width, whole);
+  for (int64_t d = 0; d < D;) {
+    const int64_t left = (D - d) / LANES;
+    const int parts = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    auto* of_parts = parts == 4 ? gather<4, T> : parts == 2 ? gather<2, T> : gather<1, T>;
+    of_parts(scores, width, call.values + begin, stride, seen, whole, queries.to, d);
+    d += parts * LANES;
+  }
 }
 
 #if defined(TILES)
 
-// scores [seen, TOGETHER] of a row's keys and of queries as pairs [D / 2, TOGETHER, 2].
+// scores [seen, COLUMNS] of a row's keys and of queries as pairs [D / 2, COLUMNS, 2].
+template <int COLUMNS>
 void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t seen, int64_t D, float* scores) {
-  constexpr int64_t BYTES = 4 * TOGETHER;
-  const int64_t rest = seen % LINES;
-  Tiles tiles;  // of sums, keys and queries; those of the last keys, which are fewer
-  tiles.shape(0, LINES, BYTES);
-  tiles.shape(1, LINES, LINE);
+  constexpr int64_t BYTES = 4 * COLUMNS;
+  const int64_t rest = seen % LINES, whole = seen - rest;
+  Tiles tiles;  // of sums, keys and queries; sums and keys in turns, and those of the last keys, which are fewer
+  for (int tile : {0, 3, 6}) tiles.shape(tile, tile < 6 || !rest ? LINES : rest, BYTES);
+  for (int tile : {1, 4, 7}) tiles.shape(tile, tile < 7 || !rest ? LINES : rest, LINE);
   tiles.shape(2, LINES, BYTES);
-  tiles.shape(3, rest ? rest : 1, BYTES);
-  tiles.shape(4, rest ? rest : 1, LINE);
   tiles.use();
-  for (int64_t s = 0; s + LINES <= seen; s += LINES) {
+  int64_t s = 0;
+  for (; s + 2 * LINES <= whole; s += 2 * LINES) {
     _tile_zero(0);
-    for (int64_t d = 0; d < D; d += SPAN) {
-      _tile_loadd(1, keys + s * stride + d, 2 * stride);
-      _tile_loadd(2, pairs + d * TOGETHER, BYTES);
-      _tile_dpbf16ps(0, 1, 2);
-    }
-    _tile_stored(0, scores + s * TOGETHER, BYTES);
-  }
-  if (rest) {
     _tile_zero(3);
     for (int64_t d = 0; d < D; d += SPAN) {
-      _tile_loadd(4, keys + (seen - rest) * stride + d, 2 * stride);
-      _tile_loadd(2, pairs + d * TOGETHER, BYTES);
+      _tile_loadd(2, pairs + d * COLUMNS, BYTES);
+      _tile_loadd(1, keys + s * stride + d, 2 * stride);
+      _tile_dpbf16ps(0, 1, 2);
+      _tile_loadd(4, keys + (s + LINES) * stride + d, 2 * stride);
       _tile_dpbf16ps(3, 4, 2);
     }
-    _tile_stored(3, scores + (seen - rest) * TOGETHER, BYTES);
+    _tile_stored(0, scores + s * COLUMNS, BYTES);
+    _tile_stored(3, scores + (s + LINES) * COLUMNS, BYTES);
   }
+  _tile_zero(0);
+  _tile_zero(6);
+  for (int64_t d = 0; d < D; d += SPAN) {
+    _tile_loadd(2, pairs + d * COLUMNS, BYTES);
+    if (s < whole) {
+      _tile_loadd(1, keys + s * stride + d, 2 * stride);
+      _tile_dpbf16ps(0, 1, 2);
+    }
+    if (rest) {
+      _tile_loadd(7, keys + whole * stride + d, 2 * stride);
+      _tile_dpbf16ps(6, 7, 2);
+    }
+  }
+  if (s < whole) _tile_stored(0, scores + s * COLUMNS, BYTES);
+  if (rest) _tile_stored(6, scores + whole * COLUMNS, BYTES);
   memory_is_read();
 }
 
 #define OTHER_HALF(x) SHUFFLED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define OTHER_FOURS(x) SHUFFLED(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 
-// Scores [width, TOGETHER] become shares that are not yet divided by their sums `whole`; width: a multiple of KEYS.
-void shares_by_key(float* scores, int64_t width, float scaling, float* whole) {
-  Floats most = load(scores) * scaling, sums = Floats{};
-  for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
-    const Floats here = load(scores + at) * scaling;
-    store(scores + at, here);  // one product, so that no score is above the largest
-    most = here > most ? here : most;
-  }
-  Floats other = OTHER_HALF(most);
-  most = other > most ? other : most;
-  other = OTHER_FOURS(most);
-  most = other > most ? other : most;
-  for (int64_t at = 0; at < width * TOGETHER; at += LANES) {
-    const Floats e = exponential(load(scores + at) - most);
-    store(scores + at, e);
-    sums += e;
-  }
-  sums += OTHER_HALF(sums);
-  sums += OTHER_FOURS(sums);
-  memcpy(whole, &sums, TOGETHER * sizeof(float));
+// What `both` makes of KEYS keys' numbers of every query, in the same order wherever they lie.
+template <typename Both>
+inline Floats of_all(const Floats (&x)[1], Both both) {
+  const Floats halves = both(x[0], OTHER_HALF(x[0]));
+  return both(halves, OTHER_FOURS(halves));
 }
 
-void attend_in_tiles(const Call<bf16>& call, const Queries<bf16>& queries) {
-  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D;
-  const int64_t width = (seen + KEYS - 1) / KEYS * KEYS;
-  float *scores = room_for(TOGETHER * (D / 2 + width)), whole[TOGETHER];
-  bf16* pairs = reinterpret_cast<bf16*>(scores + TOGETHER * width);
-  for (int64_t i = 0; i < TOGETHER; i++) {
-    const bf16* from = queries.from(call, i);
-    for (int64_t d = 0; d < D; d += 2) memcpy(pairs + d * TOGETHER + 2 * i, from + d, 2 * sizeof(bf16));
+template <typename Both>
+inline Floats of_all(const Floats (&x)[4], Both both) {
+  return both(both(x[0], x[2]), both(x[1], x[3]));
+}
+
+// Scores [width, COLUMNS] become shares that are not yet divided by their sums `whole`; none behind the keys that are
+// seen.
+template <int COLUMNS>
+void shares_by_key(float* scores, int64_t seen, int64_t width, float scaling, float* whole) {
+  constexpr int PARTS = KEYS * COLUMNS / LANES;
+  const auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+  for (int64_t at = seen * COLUMNS; at < width * COLUMNS; at++) scores[at] = -INFINITY;
+  Floats most[PARTS], sums[PARTS];
+  for (int part = 0; part < PARTS; part++) {
+    most[part] = load(scores + part * LANES) * scaling;
+    sums[part] = Floats{};
   }
-  score_in_tiles(pairs, call.keys + queries.b * call.stride_row + queries.h * D, call.Hkv * D, seen, D, scores);
-  for (int64_t at = seen * TOGETHER; at < width * TOGETHER; at++) scores[at] = -INFINITY;
-  for (int64_t i = 0; i < TOGETHER; i++)
+  for (float* at = scores; at < scores + width * COLUMNS; at += PARTS * LANES)
+    for (int part = 0; part < PARTS; part++) {
+      const Floats here = load(at + part * LANES) * scaling;
+      store(at + part * LANES, here);  // one product, so that no score is above the largest
+      most[part] = larger(here, most[part]);
+    }
+  const Floats largest = of_all(most, larger);
+  for (float* at = scores; at < scores + width * COLUMNS; at += PARTS * LANES)
+    for (int part = 0; part < PARTS; part++) {
+      const Floats e = exponential(load(at + part * LANES) - largest);
+      store(at + part * LANES, e);
+      sums[part] += e;
+    }
+  const Floats all = of_all(sums, [](Floats a, Floats b) { return a + b; });
+  memcpy(whole, &all, COLUMNS * sizeof(float));
+}
+
+template <int STEP>
+inline void swap_blocks(__m512i (&rows)[LINES]) {
+  alignas(64) int32_t of_low[LINES], of_high[LINES];
+  for (int lane = 0; lane < LINES; lane++) {
+    of_low[lane] = lane & STEP ? LINES + lane - STEP : lane;
+    of_high[lane] = lane & STEP ? LINES + lane : lane + STEP;
+  }
+  const __m512i low = _mm512_load_si512(of_low), high = _mm512_load_si512(of_high);
+  for (int row = 0; row < LINES; row++) {
+    if (row & STEP) continue;
+    const __m512i above = rows[row], below = rows[row + STEP];
+    rows[row] = _mm512_permutex2var_epi32(above, low, below);
+    rows[row + STEP] = _mm512_permutex2var_epi32(above, high, below);
+  }
+}
+
+// Shares of SPAN keys [SPAN, COLUMNS] -> bfloat16, rows of `width`, one a query.
+inline void by_query(const float* shares, int64_t width, bf16* to, std::integral_constant<int, LINES>) {
+  __m512i rows[LINES];  // of pairs of keys
+  for (int64_t p = 0; p < LINES; p++) {
+    const float* at = shares + 2 * p * LINES;
+    rows[p] = (__m512i)((rounded(load(at)) >> 16) | (rounded(load(at + LINES)) & 0xffff0000u));
+  }
+  swap_blocks<1>(rows);
+  swap_blocks<2>(rows);
+  swap_blocks<4>(rows);
+  swap_blocks<8>(rows);
+  for (int64_t i = 0; i < LINES; i++) _mm512_storeu_si512(to + i * width, rows[i]);
+}
+
+inline void by_query(const float* shares, int64_t width, bf16* to, std::integral_constant<int, TOGETHER>) {
+  const __m512i every = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
+  alignas(64) float keys[SPAN * TOGETHER];
+  memcpy(keys, shares, sizeof keys);
+  for (int64_t i = 0; i < TOGETHER; i++) {
+    const __m512 first = _mm512_i32gather_ps(every, keys + i, 4);
+    const __m512 second = _mm512_i32gather_ps(every, keys + i + LINES * TOGETHER, 4);
+    const auto narrow = [](__m512 x) { return __builtin_convertvector(rounded((Floats)x) >> 16, Halves); };
+    const Halves low = narrow(first), high = narrow(second);
+    memcpy(to + i * width, &low, sizeof low);
+    memcpy(to + i * width + LINES, &high, sizeof high);
+  }
+}
+
+// PARTS tiles of the values of SPAN keys, as pairs of keys; zeros behind the `count` that there are. Of every two tiles
+// the first has the first four of each eight columns.
+template <int PARTS>
+inline void pairs_of(const bf16* values, int64_t stride, int64_t count, __m512i (&to)[PARTS][LINES]) {
+  static const bf16 none[4 * LANES] = {};
+  for (int64_t p = 0; p < LINES; p++) {
+    const bf16* low = 2 * p < count ? values + 2 * p * stride : none;
+    const bf16* high = 2 * p + 1 < count ? values + (2 * p + 1) * stride : none;
+    for (int part = 0; part < PARTS; part += 2) {
+      const __m512i a = _mm512_loadu_si512(low + part * LANES), b = _mm512_loadu_si512(high + part * LANES);
+      to[part][p] = _mm512_unpacklo_epi16(a, b);
+      to[part + 1][p] = _mm512_unpackhi_epi16(a, b);
+    }
+  }
+}
+
+// The queries' sums of the values, by their shares [COLUMNS, width]: PARTS vectors of their D, `from` on.
+template <int PARTS, int COLUMNS>
+void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int64_t stride, int64_t seen,
+                     const float* whole, const Queries<bf16, COLUMNS>& queries, int64_t from) {
+  Tiles tiles;  // of sums, shares and values
+  for (int tile = 0; tile < 8; tile++) tiles.shape(tile, tile < 5 ? queries.count : LINES, LINE);
+  tiles.use();
+  __m512i room[2][PARTS][LINES];
+  const auto prepare = [&](int64_t s) {
+    pairs_of<PARTS>(values + s * stride + from, stride, seen - s, room[s / SPAN % 2]);
+  };
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  prepare(0);
+  for (int64_t s = 0; s < width; s += SPAN) {
+    if (s + SPAN < width) prepare(s + SPAN);  // long before a tile takes them
+    const auto& pairs = room[s / SPAN % 2];
+    memory_is_read();
+    _tile_loadd(4, shares + s, 2 * width);
+    _tile_loadd(5, pairs[0], LINE);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, pairs[1], LINE);
+    _tile_dpbf16ps(1, 4, 6);
+    if constexpr (PARTS > 2) {
+      _tile_loadd(5, pairs[2], LINE);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_loadd(6, pairs[3], LINE);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  }
+  alignas(64) float sums[4][LINES][LANES];
+  _tile_stored(0, sums[0], LINE);
+  _tile_stored(1, sums[1], LINE);
+  _tile_stored(2, sums[2], LINE);
+  _tile_stored(3, sums[3], LINE);
+  memory_is_read();
+  for (int64_t i = 0; i < queries.count; i++)
+    for (int part = 0; part < PARTS; part += 2) {
+      const Floats a = load(sums[part][i]) / whole[i], b = load(sums[part + 1][i]) / whole[i];
+      bf16* to = queries.to[i] + from + part * LANES;
+      store(to, SHUFFLED(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+      store(to + LANES, SHUFFLED(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+}
+
+template <int COLUMNS>
+void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queries) {
+  const int64_t length = call.lengths[queries.b], seen = length + call.M, D = call.D, stride = call.Hkv * D;
+  const int64_t width = (seen + SPAN - 1) / SPAN * SPAN, begin = queries.b * call.stride_row + queries.h * D;
+  float *scores = room_for(COLUMNS * (D + 3 * width) / 2), whole[COLUMNS];
+  bf16 *shares = reinterpret_cast<bf16*>(scores + COLUMNS * width), *pairs = shares + COLUMNS * width;
+  for (int64_t i = 0; i < COLUMNS; i++) {
+    const bf16* from = queries.from(call, i);
+    for (int64_t d = 0; d < D; d += 2) memcpy(pairs + d * COLUMNS + 2 * i, from + d, 2 * sizeof(bf16));
+  }
+  score_in_tiles<COLUMNS>(pairs, call.keys + begin, stride, seen, D, scores);
+  for (int64_t i = 0; i < queries.count; i++)
     for (int64_t m = 0; queries.sees[i] && m < call.M; m++)
-      if (!queries.sees[i][m]) scores[(length + m) * TOGETHER + i] = -INFINITY;
-  shares_by_key(scores, width, call.scaling, whole);
-  gather_all<true>(call, queries, scores, width, whole);
+      if (!queries.sees[i][m]) scores[(length + m) * COLUMNS + i] = -INFINITY;
+  shares_by_key<COLUMNS>(scores, seen, width, call.scaling, whole);
+  for (int64_t s = 0; s < width; s += SPAN)
+    by_query(scores + s * COLUMNS, width, shares + s, std::integral_constant<int, COLUMNS>());
+  for (int64_t d = 0; d < D;) {
+    const bool four = D - d >= 4 * LANES;
+    auto* of_parts = four ? gather_in_tiles<4, COLUMNS> : gather_in_tiles<2, COLUMNS>;
+    of_parts(shares, width, call.values + begin, stride, seen, whole, queries, d);
+    d += (four ? 4 : 2) * LANES;
+  }
 }
 
 #endif
@@ -300,16 +435,12 @@ void write(const Call<T>& call, int64_t b, int64_t h) {
   }
 }
 
-template <typename T>
-void attend_all(const Call<T>& call) {
+// By some queries of a key head at a time.
+template <typename T, int SIZE>
+void attend_by(const Call<T>& call, void (*attend_some)(const Call<T>&, const Queries<T, SIZE>&)) {
   double work = 0;
   for (int64_t b = 0; b < call.B; b++) work += double(call.lengths[b] + call.M) * call.N * call.Hq * call.D * 2;
-  const int64_t heads = call.B * call.Hkv, units = (call.Hq / call.Hkv * call.N + TOGETHER - 1) / TOGETHER;
-  void (*attend_some)(const Call<T>&, const Queries<T>&) = attend<T>;
-#if defined(TILES)
-  if constexpr (std::is_same_v<T, bf16>)
-    if (call.D % SPAN == 0 && tiles_granted()) attend_some = attend_in_tiles;
-#endif
+  const int64_t heads = call.B * call.Hkv, units = (call.Hq / call.Hkv * call.N + SIZE - 1) / SIZE;
 #pragma omp parallel num_threads(at::get_num_threads()) if (work > WORTH_THREADS)
   {
 #pragma omp for schedule(static)
@@ -317,9 +448,21 @@ void attend_all(const Call<T>& call) {
 #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < heads * units; unit++) {
       const int64_t head = unit / units;
-      attend_some(call, Queries<T>(call, head / call.Hkv, head % call.Hkv, unit % units * TOGETHER));
+      attend_some(call, Queries<T, SIZE>(call, head / call.Hkv, head % call.Hkv, unit % units * SIZE));
     }
   }
+}
+
+template <typename T>
+void attend_all(const Call<T>& call) {
+#if defined(TILES)
+  if constexpr (std::is_same_v<T, bf16>)
+    if (call.D % SPAN == 0 && tiles_granted()) {
+      const bool few = call.Hq / call.Hkv * call.N <= TOGETHER;
+      return few ? attend_by(call, attend_in_tiles<TOGETHER>) : attend_by(call, attend_in_tiles<LINES>);
+    }
+#endif
+  attend_by(call, attend<T>);
 }
 
 }  // namespace
