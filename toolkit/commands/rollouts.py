@@ -73,10 +73,12 @@ def answer_prompts(
     from toolkit.infer.engine import Engine
     from toolkit.infer.kv_memory import MemorySettings
     from toolkit.infer.open_draft import fit_draft, open_draft
-    from toolkit.infer.open_engine import compile_settings
     from toolkit.train.engine_generate import engine_generate
 
-    compile_settings(settings.torch_compile, None, None, target.device)  # on a GPU an error: that is for graphs there
+    if settings.torch_compile and target.device.type != "cpu":
+        raise ArgumentsError(
+            f"rollouts.torch_compile: true came with a target on {target.device}; it is for the CPU: set it to false"
+        )
     conversations = read_conversations(prompts)
     draft = None
     if draft_dir is not None:

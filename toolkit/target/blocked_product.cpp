@@ -144,21 +144,21 @@ inline void shape_tiles(Tiles& tiles, int64_t rows) {  // of which at most 2 * L
   tiles.use();
 }
 
-// A tile's weights of all WIDTH outputs: SPAN inputs from `w`, as pairs; `room` has space for them. Whether there is a way
-// for weights of that type, what they are multiplied by on it, and what their inputs have to be so that nothing is lost.
+// pairs: a tile's weights of all WIDTH outputs, SPAN inputs from `w`; `room` has space for them. THERE: whether it can be
+// done for weights of that type. LOWERED: what it multiplies them by; RAISED: their inputs, so that nothing is lost.
 template <typename Weights>
 struct Paired;
 
 template <>
 struct Paired<Bfloat16> {
   static constexpr bool THERE = true;
-  static constexpr float WEIGHTS = 1, INPUTS = 1;
+  static constexpr float LOWERED = 1, RAISED = 1;
   static const char* pairs(const char* w, char*) { return w; }
 };
 
 template <>
 struct Paired<Int8> {
-  static constexpr float WEIGHTS = 0x1p-112f, INPUTS = 0x1p64f;
+  static constexpr float LOWERED = 0x1p-112f, RAISED = 0x1p64f;
 #if defined(__AVX512FP16__)
   static constexpr bool THERE = true;
   static const char* pairs(const char* w, char* room) {
@@ -192,6 +192,7 @@ void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool 
       for (int64_t line = 0; line < STEP; line += LINE) __builtin_prefetch(w + AHEAD + line);
     const char* weights = next;
     w += STEP;
+    memory_is_read();
     if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile takes them
     memory_is_read();
     _tile_loadd(6, weights, 4 * WIDTH);
@@ -226,7 +227,7 @@ template <typename Weights>
 void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t N,
                       int64_t K) {
   constexpr int64_t STEP = SPAN / Weights::INPUTS * 4 * WIDTH, PAIRED = SPAN * 2 * WIDTH;  // bytes of SPAN inputs
-  constexpr float RAISED = Paired<Weights>::INPUTS, UNIT = 1 / (Paired<Weights>::WEIGHTS * RAISED);
+  constexpr float RAISED = Paired<Weights>::RAISED, UNIT = 1 / (Paired<Weights>::LOWERED * RAISED);
   const int64_t blocks = (N + WIDTH - 1) / WIDTH, rows = M < 2 * LINES ? M : 2 * LINES;
   const auto raise = [&](bf16* to, int64_t i) { store(to + i, load(x + i) * RAISED); };
   static thread_local std::vector<bf16> inputs;

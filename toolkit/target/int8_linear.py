@@ -114,13 +114,13 @@ class Int8Linear(JoinedLinear):
 
 def share_input(layers: Sequence[Int8Linear]) -> None:
     """Layers that read the same input: their blocks lie together, or they make its planes once."""
-    if any(layer.blocked for layer in layers):
+    if all(layer.blocked for layer in layers):
         levels, scale = torch.cat([one.levels for one in layers]), torch.cat([one.scale[one.rows] for one in layers])
         blocks, bias = to_blocks(levels), biases_of(layers)
         for layer in layers:
             layer.hold(blocks, scale, bias, len(levels))
         join(layers)
-    else:
+    elif not any(layer.blocked for layer in layers):
         shared = SharedInput(len(layers), planes_of)
         for layer in layers:
             layer.shared = shared

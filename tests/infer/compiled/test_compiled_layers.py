@@ -420,9 +420,13 @@ def test_what_is_missing_is_named(small_target, monkeypatch, tmp_path):
         check_device(torch.device("cuda:1"))
 
 
-def test_layers_that_read_the_same_input_are_one_product(small_target, monkeypatch):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_layers_that_read_the_same_input_are_one_product(tiny_target_directory, monkeypatch, quantization):
     """q, k, v and gate, up: four products a layer, with packed weights as the program's inputs."""
-    target, graphs = copy.deepcopy(small_target), []
+    operators = torch.ops.toolkit.packed_product.default, torch.ops.toolkit.blocked_product.default
+    if quantization and not blocked_product.available():
+        pytest.skip("needs AVX2 and a C++ compiler")
+    target, graphs = load_target(tiny_target_directory, dtype="bfloat16", quantization=quantization), []
     target.pack()
 
     def program(exported, _inputs, _what):
@@ -432,7 +436,7 @@ def test_layers_that_read_the_same_input_are_one_product(small_target, monkeypat
     monkeypatch.setattr(layer_program, "_program", program)
     with pytest.raises(CompileError, match="enough"):
         Engine(target, torch_compile=True)
-    products = [node for node in graphs[0].nodes if node.target is torch.ops.toolkit.packed_product.default]
+    products = [node for node in graphs[0].nodes if node.target in operators]
     assert len(products) == 4 and not any(node.target is torch.ops.aten.linear.default for node in graphs[0].nodes)
 
 

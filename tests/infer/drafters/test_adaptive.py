@@ -194,6 +194,28 @@ def test_it_follows_a_text_that_changes():
     assert world.play(chooser, 100, requests)[None] > 80
 
 
+def test_nothing_is_chosen_anew_while_nothing_is_learnt(monkeypatch):
+    """Of a head that is left alone a choice stands for some rounds, but not past a look or with other rows; what trials
+    may cost grows by every round."""
+    chooser, world, picked = AdaptiveShape(DraftShape.chain(4)), World(best=0.0), []
+    pick = chooser._pick
+    monkeypatch.setattr(chooser, "_pick", lambda requests: picked.append(chooser._rounds) or pick(requests))
+    requests = [new_request()]
+    world.play(chooser, 300, requests)
+    assert chooser._chosen is None
+    while chooser._unread:  # until behind a look
+        world.play(chooser, 1, requests)
+    world.play(chooser, 1, requests)
+    picked.clear()
+    account, last = chooser._account, chooser._rounds
+    world.play(chooser, 80, requests)
+    assert 8 <= len(picked) <= 11
+    assert chooser._account == pytest.approx(account + 0.005 * (picked[-1] - last), rel=0.05)
+    picked.clear()
+    world.play(chooser, 1, [new_request()])
+    assert len(picked) == 1
+
+
 def test_it_follows_costs_that_change():
     """Another program takes the second core, and drafting takes six times as long: then a chain no longer pays."""
     chooser, world = AdaptiveShape(DraftShape.chain(4)), World(best=0.5)

@@ -28,6 +28,8 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     pool = PagePool(rows, SPAN, homes=True)
     cache = KVCache(KVShape(1, kv_heads, width, dtype, torch.device("cpu")), pool)
     for store, values in zip((cache.home_keys[0], cache.home_values[0]), drawn, strict=True):
+        if ours:
+            store.fill_(torch.nan)  # what nobody has written must not be read
         for row, length in enumerate(lengths):
             store[row, : length + nodes - new] = values[row, : length + nodes - new].to(dtype)
     q, k, v = (
@@ -38,7 +40,8 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     assert plan._at_home is not None
     if not ours:
         plan._at_home = None
-    return plan.attend(0, q, k, v, Scoring(0.2)), cache.home_keys[0], cache.home_values[0]
+    found = plan.attend(0, q, k, v, Scoring(0.2))
+    return found, *(store.nan_to_num() for store in (cache.home_keys[0], cache.home_values[0]))
 
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

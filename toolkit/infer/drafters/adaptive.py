@@ -47,6 +47,7 @@ BATCH_MARGIN = 1.1
 START_MARGIN = 1.04  # drafting starts when it is faster by so much more, and ends when it is not any more
 CHANGE_MARGIN = 1.03  # another shape takes over when it is that much faster than the one in use
 # Plain rounds before a look: the first, one with news to expect, one while some rows were never looked at, and at most.
+# SOON is also how long the choice to draft nothing stands while nothing is learnt but plain rounds' seconds.
 FIRST_LOOK, SOON, NEW_ROWS_GAP, LOOK_GAP = 2, 8, 48, 128
 
 
@@ -141,7 +142,7 @@ class AdaptiveShape:
 
     def _pick(self, requests: Sequence[Request]) -> Arm:
         """The best arm, or one whose trial can be paid."""
-        waited, self._picked = self._rounds - max(self._picked, FIRST_ROUNDS), self._rounds
+        waited, self._picked = self._rounds - self._picked, self._rounds
         tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
         speed = {arm: tokens[arm] / cost for arm, cost in costs.items()}
         best = self._best = self._fastest(speed, _margin(len(requests)))

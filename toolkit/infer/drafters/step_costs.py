@@ -29,7 +29,7 @@ class Seconds:
         self._known = None
 
     def parts(self, plain: float | None = None) -> tuple[float, float]:
-        """Of a typical round, where a plain one takes `plain` by now."""
+        """Seconds of a typical round: drafting, and the rest; where a plain one's rest takes `plain` by now."""
         if self._known is None or self._known[0] != plain:
             factors = [plain / then if plain and then else 1.0 for _, _, then in self._rounds]
             draft = _typical([draft * by for (draft, _, _), by in zip(self._rounds, factors, strict=True)])

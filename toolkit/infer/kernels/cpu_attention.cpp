@@ -26,7 +26,8 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 
 namespace {
 
-constexpr int KEYS = 4, TOGETHER = LANES / KEYS;  // scored in one pass: so many keys by so many queries
+// Scored in one pass without tiles: so many keys by so many queries. In tiles TOGETHER is the least number of queries.
+constexpr int KEYS = 4, TOGETHER = LANES / KEYS;
 constexpr double WORTH_THREADS = 1 << 17;         // multiplications of one call; fewer are done before threads have begun
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -366,6 +367,7 @@ void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int6
   _tile_zero(3);
   prepare(0);
   for (int64_t s = 0; s < width; s += SPAN) {
+    memory_is_read();
     if (s + SPAN < width) prepare(s + SPAN);  // long before a tile takes them
     const auto& pairs = room[s / SPAN % 2];
     memory_is_read();
