@@ -61,6 +61,15 @@ def test_both_write_the_same_answers_and_count_them_alike(bench, monkeypatch, sc
     assert rows[0]["ratio"] == 1
 
 
+def test_compiled_layers_are_a_row_of_their_own(bench, interpreted_layers):
+    """The same answers. (Programs run in PyTorch's interpreter here.)"""
+    rows = bench("--batch", "2", "--limit", "4", "--torch-compile")
+    assert interpreted_layers
+    assert [row["engine"] for row in rows] == ["ours", "hf-generate-float32", "ours-compiled"]
+    assert all(row["answers"] == row["equal"] == 4 for row in rows)
+    assert rows[0]["version"] == rows[2]["version"] != rows[1]["version"]
+
+
 def test_a_ratio_is_of_equal_numbers_of_tokens(script):
     """An engine that writes half as much in half the time is as fast."""
     rollouts = script("rollouts")
