@@ -190,11 +190,14 @@ void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool 
   for (int64_t k = 0; k < K; k += SPAN) {
     if (ahead)
       for (int64_t line = 0; line < STEP; line += LINE) __builtin_prefetch(w + AHEAD + line);
-    const char* weights = next;
+    const char* weights = w;
     w += STEP;
-    memory_is_read();
-    if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile takes them
-    memory_is_read();
+    if constexpr (Paired<Weights>::RAISED != 1) {
+      weights = next;
+      memory_is_read();
+      if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile takes them
+      memory_is_read();
+    }
     _tile_loadd(6, weights, 4 * WIDTH);
     _tile_loadd(7, weights + LINE, 4 * WIDTH);
     _tile_loadd(4, x + k, 2 * K);
