@@ -28,7 +28,7 @@ namespace {
 
 // Scored in one pass without tiles: so many keys by so many queries. In tiles TOGETHER is the least number of queries.
 constexpr int KEYS = 4, TOGETHER = LANES / KEYS;
-constexpr double WORTH_THREADS = 1 << 17;         // multiplications of one call; fewer are done before threads have begun
+constexpr double WORTH_THREADS = 1 << 17;  // multiplications of one call; fewer are done before threads have begun
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
