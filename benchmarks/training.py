@@ -7,7 +7,8 @@ Both unroll the recipe's train.ttt_steps and take the same batches in the same o
 of the record has a process of its own. Two measurements:
 
 step           a few steps of --step-tokens ids in one forward, the target's included: the rollouts as they are, and
-               joined into one row as long as that, as long conversations would lie there: seconds, most memory held
+               joined into one row as long as that, as long conversations would lie there: seconds, most memory held;
+               of a recipe with train.features: offline, ours also with the stored features in the target's place
 accept_length  a training on --tokens supervised tokens, of stored features where the recipe has them; then the
                forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
                chain of 4
@@ -31,7 +32,7 @@ import torch
 from results_folder import leave
 from rich.console import Console
 from rich.table import Table
-from training_jobs import CHAIN, LAYOUTS, VARIANTS, Job, work
+from training_jobs import CHAIN, LAYOUTS, STORED, VARIANTS, Job, work
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
@@ -99,7 +100,12 @@ def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
     if args.only != "step":
         seeded = [replace(base, recipe=replace(recipe, seed=seed)) for seed in args.seeds]
         wanted += [replace(one, tokens=tokens) for tokens in args.tokens for one in seeded]
-    return [replace(job, variant=variant) for job in wanted for variant in args.variants]
+    stored = [STORED] if recipe.train.features == "offline" and "ours" in args.variants else []
+    return [
+        replace(job, variant=variant)
+        for job in wanted
+        for variant in [*args.variants, *(stored if job.layout == LAYOUTS[0] else [])]
+    ]
 
 
 def in_own_process(job: Job) -> dict[str, Any]:

@@ -33,6 +33,7 @@ VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Tra
 # Variants of other names differ in their recipe or rollouts.
 TRAINERS = {**VARIANTS, "fading features": FadingFeaturesTrainer}
 LAYOUTS = ("rollouts", "one row")
+STORED = "ours, stored features"  # of a step: the recipe's train.features: offline
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
 CHAIN = 4
 
@@ -93,14 +94,14 @@ def borrow_features(theirs: Path, ours: Path) -> None:
 
 
 def benched(job: Job) -> TrainSettings:
-    """The recipe's training, one forward a step, and no measurements within. Single steps run the target and unroll all
-    of train.ttt_steps, whatever the curriculum; they start from random weights, which change neither their seconds nor
-    their memory."""
+    """The recipe's training, one forward a step, and no measurements within. Single steps run the target (but for
+    STORED) and unroll all of train.ttt_steps, whatever the curriculum; they start from random weights, which change
+    neither their seconds nor their memory."""
     train = job.recipe.train
     batch = {None: train.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
     return replace(
         train,
-        features=train.features if job.layout is None else "online",
+        features=train.features if job.layout is None or job.variant == STORED else "online",
         init=train.init if job.layout is None else "random",
         ttt_curriculum=train.ttt_curriculum if job.layout is None else (),
         global_batch=batch,

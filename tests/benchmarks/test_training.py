@@ -117,12 +117,15 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
 
     monkeypatch.setattr(training, "in_own_process", here)
     sizes = ["--tokens", "150", "--step-tokens", "40", "--steps", "1", "--max-tokens", "8", "--seeds", "3"]
-    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.learning_rate=0.01"]
+    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.learning_rate=0.01", "train.features=offline"]
     monkeypatch.setattr(sys, "argv", ["training.py", *recipe, *sizes, "--out", str(out)])
     assert training.main() == 0
     record = read_record(out, "training")
     rows = record["rows"]
     assert all(set(row) >= DESIGNED for row in rows)
+    stored = rows.pop(2)
+    assert (stored["layout"], stored["variant"]) == ("rollouts", "ours, stored features")
+    assert stored["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4), "the same step, without the target's forward"
     assert [(row["layout"], row["variant"]) for row in rows] == [
         (layout, variant) for layout in ("rollouts", "one row", None) for variant in ("published", "ours")
     ]

@@ -33,9 +33,9 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int TILE = 12;  // 24 sums, 4 weights and an input in 32 registers
+constexpr int TILE = 12;  // 24 sums, 2 weights and an input in 32 registers
 #else
-constexpr int TILE = 4;  // 8 sums, 4 weights and an input in 16 registers
+constexpr int TILE = 6;  // 12 sums, 2 weights and an input in 16 registers
 #endif
 constexpr int WIDTH = 2 * LANES;
 constexpr int64_t AHEAD = 8192;       // bytes: the core's own prefetcher stops at the end of a page
@@ -48,28 +48,26 @@ inline Words words_at(const char* at) {
 }
 
 // INPUTS inputs' weights of WIDTH outputs are 4 * WIDTH bytes; those of the second LANES outputs lie HIGH bytes behind
-// those of the first. ROWS: at most in one pass, as registers allow.
+// those of the first.
 struct Bfloat16 {
-  static constexpr int INPUTS = 2, ROWS = TILE, HIGH = 4 * LANES;
+  static constexpr int INPUTS = 2, HIGH = 4 * LANES;
 
-  static void load(const char* at, Floats (&to)[INPUTS]) {
+  static Floats load(const char* at, int input) {
     const Words words = words_at(at);
-    to[0] = (Floats)(words << 16);
-    to[1] = (Floats)(words & 0xffff0000u);
+    return (Floats)(input ? words & 0xffff0000u : words << 16);
   }
 };
 
 struct Int8 {
-  static constexpr int INPUTS = 4, ROWS = 2 * TILE / 3, HIGH = LANES;
+  static constexpr int INPUTS = 4, HIGH = LANES;
 
-  static void load(const char* at, Floats (&to)[INPUTS]) {
-    for (int i = 0; i < INPUTS; i++, at += WIDTH) {
+  static Floats load(const char* at, int input) {
+    at += input * WIDTH;
 #if defined(__AVX512F__)  // GCC's own conversion goes byte by byte
-      to[i] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 #else
-      to[i] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
 #endif
-    }
   }
 };
 
@@ -115,16 +113,15 @@ void multiply(const char* w, const float* x, int64_t K, const End& end) {
   Floats low[ROWS], high[ROWS];  // outputs 0 .. LANES-1 and LANES .. WIDTH-1
   for (int m = 0; m < ROWS; m++) low[m] = high[m] = Floats{};
   for (int64_t k = 0; k < K; k += INPUTS, w += BYTES) {
-    Floats low_weights[INPUTS], high_weights[INPUTS];
-    Weights::load(w, low_weights);
-    Weights::load(w + Weights::HIGH, high_weights);
     for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
-    for (int m = 0; m < ROWS; m++)
-      for (int i = 0; i < INPUTS; i++) {
+    for (int i = 0; i < INPUTS; i++) {
+      const Floats low_weights = Weights::load(w, i), high_weights = Weights::load(w + Weights::HIGH, i);
+      for (int m = 0; m < ROWS; m++) {
         const float input = x[m * K + k + i];
-        low[m] += low_weights[i] * input;
-        high[m] += high_weights[i] * input;
+        low[m] += low_weights * input;
+        high[m] += high_weights * input;
       }
+    }
   }
   for (int m = 0; m < ROWS; m++) {
     finish(end, m, 0, low[m]);
@@ -297,7 +294,7 @@ struct ByRows<Weights, std::integer_sequence<int, I...>> {
 template <typename Weights>
 void product(const void* x, const void* w, const float* scale, const void* bias, void* y, int64_t M, int64_t N,
              int64_t K) {
-  typedef ByRows<Weights, std::make_integer_sequence<int, Weights::ROWS>> Tile;
+  typedef ByRows<Weights, std::make_integer_sequence<int, TILE>> Tile;
   const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
 #if defined(TILES)
   if (in_tiles<Weights>(K))
@@ -306,7 +303,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
   float* wide = held.data();
-  const int64_t blocks = (N + WIDTH - 1) / WIDTH;
+  const int64_t blocks = (N + WIDTH - 1) / WIDTH, passes = (M + TILE - 1) / TILE;
   if (M * K < WIDENED_ALONE)
     for (int64_t i = 0; i < M * K; i++) wide[i] = widen(rows[i]);
 #pragma omp parallel num_threads(at::get_num_threads())
@@ -319,8 +316,8 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * WIDTH;
       const char* weights = static_cast<const char*>(w) + block * (K / Weights::INPUTS) * 4 * WIDTH;
-      for (int64_t m = 0; m < M; m += Weights::ROWS) {
-        const int64_t some = M - m < Weights::ROWS ? M - m : Weights::ROWS;
+      for (int64_t pass = 0; pass < passes; pass++) {
+        const int64_t m = M * pass / passes, some = M * (pass + 1) / passes - m;  // as many in each, or one more
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
                          scale ? scale + first : nullptr, biases ? biases + first : nullptr, 1};
         Tile::multiply[some - 1](weights, wide + m * K, K, end);
