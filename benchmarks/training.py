@@ -8,7 +8,8 @@ of the record has a process of its own. Two measurements:
 
 step           a few steps of --step-tokens ids in one forward, the target's included: the rollouts as they are, and
                joined into one row as long as that, as long conversations would lie there: seconds, most memory held;
-               of a recipe with train.features: offline, ours also with the stored features in the target's place
+               of a recipe with train.features: offline, ours also with stored features in the target's place (what of
+               them is absent is made first)
 accept_length  a training on --tokens supervised tokens, of stored features where the recipe has them; then the
                forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
                chain of 4
@@ -41,13 +42,17 @@ from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_sett
 from toolkit.threads import users_threads
 
 DEFINITIONS = {
+    "variant": "of a step the target's forward is in it, but for 'ours, stored features', which reads them from disk; "
+    "trainings take features as the recipe says",
     "tokens": "of a step: ids in it, padding not counted; of a training: supervised tokens it saw",
     "seconds_per_step": "wall time; of `step` rows the least of the steps, of a training their mean",
     "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
-    "start_processor_seconds": "loading the target, and where the head starts from it, fitting it; not in the steps",
+    "start_processor_seconds": "loading the target, where the head starts from it fitting it, and where features are "
+    "stored making or checking them; not in the steps",
     "start_tokens": "answer tokens that the head's start was fitted on (train.init=target), perhaps more than `tokens`",
     "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
-    "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU, tensors on a GPU",
+    "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU (pages of stored "
+    "features included), tensors on a GPU",
     "held_before_bytes": "held before the first step: programs, target and head",
     "loss": "of the last step, each variant's own: not to be compared",
     "forecast": "accept_length of a chain of 4 on the held-out rollouts, teacher-forced",

@@ -74,7 +74,7 @@ class RolloutSettings:
     batch_size: int = passing(64)
     held_out: float = 0.05
     keep_features: bool = passing(False)  # store the hidden states they are written with, for train.features: offline
-    torch_compile: bool = passing(False)  # by the target's compiled layers, on a CPU; the first start compiles them
+    torch_compile: bool = passing(False)  # the stage's, by compiled layers, on a CPU; the first start compiles them
 
     def __post_init__(self) -> None:
         check_positive(self, "rollouts", "max_tokens", "batch_size")

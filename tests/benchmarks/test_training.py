@@ -23,6 +23,7 @@ from toolkit.recipe import TrainSettings, load_recipe
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.features import OnlineFeatures
 from toolkit.train.split_data import read_data
 from toolkit.train.step import TargetSide, micro_step
 from toolkit.train.trained_head import TrainedHead
@@ -109,15 +110,22 @@ def alone():
 def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, alone) -> None:
     """A variant that trained on other tokens, a budget that is not kept, or a row without its interval would make a
     false record. One process does it all here: peaks are then not each variant's own, and are not looked at."""
-    training, out = script("training"), tmp_path / "record.json"
+    training, out, forwards = script("training"), tmp_path / "record.json", []
+    of_target = OnlineFeatures.__call__
+
+    def counted(self, batch):
+        forwards[-1] += 1
+        return of_target(self, batch)
 
     def here(job):
         AcceleratorState._reset_state(reset_partial_state=True)
+        forwards.append(0)
         return training.work(job)
 
+    monkeypatch.setattr(OnlineFeatures, "__call__", counted)
     monkeypatch.setattr(training, "in_own_process", here)
     sizes = ["--tokens", "150", "--step-tokens", "40", "--steps", "1", "--max-tokens", "8", "--seeds", "3"]
-    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.learning_rate=0.01", "train.features=offline"]
+    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.learning_rate=0.01"]
     monkeypatch.setattr(sys, "argv", ["training.py", *recipe, *sizes, "--out", str(out)])
     assert training.main() == 0
     record = read_record(out, "training")
@@ -125,7 +133,8 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
     assert all(set(row) >= DESIGNED for row in rows)
     stored = rows.pop(2)
     assert (stored["layout"], stored["variant"]) == ("rollouts", "ours, stored features")
-    assert stored["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4), "the same step, without the target's forward"
+    assert stored["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4), "the same step"
+    assert forwards.pop(2) == 0 and all(forwards[:4]), "without the target's forward, which is in all other steps"
     assert [(row["layout"], row["variant"]) for row in rows] == [
         (layout, variant) for layout in ("rollouts", "one row", None) for variant in ("published", "ours")
     ]

@@ -33,9 +33,9 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int TILE = 12;  // 24 sums, 2 weights and an input in 32 registers
+constexpr int ROWS_A_PASS = 12;  // at most: 24 sums, 2 weights and an input in 32 registers
 #else
-constexpr int TILE = 6;  // 12 sums, 2 weights and an input in 16 registers
+constexpr int ROWS_A_PASS = 6;  // at most: 12 sums, 2 weights, an input and a mask in 16 registers
 #endif
 constexpr int WIDTH = 2 * LANES;
 constexpr int64_t AHEAD = 8192;       // bytes: the core's own prefetcher stops at the end of a page
@@ -48,7 +48,7 @@ inline Words words_at(const char* at) {
 }
 
 // INPUTS inputs' weights of WIDTH outputs are 4 * WIDTH bytes; those of the second LANES outputs lie HIGH bytes behind
-// those of the first.
+// those of the first. load: the weights of one input, of LANES outputs.
 struct Bfloat16 {
   static constexpr int INPUTS = 2, HIGH = 4 * LANES;
 
@@ -294,7 +294,7 @@ struct ByRows<Weights, std::integer_sequence<int, I...>> {
 template <typename Weights>
 void product(const void* x, const void* w, const float* scale, const void* bias, void* y, int64_t M, int64_t N,
              int64_t K) {
-  typedef ByRows<Weights, std::make_integer_sequence<int, TILE>> Tile;
+  typedef ByRows<Weights, std::make_integer_sequence<int, ROWS_A_PASS>> Pass;
   const bf16 *rows = static_cast<const bf16*>(x), *biases = static_cast<const bf16*>(bias);
 #if defined(TILES)
   if (in_tiles<Weights>(K))
@@ -303,7 +303,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
   static thread_local std::vector<float> held;
   if (held.size() < size_t(M * K)) held.resize(M * K);
   float* wide = held.data();
-  const int64_t blocks = (N + WIDTH - 1) / WIDTH, passes = (M + TILE - 1) / TILE;
+  const int64_t blocks = (N + WIDTH - 1) / WIDTH, passes = (M + ROWS_A_PASS - 1) / ROWS_A_PASS;
   if (M * K < WIDENED_ALONE)
     for (int64_t i = 0; i < M * K; i++) wide[i] = widen(rows[i]);
 #pragma omp parallel num_threads(at::get_num_threads())
@@ -320,7 +320,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
         const int64_t m = M * pass / passes, some = M * (pass + 1) / passes - m;  // as many in each, or one more
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
                          scale ? scale + first : nullptr, biases ? biases + first : nullptr, 1};
-        Tile::multiply[some - 1](weights, wide + m * K, K, end);
+        Pass::multiply[some - 1](weights, wide + m * K, K, end);
       }
     }
   }
