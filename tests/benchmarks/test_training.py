@@ -180,6 +180,7 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
         AcceleratorState._reset_state(reset_partial_state=True)
         rows = [json.loads(line) for line in (job.run / "rollouts/rollouts.jsonl").read_text().splitlines()]
         seen[job.variant] = {row["id"]: row for row in rows}, (job.run / training_jobs.TOKEN_MAP).read_bytes()
+        assert list((job.run / "features").glob("shard-*")), "stored before, for all trainings on that text"
         return training.work(job)
 
     training_jobs = script("training_jobs")
