@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -113,9 +115,22 @@ def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
     ]
 
 
+def end_with_parent() -> None:
+    """This process ends when the one that started it does, however that was: it would go on for minutes, unheard."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by another process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def in_own_process(job: Job) -> dict[str, Any]:
     """A process that has ended gives all its memory back, and its peak is its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
         row = process.submit(work, job).result()
     print(f"{row}", file=sys.stderr, flush=True)
     return row

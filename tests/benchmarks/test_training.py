@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +153,32 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
     assert settings["published"]["ttt_curriculum"] == [] and settings["published"]["lm_head"] is None, "none of ours"
     shown = capsys.readouterr().out
     assert "accept_length" in shown and "one row" in shown
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
+def test_a_killed_command_leaves_no_process_behind() -> None:
+    """It would take the processor from whatever is measured next."""
+    code = (
+        "import multiprocessing, os, time; from concurrent.futures import ProcessPoolExecutor; import training\n"
+        "pool = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), training.end_with_parent)\n"
+        "print(pool.submit(os.getpid).result(), flush=True); pool.submit(time.sleep, 120).result()"
+    )
+    folder = Path(__file__).parents[2] / "benchmarks"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True) as command:
+        worker = int(command.stdout.readline())
+        assert not ended(worker)
+        command.kill()
+    until = time.monotonic() + 30
+    while not ended(worker) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert ended(worker)
+
+
+def ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_a_row_longer_than_the_target_reads_is_refused(script, tiny_target, run_folder) -> None:
