@@ -22,9 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from training import DEFINITIONS as OF_TRAININGS
 from training_cells import Cell, cell_of, ended_by_signal, in_processes, key_of, ordered, prepare
-from training_jobs import CHAIN, ROLLOUTS, Job
+from training_jobs import CHAIN, ROLLOUTS, Job, in_process_of_its_own
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
@@ -238,12 +236,6 @@ def check_names(names: Sequence[str], every: Mapping[str, Any]) -> None:
         raise SystemExit(f"no variant is called {', '.join(unknown)}; there are {', '.join(every)}")
 
 
-def in_own_process(*arguments: Any) -> str:
-    """A source prepared in a process whose memory ends with it."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(prepare, *arguments).result()
-
-
 def warn_of_mixed(rows: Sequence[dict[str, Any]]) -> None:
     """Rows of several sessions may come from other code, or from a machine that rounds otherwise."""
     for name in ("commit", "machine"):
@@ -279,7 +271,11 @@ def main() -> int:
     folders = {name: args.features / name for name in args.sources}
     if not args.show:
         for name, given in args.sources.items():
-            print(f"{name}: {in_own_process(folders[name], given, recipe_of(args))}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {in_process_of_its_own(prepare, folders[name], given, recipe_of(args))}",
+                file=sys.stderr,
+                flush=True,
+            )
     unprepared = [name for name, folder in folders.items() if not folder.is_dir()]
     if unprepared:
         raise SystemExit(f"nothing was trained on {', '.join(unprepared)} yet; call this without --show")

@@ -6,9 +6,10 @@ on-policy    trained on what the target answers to the first user turn of each c
              them: temperature, length and held-out share are the recipe's)
 off-policy   trained on the answers that stand in the file, cut at the same length
 
-Both read the target's features of their text, stored once, and are taught by the target's law there: only the text
-differs. Both get the token map of the rollouts, and are judged where heads work: forecast on the held-out rollouts, and
-the engine's own accept_length on their prompts, greedy, with a chain of 4. Every line has a process of its own.
+Both read the target's features of their text, stored once (not with train.features=online), and are taught by the
+target's law there: only the text differs. Both get the token map of the rollouts, and are judged where heads work:
+forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a chain of 4. Every
+line has a process of its own.
 Writes benchmarks/results/training-on-policy-<hardware>.json.
 """
 
@@ -25,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training_cells
 from results_folder import leave
 from training import DEFINITIONS, in_own_process, show
-from training_jobs import ROLLOUTS, Job
+from training_cells import prepare as store_features
+from training_jobs import ROLLOUTS, Job, in_process_of_its_own
 
 from toolkit.bench.records import command_line, make_record
 from toolkit.commands.build_token_map import map_rollouts
@@ -124,8 +125,9 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folders = prepare(args, recipe, Path(name))
-        for folder in folders.values():  # once, and not in every training
-            print(training_cells.prepare(folder, folder, recipe), file=sys.stderr)
+        if recipe.train.features == "offline":  # once, and not in every training
+            for folder in folders.values():
+                print(in_process_of_its_own(store_features, folder, folder, recipe), file=sys.stderr)
         jobs = [
             Job(variant, replace(recipe, seed=seed), folders[variant], tokens, None, 0, args.prompts, args.max_tokens,
                 args.threads)

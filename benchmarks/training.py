@@ -21,12 +21,9 @@ Writes benchmarks/results/training-recipes-<hardware>.json; with --only its name
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ import torch
 from results_folder import leave
 from rich.console import Console
 from rich.table import Table
-from training_jobs import CHAIN, LAYOUTS, STORED, VARIANTS, Job, work
+from training_jobs import CHAIN, LAYOUTS, STORED, VARIANTS, Job, in_process_of_its_own, work
 from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
@@ -115,23 +112,9 @@ def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
     ]
 
 
-def end_with_parent() -> None:
-    """This process ends when the one that started it does, however that was: it would go on for minutes, unheard."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "started by another process"
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def in_own_process(job: Job) -> dict[str, Any]:
     """A process that has ended gives all its memory back, and its peak is its own."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
-        row = process.submit(work, job).result()
+    row = in_process_of_its_own(work, job)
     print(f"{row}", file=sys.stderr, flush=True)
     return row
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import training_features
-from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, trainer_of, work
+from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, end_with_parent, trainer_of, work
 from training_published import published_settings
 
 from toolkit.bench.records import git_commit, hardware, machine_name
@@ -165,6 +165,7 @@ def _start(cell: Cell) -> tuple[Connection, BaseProcess]:
 
 
 def _send(sender: Connection, cell: Cell) -> None:
+    end_with_parent()
     sender.send(trained(cell))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from draft_loss import peak, restart_peak
@@ -36,6 +41,7 @@ LAYOUTS = ("rollouts", "one row")
 STORED = "ours, stored features"  # of a step: the recipe's train.features: offline
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
 CHAIN = 4
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,25 @@ class Job:
     prompts: int
     max_tokens: int
     threads: int
+
+
+def end_with_parent() -> None:
+    """This process ends when the one that started it does, however that was: it would go on for minutes, unheard."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by another process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def in_process_of_its_own(call: Callable[..., Result], *arguments: Any) -> Result:
+    """What `call` returns, from a process whose memory ends with it."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_parent) as process:
+        return process.submit(call, *arguments).result()
 
 
 def work(job: Job) -> dict[str, Any]:

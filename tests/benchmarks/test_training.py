@@ -159,8 +159,8 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
 def test_a_killed_command_leaves_no_process_behind() -> None:
     """It would take the processor from whatever is measured next."""
     code = (
-        "import multiprocessing, os, time; from concurrent.futures import ProcessPoolExecutor; import training\n"
-        "pool = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), training.end_with_parent)\n"
+        "import multiprocessing, os, time; from concurrent.futures import ProcessPoolExecutor; import training_jobs\n"
+        "pool = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), training_jobs.end_with_parent)\n"
         "print(pool.submit(os.getpid).result(), flush=True); pool.submit(time.sleep, 120).result()"
     )
     folder = Path(__file__).parents[2] / "benchmarks"
@@ -257,7 +257,7 @@ def test_cut_off_and_continued(script, tiny_target, run_folder, monkeypatch, tmp
             yield cell, cells.trained(cell)
 
     monkeypatch.setattr(few, "in_processes", here)
-    monkeypatch.setattr(few, "in_own_process", cells.prepare)
+    monkeypatch.setattr(few, "in_process_of_its_own", lambda call, *arguments: call(*arguments))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "record.json"
     before = sorted((file, file.stat().st_mtime_ns) for file in run_folder.rglob("*"))
     sources = [str(run_folder), f"file:{run_folder / 'rollouts/rollouts.jsonl'}"]
