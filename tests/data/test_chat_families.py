@@ -10,8 +10,12 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.chat_template import prompt_ids, render_text
+from toolkit.data.chat_template import answer_text, prompt_ids, render_text
+from toolkit.data.conversations import Conversation
 from toolkit.data.loss_mask import response_mask, spans
+from toolkit.data.rollouts import write_rollouts
+from toolkit.jsonl import read_rows
+from toolkit.recipe import RolloutSettings
 
 
 @dataclass(frozen=True)
@@ -222,11 +226,44 @@ def test_reasoning(build_tokenizer) -> None:
         assert first.lstrip("\n") == spec.written[0] and second == last
 
 
+ANALYSIS = "<|channel|>analysis<|message|>They ask twice.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    "written, message, all_said",
+    [
+        (f"{FINAL}{A1}", A1, True),
+        (f"{ANALYSIS}{FINAL}{A1}", A1, True),
+        (f"{ANALYSIS}<|channel|>commentary<|message|>{A1}", A1, False),
+        (f"{FINAL}{A1}<|start|>{A2}", A1 + A2, False),
+        (A1, A1, True),
+    ],
+)
+def test_an_answer_in_channels(build_tokenizer, written: str, message: str, all_said: bool) -> None:
+    """Thoughts would stand in the next prompt as words that the target said aloud, "analysis" before them."""
+    spec = FAMILIES["gpt-oss"]
+    tokenizer = build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
+    assert answer_text(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"]) == (message, all_said)
+
+
+def test_rollouts_in_channels(build_tokenizer, fake_target, tmp_path) -> None:
+    """The second prompt holds the first answer's last channel, as the target's template writes it, and marks it."""
+    spec = FAMILIES["gpt-oss"]
+    tokenizer = build_tokenizer(spec.template, list(spec.specials), "<|return|>")
+    target = fake_target(tokenizer, lambda _: (f"{ANALYSIS}{FINAL}{A1}", "stop"))
+    asked = Conversation("a", ({"role": "user", "content": Q1}, {"role": "user", "content": Q2}))
+    out = tmp_path / "rollouts.jsonl"
+    write_rollouts([asked], target, tokenizer, RolloutSettings(), out, target="t", seed=0, max_context=999)
+    ((_, row),) = read_rows(out)
+    first, last = (tokenizer.decode(row["input_ids"][start:end]) for start, end in row["response_spans"])
+    assert first == f"{FINAL}{A1}<|end|>" and last == f"{ANALYSIS}{FINAL}{A1}<|return|>"
+    assert "analysis" not in tokenizer.decode(row["input_ids"][: row["response_spans"][-1][0]])
+
+
 def test_words_that_come_again(family) -> None:
-    """An answer that repeats the question, or holds a special token's text, is found by its place, not by its words."""
+    """An answer that repeats the question is found by its place, not by its words."""
     name, tokenizer = family
     conversation = [CONVERSATION[0], {"role": "assistant", "content": Q1}]
     ids, mask = response_mask(tokenizer, conversation)
     ((start, end),) = spans(mask)
     assert tokenizer.decode(ids[start:end]) == FAMILIES[name].written[1].replace(A2, Q1)
-    assert A1 not in tokenizer.decode(ids)

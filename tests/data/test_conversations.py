@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,33 @@ def test_datasets_from_a_directory(
         assert len(read) == len({one.messages[0]["content"] for one in read}) == (limit or 5)
     with pytest.raises(DataError, match="split 'nope'"):
         read_conversations(f"hub:{folder}:nope")
+
+
+@pytest.mark.parametrize("limit, kept", [(None, ["q0", "q3", "q4"]), (2, ["q0", "q3"])])
+def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: int | None,
+    kept: list[str],
+) -> None:
+    """Sets of the hub have empty conversations and roles of their own in some rows; nobody can remove them there."""
+    import datasets
+
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "files").mkdir()
+    texts = [[("human", "q0")], [], [("bing", "q2")], [("human", "q3")], [("human", "q4")]]
+    rows = [
+        {"id": f"c{at}", "conversations": [{"from": a, "value": b} for a, b in row]} for at, row in enumerate(texts)
+    ]
+    write(tmp_path / "files" / "train.jsonl", rows)
+    read = read_conversations(f"hub:{tmp_path / 'files'}", limit=limit)
+    assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]
+    assert f"2 of {5 if limit is None else 4} rows are left out; the first: " in caplog.text
+    assert "row 1: no message of the user among 0" in caplog.text
+    with pytest.raises(DataError, match="no message of the user"):
+        read_conversations(tmp_path / "files" / "train.jsonl", limit=limit)
 
 
 def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ CONVERSATIONS = [
 
 
 def answer(request: GenerationRequest) -> tuple[str, str]:
-    """Depends on seed and prompt, as a sampled answer does; a third are cut by length."""
+    """Depends on seed and prompt, as a sampled answer does; a third of the last ones are cut by length."""
     text = f"Yes {request.seed % 1000}, it is {sum(request.prompt_ids) % 97}."
-    return (text, "length") if request.seed % 3 == 0 else (text, "stop")
+    return (text, "length") if request.last and request.seed % 3 == 0 else (text, "stop")
 
 
 Write = Callable[..., dict[str, Any]]
@@ -199,6 +199,24 @@ def test_what_cannot_be_answered_is_counted(
     assert write(again, given, max_context=250) == stats and not again.calls
     with pytest.raises(DataError, match="none of 1 conversations"):
         write_rollouts(given[:1], again, tokenizer, SETTINGS, tmp_path / "x.jsonl", target="t", seed=0, max_context=99)
+
+
+@pytest.mark.parametrize(
+    "first, reason", [(("Yes and", "length"), "cut_answer"), (("Yes<|im_start|>No.", "stop"), "special_tokens")]
+)
+def test_an_answer_that_later_prompts_cannot_hold_ends_its_conversation(
+    tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path, first: Any, reason: str
+) -> None:
+    """The next prompt would end an answer that the target had not ended, or lose its special tokens, and the head would
+    be taught what the target never wrote. An answer that is the last keeps its row as it is."""
+    target = fake_target(tokenizer, lambda _: first)
+    stats = write(target, [conversation("two", "one?", "two?"), conversation("one", "one?")])
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    assert rows["two"]["shortened"] == reason and stats["shortened"] == {reason: 1}
+    assert rows["two"]["input_ids"] == rows["one"]["input_ids"] and "shortened" not in rows["one"]
+    assert len(rows["two"]["messages"]) == 2 and len(target.calls) == 2
+    again = fake_target(tokenizer, lambda _: first)
+    assert write(again, [conversation("two", "one?", "two?"), conversation("one", "one?")]) == stats and not again.calls
 
 
 def test_an_answer_never_runs_over_the_context(

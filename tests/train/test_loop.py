@@ -208,6 +208,25 @@ def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
+    """Adam and Muon forgive a gradient of twice the size, its clipping does not: two processes that accumulate, by
+    ZeRO-2 and ZeRO-3, against one with a whole batch. Every norm of the steps is over the clip, which is the recipe's:
+    what the launcher's file says of it is not used, and that is said."""
+    settings = ("train.max_steps=6", "train.eval_every=6", "train.optimizer=adamw", "train.clip=0.01")
+    whole = _train(_copy_run(tiny_run, tmp_path / "one"), *settings)
+    for zero in ("zero2", "zero3"):
+        run = _copy_run(tiny_run, tmp_path / zero)
+        shipped = (REPOSITORY / "recipes" / "accelerate" / f"{zero}.yaml").read_text()
+        asked = tmp_path / f"{zero}.yaml"
+        asked.write_text(shipped.replace("  zero_stage", "  gradient_clipping: 7\n  zero_stage"))
+        options = ("--config_file", str(asked), *_processes(2, zero)[2:])
+        said = _launch(run, *settings, "train.micro_batch=1", options=options)
+        assert said.count("says gradient_clipping 7.0, and the recipe's is 0.01") == 1, said
+        for ours, theirs in zip(_losses(run), whole, strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) and theirs["grad_norm"] > 0.01
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_offline_features_give_the_same_curve(tiny_run, uninterrupted, tmp_path, processes):
     """fp32, 1e-4 relative over 12 steps: the features come from other batches, so only roundings differ. Two processes
@@ -325,15 +344,22 @@ def test_fresh_rollouts_on_two_processes(tiny_chat_run, on_policy, tmp_path):
     assert [row["input_ids"] for row in one] == [row["input_ids"] for row in other]
 
 
-def test_a_loss_that_is_no_number_ends_the_training(tiny_run, tmp_path):
-    """A rate of 1e30 leaves nothing after the first step; the state from before is kept, none is stored behind it."""
+@pytest.mark.parametrize(
+    ("rate", "states", "said"),
+    [
+        ("1e30", ["state-000001"], ("step 2 is", "the newest state is")),
+        ("1e39", [], ("step 1 left weights that are no finite numbers", "no state was stored yet")),
+    ],
+)
+def test_a_training_that_leaves_the_numbers_ends(tiny_run, tmp_path, rate, states, said):
+    """The loss after a step of 1e30 is no number, and after one of 1e39 no weight is: nothing of those is stored."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    settings = ("train.optimizer=adamw", "train.learning_rate=1e30", "train.save_every=1", "train.eval_every=99")
+    settings = ("train.optimizer=adamw", f"train.learning_rate={rate}", "train.save_every=1", "train.eval_every=99")
     ended = subprocess.run(_line(run, *settings), env=_environment(), capture_output=True, text=True)
     assert ended.returncode != 0
     message = ended.stderr.partition("toolkit: error: ")[2].splitlines()[0]
-    assert "step 2 is" in message and "state-000001" in message and "lower train.learning_rate" in message
-    assert [path.name for path in (run / "train").glob("state-*")] == ["state-000001"]
+    assert all(words in message for words in said) and "lower train.learning_rate" in message
+    assert [path.name for path in (run / "train").glob("state-*")] == states
 
 
 def test_a_process_of_the_group_dies(tiny_run, tmp_path):

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.jsonl import DataError
 
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: channel's name between them, its text behind
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
@@ -51,6 +52,25 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_speci
     text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str), "one sequence of ids decodes to one text"
     return text
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
+    """The message that an answer makes in later prompts, and whether it holds all that the answer says there.
+
+    ids: what the target wrote, without its end. Of an answer in channels (harmony, GPT-OSS's format) it is the text of
+    the last one: the template leaves the others out of later prompts, and writes the header of the `final` one itself.
+    False for another last channel, and where special tokens stand within the text: the message loses them.
+    """
+    ids, final = list(ids), True
+    added = tokenizer.get_added_vocab()
+    if CHANNEL in added and added.get(MESSAGE) in ids:
+        start = len(ids) - ids[::-1].index(added[MESSAGE])
+        header = ids[:start]
+        opened = len(header) - header[::-1].index(added[CHANNEL]) if added[CHANNEL] in header else 0
+        final = decode(tokenizer, header[opened:], skip_special_tokens=True).strip() == "final"
+        ids = ids[start:]
+    text = decode(tokenizer, ids, skip_special_tokens=True)
+    return text, final and text == decode(tokenizer, ids)
 
 
 def encode_with_answers(

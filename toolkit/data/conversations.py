@@ -14,7 +14,8 @@ import itertools
 import json
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def read_conversations(
     A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load (or wrote with
     `save_to_disk`), or `hub:org/name[:split]` (split "train" by default; a local path in place of org/name works too).
     `limit` takes the first ones, or a sample drawn with `seed` when one is given; several sources take turns.
-    Ids met a second time get a number (`id#2`). Raises `DataError` naming file:line, what came and what is needed.
+    Ids met a second time get a number (`id#2`). Raises `DataError` naming file:line, what came and what is needed. Rows
+    of a dataset, which its user cannot mend, are left out in place of that, and counted in a warning.
 
     Memory: the id and some 50 bytes a conversation, of a .jsonl file or a dataset on disk, and as much again in this
     call (16 bytes for each row of the file while a sample is drawn; rows outside it are not checked). Messages are held
@@ -172,7 +174,11 @@ def _read_one(source: str, limit: int | None, seed: int | None) -> Conversations
     rows = StoredRows(path, limit if seed is None else None)
     chosen = _chosen(len(rows), limit, seed)
     rows.keep(chosen)
-    return _on_demand(name, chosen, lambda at: (rows.where(at), rows[at]))
+
+    def read(at: int) -> Conversation:
+        return conversation_from_row(rows[at], rows.where(at), f"{name}-{chosen[at]}")
+
+    return Conversations([read(at).id for at in range(len(chosen))], read)  # read once, for their ids and errors
 
 
 def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
@@ -180,16 +186,6 @@ def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
     if limit is None or limit >= count:
         return range(count)
     return range(limit) if seed is None else sorted(random.Random(f"conversations {seed}").sample(range(count), limit))
-
-
-def _on_demand(name: str, chosen: Sequence[int], row: Callable[[int], Row]) -> Conversations:
-    """Of rows that can be read again: `row` gives the n-th chosen one. All are read once, for their ids and errors."""
-
-    def read(at: int) -> Conversation:
-        where, found = row(at)
-        return conversation_from_row(found, where, f"{name}-{chosen[at]}")
-
-    return Conversations([read(at).id for at in range(len(chosen))], read)
 
 
 def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
@@ -243,9 +239,37 @@ def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversatio
             "check the name, the split and the network"
         ) from error
     if isinstance(rows, datasets.IterableDataset):  # shuffled already
-        return _held(folder.name, lambda: _rows_while_read(source, rows.take(limit)), limit, None)
-    chosen = _chosen(len(rows), limit, seed)
-    return _on_demand(folder.name, chosen, lambda at: _row_on_disk(source, rows, chosen[at]))
+        with closing(_sound(source, folder.name, enumerate(_rows_while_read(source, rows)))) as found:
+            kept = [one for _, one in itertools.islice(found, limit)]
+        return Conversations([one.id for one in kept], kept.__getitem__)
+    chosen = ((at, _row_on_disk(source, rows, at)) for at in _chosen(len(rows), limit, seed))
+    places, ids = array("q"), []
+    for at, one in _sound(source, folder.name, chosen):
+        places.append(at)
+        ids.append(one.id)
+
+    def read(index: int) -> Conversation:
+        where, found = _row_on_disk(source, rows, places[index])
+        return conversation_from_row(found, where, ids[index])
+
+    return Conversations(ids, read)
+
+
+def _sound(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator[tuple[int, Conversation], None, None]:
+    """Conversations by their place in a dataset; the rows that hold none, which its user cannot mend, are counted."""
+    seen, refused, first = 0, 0, ""
+    try:
+        for at, (where, row) in rows:
+            seen += 1
+            try:
+                one = conversation_from_row(row, where, f"{name}-{at}")
+            except DataError as error:
+                refused, first = refused + 1, first or str(error)
+            else:
+                yield at, one
+    finally:
+        if refused:
+            logger.warning(f"{source}: {refused} of {seen} rows are left out; the first: {first}")
 
 
 def _row_on_disk(source: str, rows: Any, at: int) -> Row:

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat_template import Message, decode, prompt_ids
+from toolkit.data.chat_template import Message, answer_text, prompt_ids
 from toolkit.data.conversations import Conversation, Conversations, user_turns
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
 from toolkit.data.loss_mask import LossMaskError, response_mask, spans
@@ -56,7 +56,8 @@ def write_rollouts(
     """Answer the user turns of `conversations` into the .jsonl file `out_path`; returns the statistics.
 
     Beside it: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer) and
-    `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before ("shortened").
+    `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before, and an answer
+    that is cut, or holds special tokens that its message would lose, ends it there ("shortened", with the reason).
     `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
     `temperatures` by conversation id take the place of the settings' one; `more_provenance` goes into every row.
     Conversations are taken from their sequence when it is their turn. Memory: some 300 bytes for each (its id, in a few
@@ -169,7 +170,7 @@ class _Writer:
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
-        text = decode(self.tokenizer, written_ids(result), skip_special_tokens=True)
+        text, all_said = answer_text(self.tokenizer, written_ids(result))
         if not text.strip():
             self._close(one, "empty_answer", turn=one.turn)
             return
@@ -187,6 +188,10 @@ class _Writer:
         }
         if not one.waiting:
             self._write(one.row)
+        elif result.finish_reason == "length":  # the next prompt would end what the target had not ended
+            self._close(one, "cut_answer")
+        elif not all_said:
+            self._close(one, "special_tokens")
 
     def _close(self, one: _Dialogue, reason: str, **details: int) -> None:
         """End a conversation early: keep the turns answered before, else write it down as skipped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def build_accelerator(
     _stand_alone_environment()
     plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())
     config = plugin.deepspeed_config
+    for setting in _replaced(config, precision, accumulation, clip) if os.environ["RANK"] == "0" else ():
+        log.warning(f"the accelerate configuration says {setting}: the recipe decides")
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
     config["gradient_clipping"] = plugin.gradient_clipping = clip
@@ -72,6 +75,17 @@ def build_accelerator(
         gradient_accumulation_steps=accumulation,
         kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=PATIENCE)],
     )
+
+
+def _replaced(config: Mapping[str, Any], precision: str, accumulation: int, clip: float) -> Iterator[str]:
+    """What the accelerate configuration, or the file of DeepSpeed's that it names, sets otherwise than the recipe."""
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is the launcher's own default
+    if mixed not in ("no", precision):
+        yield f"mixed_precision {mixed}, and the recipe trains in {precision}"
+    for name, ours in (("gradient_accumulation_steps", accumulation), ("gradient_clipping", clip)):
+        theirs = config.get(name)
+        if theirs not in (None, "auto") and float(theirs) != ours:
+            yield f"{name} {theirs}, and the recipe's is {ours:g}"
 
 
 def _default_plugin() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from toolkit.train.errors import TrainError
 from toolkit.train.state import stored_states
@@ -23,13 +24,28 @@ class LostProcessError(TrainError):
 
 
 def check_finite(step: int, loss: float, grad_norm: float | None, directory: Path) -> None:
-    """Raise `DivergedError` before anything of step `step` is stored; all processes hold the same two numbers."""
+    """Raise `DivergedError` where step `step` found no finite numbers; all processes hold the same two."""
     if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
         return
     what = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
         what = f"the gradient's norm at step {step} is {grad_norm}"
-    raise DivergedError(
+    raise _diverged(what, directory)
+
+
+def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, directory: Path) -> None:
+    """Raise `DivergedError` before the head of step `step` is judged or stored; all processes must call this.
+
+    The loss of a step is that of the weights before it, and under Muon nothing says what the gradient's norm was.
+    """
+    held = [getattr(one, "ds_tensor", one) for one in model.parameters() if one.requires_grad]  # ZeRO-3: its own part
+    broken = sum((~torch.isfinite(one.detach()).all()).long() for one in held)
+    if int(accelerator.reduce(torch.as_tensor(broken, device=accelerator.device), "sum")):
+        raise _diverged(f"step {step} left weights that are no finite numbers", directory)
+
+
+def _diverged(what: str, directory: Path) -> DivergedError:
+    return DivergedError(
         f"{what}, so training stops; {_newest(directory)}. Its learning rate is the usual cause: train with a lower "
         "train.learning_rate (and muon_learning_rate) or a longer train.warmup_ratio into another run_dir, "
         "or with train.precision=fp32"

@@ -23,7 +23,7 @@ from toolkit.train.accelerator import build_accelerator
 from toolkit.train.best_head import best_in_words, due, has_stopped
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.failures import check_finite, lost_process
+from toolkit.train.failures import check_finite, check_weights, lost_process
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.hand_over import training_record
@@ -226,9 +226,12 @@ class Trainer:
         last = done == self.steps
         forecast = last or due(done, self.settings.eval_every)
         real = self.settings.real_every is not None and (last or due(done, self.settings.real_every))
+        stored = last or due(done, self.settings.save_every)
+        if forecast or real or stored:
+            check_weights(self.accelerator, self.model, done, self.directory)
         if forecast or real:
             position = self.evaluation(self.model, position, forecast=forecast, real=real)
-        if last or due(done, self.settings.save_every) or has_stopped(position, self.settings):
+        if stored or has_stopped(position, self.settings):
             save_state(self.accelerator, self.directory, position, self.settings.keep_states)
         return position
 
