@@ -95,9 +95,22 @@ def test_no_room_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatch) -
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63_000_000))
     store.check_room(900_000)
-    with pytest.raises(FeatureStoreError, match=r"0\.06 GB \(64 bytes a token x 1000000 tokens\).*only 0\.06 GB are"):
+    with pytest.raises(FeatureStoreError, match=r"0\.06 GB \(64 bytes a token x 1000000 tokens\).*where 0\.06 GB are"):
         store.check_room(1_000_000)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_room_for_other_features_keeps_these(tmp_path: Path, monkeypatch) -> None:
+    """A dtype changed by accident must not cost what was stored and then fail. Room that they take counts as free."""
+    write(FeatureStore.start(tmp_path, SPEC), TEXTS)
+    size = sum(shard.stat().st_size for shard in tmp_path.glob("shard-*"))
+    changed = replace(SPEC, dtype="float32")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * changed.bytes_per_token))
+    fits = size // changed.bytes_per_token + 2
+    with pytest.raises(FeatureStoreError, match="without those of other settings; free some room"):
+        FeatureStore.start(tmp_path, changed, fits + 1)
+    check(FeatureStore(tmp_path, SPEC), TEXTS)
+    assert len(FeatureStore.start(tmp_path, changed, fits)) == 0
 
 
 @pytest.mark.parametrize(

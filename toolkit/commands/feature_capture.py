@@ -33,9 +33,9 @@ def captured_features(
     """
     target = engine.target
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
-    store = FeatureStore.start(folder, spec)
     longest = min(settings.max_length, engine.max_context)
     most = sorted(most_positions(target, one, max_tokens, longest) for one in conversations)
+    store = FeatureStore.start(folder, spec, sum(most))
     # Which texts are stored is known when they are written: the shortest are taken to be.
     store.check_room(sum(most[len(store) :]), "at most ")
     recorder = record_features(engine, spec.layer_ids)
@@ -44,7 +44,8 @@ def captured_features(
         def keep(wanted: GenerationRequest, request: Request) -> None:
             features = recorder.take(request)
             text = request.prompt_ids + request.output_ids
-            if features is None or not wanted.last or (wanted.turn > 1 and len(text) > settings.max_length):
+            last = wanted.last or request.finish_reason == "length"  # a cut answer ends its conversation
+            if features is None or not last or (wanted.turn > 1 and len(text) > settings.max_length):
                 return
             ids = text[: settings.max_length]
             writer.add(ids, features[: len(ids) - 1])

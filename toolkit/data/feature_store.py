@@ -122,15 +122,17 @@ class FeatureStore:
         self.refresh()
 
     @classmethod
-    def start(cls, folder: Path, spec: FeatureSpec) -> FeatureStore:
+    def start(cls, folder: Path, spec: FeatureSpec, positions: int = 0) -> FeatureStore:
         """The store of `spec` in this folder, ready to be added to. Not while another process adds to it.
 
-        Features of another spec are removed, after a word on what differs; so is what killed writers left half done.
+        positions: so many it will hold. Features of another spec are removed, after a word on what differs, if these
+        then find room (else `FeatureStoreError`, and nothing is lost); so is what killed writers left half done.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         stale = spec.within(_manifest(path)).differences(_manifest(path)) if path.is_file() else []
         if stale:
+            _check_room(folder, spec, positions, freed=sum(shard.stat().st_size for shard in folder.glob(SHARDS)))
             log.warning("%s: features of other settings are made anew (%s)", folder, "; ".join(stale))
         if stale or not path.is_file():
             path.unlink(missing_ok=True)  # first, so that a kill here leaves no shards that seem to belong
@@ -208,14 +210,20 @@ class FeatureStore:
 
     def check_room(self, tokens: int, qualifier: str = "") -> None:
         """Announce what `tokens` positions more will take. Raises `FeatureStoreError` when the disk has less free."""
-        each, free = self.spec.bytes_per_token, shutil.disk_usage(self.folder).free
-        need = f"{qualifier}{_size(each * tokens)} ({each} bytes a token x {tokens} tokens)"
-        log.info("features: %s in %s, where %s are free", need, self.folder, _size(free))
-        if each * tokens > free:
-            raise FeatureStoreError(
-                f"features need {need} in {self.folder}, but only {_size(free)} are free; free some room, lower "
-                "train.max_length, or set train.features: online (and rollouts.keep_features: false)"
-            )
+        _check_room(self.folder, self.spec, tokens, qualifier)
+
+
+def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "", freed: int = 0) -> None:
+    each, free = spec.bytes_per_token, shutil.disk_usage(folder).free + freed
+    need = f"{qualifier}{_size(each * tokens)} ({each} bytes a token x {tokens} tokens)"
+    where = f"{folder}, where {_size(free)} are free" + (" without those of other settings" if freed else "")
+    if each * tokens > free:
+        raise FeatureStoreError(
+            f"features need {need} in {where}; free some room, lower train.max_length, or set train.features: online "
+            "(and rollouts.keep_features: false)"
+        )
+    if not freed:
+        log.info("features: %s in %s", need, where)
 
 
 class FeatureWriter:

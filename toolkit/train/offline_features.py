@@ -50,11 +50,11 @@ def offline_features(
     All processes must call this. Raises `FeatureStoreError`: no room, or features of other weights than the target's.
     """
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
+    texts = texts_of(data)
     if accelerator.is_main_process:
-        FeatureStore.start(folder, spec)
+        FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))
     accelerator.wait_for_everyone()
     store = FeatureStore(folder, spec)
-    texts = texts_of(data)
     known, missing = ([text for text in texts if (text in store) == there] for there in (True, False))
     log.info("features of %d of %d rollouts are in %s", len(known), len(texts), folder)
     if missing:
