@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.train.failures import DivergedError, check_finite, lost_process
+from toolkit.train.failures import DivergedError, LostProcessError, check_finite, lost_process_named
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), None), (1.0, float("nan"))])
@@ -27,5 +27,6 @@ def test_what_is_no_number_ends_it(tmp_path, loss, norm):
 )
 def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
     """Blaming the group for our own failure would send its reader to the wrong machine."""
-    said = lost_process(error, 4, tmp_path)
-    assert (said is not None) is lost and (not lost or "at step 5" in str(said))
+    with pytest.raises(LostProcessError if lost else type(error)) as said, lost_process_named(tmp_path):
+        raise error
+    assert said.value is not error if lost else said.value is error

@@ -103,8 +103,8 @@ def _of_the_texts(
     otherwise = prompts.rendered_otherwise(target)
     if otherwise:
         return (
-            f"{otherwise} of {count} prompts of the rollouts were rendered by another chat template than the target's; "
-            "write the rollouts again"
+            f"{otherwise} of {count} prompts of the rollouts were rendered by another chat template than the target's "
+            "(if it has one); write the rollouts again, by this target"
         )
     rollouts = [one.answer[:max_tokens] for one in prompts.prompts]
     differ = sum(mine[:EARLY] != theirs[:EARLY] for mine, theirs in zip(measured.answers, rollouts, strict=True))

@@ -41,8 +41,10 @@ def _train(recipe: Recipe, recipe_path: str, overrides: Sequence[str]) -> int:
     bring_up_to_date(run_dir, (rollouts, token_map), recipe_path, overrides)
     # The trainer's imports take seconds, which a misspelt recipe need not wait for.
     from toolkit.train.accelerator import set_threads
+    from toolkit.train.failures import lost_process_named
     from toolkit.train.loop import Trainer
 
     set_threads()
-    Trainer(recipe, rollouts, token_map, run_dir / "train").run()
+    with lost_process_named(run_dir / "train"):  # also before the first step and behind the last
+        Trainer(recipe, rollouts, token_map, run_dir / "train").run()
     return 0

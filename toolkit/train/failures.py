@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,16 +54,20 @@ def _diverged(what: str, directory: Path) -> DivergedError:
     )
 
 
-def lost_process(error: BaseException, step: int, directory: Path) -> LostProcessError | None:
-    """What to say of an error that a collective raised because another process is gone; None for any other error."""
-    said = str(error).lower()
-    of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in said or "nccl" in said
-    if not of_the_group or not any(words in said for words in GONE):
-        return None
-    return LostProcessError(
-        f"another training process ended or cannot be reached at step {step + 1} ({str(error).splitlines()[0][:200]}); "
-        f"its own message, if any, stands above. {_newest(directory)}; start the same command again to go on from there"
-    )
+@contextmanager
+def lost_process_named(directory: Path) -> Iterator[None]:
+    """Raise `LostProcessError` for the error of a collective whose other process is gone; other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).lower()
+        of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in said or "nccl" in said
+        if not of_the_group or not any(words in said for words in GONE):
+            raise
+        raise LostProcessError(
+            f"another training process ended or cannot be reached ({str(error).splitlines()[0][:200]}); its own "
+            f"message, if any, stands above. {_newest(directory)}; start the same command again to go on from there"
+        ) from error
 
 
 def _newest(directory: Path) -> str:

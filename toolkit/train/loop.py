@@ -23,7 +23,7 @@ from toolkit.train.accelerator import build_accelerator
 from toolkit.train.best_head import best_in_words, due, has_stopped
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.failures import check_finite, check_weights, lost_process
+from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.hand_over import training_record
@@ -170,16 +170,10 @@ class Trainer:
         """To the last step, or the early stop."""
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
-            try:
-                if self._fresh_due(position):
-                    position = self._go_over_to_fresh(position)
-                    batches = self._batches(position)
-                position = self._advance(position, *next(batches), bar)
-            except RuntimeError as error:
-                lost = lost_process(error, position.step, self.directory)
-                if lost is None:
-                    raise
-                raise lost from error
+            if self._fresh_due(position):
+                position = self._go_over_to_fresh(position)
+                batches = self._batches(position)
+            position = self._advance(position, *next(batches), bar)
         return position
 
     def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
