@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
@@ -37,9 +39,17 @@ bench: {{limit: 2, max_tokens: 10, shapes: ["2,1,3", "2,2,4"], warmup: 0, furthe
 
 @pytest.fixture(scope="module")
 def home(tiny_target_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a recipe and its prompts."""
+    """A working directory with a recipe, its prompts and a target that has, as many have, more rows than its tokenizer
+    has ids."""
     home = tmp_path_factory.mktemp("home")
-    (home / "tiny.yaml").write_text(RECIPE.format(target=tiny_target_directory))
+    target = shutil.copytree(tiny_target_directory, home / "target")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    ids = model.config.vocab_size
+    model.resize_token_embeddings(ids + 8, mean_resizing=False)
+    for rows in (model.get_input_embeddings(), model.get_output_embeddings()):
+        torch.nn.init.zeros_(rows.weight[ids:])
+    model.save_pretrained(target)
+    (home / "tiny.yaml").write_text(RECIPE.format(target=target))
     texts = [f"count {number} apples and write about rivers" for number in range(32)]
     rows = [{"id": f"p{at}", "messages": [{"role": "user", "content": text}]} for at, text in enumerate(texts)]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,6 +100,8 @@ def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, st
     whole = [row for row in record["rows"] if row["task"] == "all"]
     assert [row["num_draft_tokens"] for row in whole] == [3, 4] and all(row["tokens_equal"] for row in whole)
     assert (folder / "report.html").stat().st_size > 1000
+    vocab_size = json.loads((folder / "ckpt" / "config.json").read_text())["vocab_size"]
+    assert vocab_size == 8 + len(AutoTokenizer.from_pretrained(folder.parents[1] / "target"))
     assert {"freq_128.pt", "token_map.safetensors", "coverage.json"} <= set(os.listdir(folder / "token_map"))
     assert json.loads((folder / "ckpt" / "measured.json").read_text())["best_shape"] in ("2,1,3", "2,2,4")
     assert "toolkit serve --draft runs/tiny/ckpt" in out and "toolkit chat --draft runs/tiny/ckpt" in out
