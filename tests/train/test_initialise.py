@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.data.batches import Example, collate
 from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
@@ -14,7 +15,7 @@ from toolkit.models.mtp import MtpConfig, MtpHead
 from toolkit.recipe import TrainSettings
 from toolkit.target.errors import TargetError
 from toolkit.target.features import AuxCapture
-from toolkit.train.copied_layers import copy_norm
+from toolkit.train.copied_layers import copy_first_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
@@ -79,6 +80,69 @@ def test_several_layers_start_as_the_last_ones_in_order(tiny_target, tiny_draft)
             torch.testing.assert_close(value, copied[name], atol=1e-5, rtol=1e-5)
 
 
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+QK, BIASES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight"), [f"self_attn.{one}_proj.bias" for one in "qkv"]
+OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+MLP = tuple(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down"))
+QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("family", "left", "dropped"),
+    [
+        ("llama", (), []),
+        ("qwen2", (), BIASES),
+        ("qwen3", QK, QK_NORMS),
+        ("gemma2", OUTPUTS, ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]),
+        (
+            "gemma3_text",
+            (*QK, *OUTPUTS),
+            ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight", *QK_NORMS],
+        ),
+        (
+            "glm4",
+            (*OUTPUTS, *MLP[:2]),
+            [*BIASES, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", "mlp.gate_up_proj.weight"],
+        ),
+        ("qwen3_moe", (*QK, *MLP), [*QK_NORMS, "mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]),
+    ],
+)
+@torch.no_grad()
+def test_parts_of_another_meaning_stay_random(family, left, dropped):
+    """Queries that the target norms, or outputs that it norms, would be of a scale that nothing was ever read with; a
+    norm of an output is not the one before the MLP; and what the head has no place for is named."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL))
+    theirs = model.model.layers[-1]
+    for name, value in theirs.named_parameters():
+        if "norm" in name:
+            value.copy_(torch.rand(value.shape) + 0.5)
+    config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
+    layer = Eagle3Head(config).midlayer
+    before = {name: value.clone() for name, value in layer.named_parameters()}
+    unlike = copy_first_layer(layer, theirs, 32)
+    assert set(unlike.left) == set(left) and set(unlike.dropped) == set(dropped)
+    source = dict(theirs.named_parameters())
+    for name, value in layer.named_parameters():
+        if name in left or name == "input_layernorm.weight":
+            assert torch.equal(value, before[name]), name
+        elif "norm" not in name:
+            assert torch.equal(value[:, -source[name].shape[1] :], source[name]), name
+    mine = layer.post_attention_layernorm.weight
+    norm = source.get("pre_feedforward_layernorm.weight", source["post_attention_layernorm.weight"])
+    torch.testing.assert_close(mine, norm + (1 if "gemma" in family else 0), atol=1e-5, rtol=1e-4)
+
+
+def test_an_mlp_without_a_norm_before_it(tiny_target, tiny_draft):
+    """OLMo 2 norms outputs alone: its `post_attention_layernorm` is no norm before the MLP."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **SMALL))
+    config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
+    unlike = copy_first_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
+    assert {"hidden_norm.weight", "post_attention_layernorm.weight", *OUTPUTS, *QK} == set(unlike.left)
+
+
 def _pairs(target, head, batches):
     """Features at i and the last layer's input at i+1, position 0 left out: [P, 192] and [P, 64] in float64."""
     capture = AuxCapture(target, (*head.config.aux_layer_ids, target.n_layers - 1))
@@ -112,6 +176,19 @@ def test_fc_explains_the_next_input_of_the_last_layer(tiny_target, tiny_draft):
     mine = explained(head.fc.weight.T.double())
     assert mine > explained(torch.linalg.lstsq(x, y).solution) - 0.01
     assert abs(mine - r2) < 0.05
+
+
+def test_a_fit_that_nothing_judges_explains_nothing(tiny_target, tiny_draft):
+    """One batch leaves none to judge it by: an R2 of 1 would be made up. Answers of no pairs leave `fc` as it was."""
+    head = _head(tiny_target, tiny_draft)
+    (batch,) = _batches(tiny_target, count=1)
+    assert initialise_from_target(head, tiny_target, tiny_draft.token_map, [batch], seed=0) is None
+    fitted = head.fc.weight.clone()
+    silent = dataclasses.replace(batch, response=torch.zeros_like(batch.response))
+    assert initialise_from_target(head, tiny_target, tiny_draft.token_map, [silent], seed=0) is None
+    random = _head(tiny_target, tiny_draft)
+    initialise_random(random, 0)
+    assert torch.equal(head.fc.weight, random.fc.weight) and not torch.equal(fitted, random.fc.weight)
 
 
 @pytest.mark.parametrize("family", [torch.nn.RMSNorm, torch.nn.LayerNorm])

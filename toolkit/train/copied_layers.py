@@ -6,70 +6,105 @@ Shapes: H hidden size.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.log import get_logger
 from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle3 import DraftLayer
 from toolkit.target.int4_linear import Int4Linear
 from toolkit.target.int8_linear import Int8Linear
 from toolkit.target.sharding import whole
 
+log = get_logger(__name__)
+
+# Their inputs are the embedding's half and the hidden one's in a head's first layer.
+TWO_HALVES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+@dataclass
+class Unlike:
+    """Names of the head's parts that the target gave nothing for, and of the target's that the head has none for."""
+
+    left: list[str]
+    dropped: list[str]
+
+    def warn(self) -> None:
+        """In the log; one name for all of a list of experts."""
+        left, dropped = (
+            ", ".join(dict.fromkeys(re.sub(r"\.experts\..*", ".experts", name) for name in names))
+            for names in (self.left, self.dropped)
+        )
+        if left:
+            log.warning("left random, since no part of the target's layers means the same: %s", left)
+        if dropped:
+            log.warning("of the target's layers the head has no such part: %s", dropped)
+
 
 @torch.no_grad()
-def copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> list[str]:
-    """A layer of the target's of width H, as far as its parts fit; names of the parts that do not."""
+def copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> Unlike:
+    """A layer of the target's of width H, as far as its parts fit and mean the same in the head's."""
     with whole(theirs):
-        return _copy_decoder_layer(layer, theirs, width)
+        return _copy(layer, theirs, "input_layernorm", width)
 
 
-def _copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> list[str]:
-    source, left = _tensors(theirs), []
+@torch.no_grad()
+def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> Unlike:
+    """As `copy_decoder_layer`, for the layer that reads the embedding beside the hidden state: of its projections the
+    hidden half is the target's own, the embedding's, which comes first, stays small and random."""
+    with whole(theirs):
+        return _copy(layer, theirs, "hidden_norm", width)
+
+
+def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention: str, width: int) -> Unlike:
+    """before_attention: the head's name of what the target calls `input_layernorm`."""
+    source, unlike, taken = _tensors(theirs), Unlike([], []), set()
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
             continue
-        value = source.get(name)
+        value = None if _normed(name, theirs, source, layer) else source.get(name)
+        half = (len(parameter), parameter.shape[-1] // 2)
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
+        elif value is not None and value.shape == half and name in TWO_HALVES:
+            parameter[:, half[1] :].copy_(value)
         else:
-            left.append(name)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        mine, other = getattr(layer, name, None), getattr(theirs, name, None)
-        if mine is not None and (other is None or not copy_norm(mine, other, width)):
-            left.append(f"{name}.weight")
-    return left
-
-
-@torch.no_grad()
-def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[str]:
-    """As `copy_decoder_layer`, for the layer that reads the embedding beside the hidden state."""
-    with whole(theirs):
-        return _copy_first_layer(layer, theirs, width)
-
-
-def _copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> list[str]:
-    source, left = _tensors(theirs), []
-    for name, parameter in layer.named_parameters():
-        value = source.get(name)
-        if name in ("input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight"):
+            unlike.left.append(name)
             continue
-        if name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-            half = parameter.shape[1] // 2
-            if value is not None and value.shape == (parameter.shape[0], half):
-                # Embedding half first: small and random; the hidden half is the target's own projection.
-                parameter[:, half:].copy_(value)
-                continue
-        elif value is not None and value.shape == parameter.shape:
-            parameter.copy_(value)
-            continue
-        left.append(name)
-    pairs = {"input_layernorm": "hidden_norm", "post_attention_layernorm": "post_attention_layernorm"}
-    for name, own in pairs.items():
-        norm = getattr(theirs, name, None)
-        if norm is None or not copy_norm(getattr(layer, own), norm, width):
-            left.append(f"{own}.weight")
-    return left
+        taken.add(name)
+    norms = {before_attention: "input_layernorm", "post_attention_layernorm": _norm_before_mlp(theirs)}
+    for mine, other in norms.items():
+        own, norm = getattr(layer, mine, None), getattr(theirs, other, None)
+        taken |= {f"{other}.weight", f"{other}.bias"}
+        if own is not None and (norm is None or not copy_norm(own, norm, width)):
+            unlike.left.append(f"{mine}.weight")
+    unlike.dropped += [name for name in source if name not in taken and name not in unlike.left]
+    return unlike
+
+
+def _normed(name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module) -> bool:
+    """Whether the target norms what comes of this projection and the head does not (queries and keys of Qwen 3, outputs
+    of Gemma 2, OLMo 2 and GLM 4): in the head it would be of a scale that nothing has ever read."""
+    norm = name.replace("_proj.weight", "_norm.weight")
+    if norm in source:
+        return norm not in dict(layer.named_parameters())
+    behind = {
+        "self_attn.o_proj.weight": {"post_self_attn_layernorm", "post_attention_layernorm"}
+        - {_norm_before_mlp(theirs)},
+        "mlp.down_proj.weight": {"post_mlp_layernorm", "post_feedforward_layernorm"},
+    }
+    return any(hasattr(theirs, norm) for norm in behind.get(name, ()))
+
+
+def _norm_before_mlp(theirs: nn.Module) -> str:
+    """Families that norm an MLP's output too (Gemma 2, OLMo 2) call the norm of the attention's output
+    `post_attention_layernorm`; before the MLP stands another one, or none."""
+    sandwich = hasattr(theirs, "post_feedforward_layernorm") or hasattr(theirs, "pre_feedforward_layernorm")
+    return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from toolkit.models.eagle3 import Eagle3Head
 from toolkit.target.features import AuxCapture
 from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.copied_layers import copy_decoder_layer, copy_first_layer, copy_norm
+from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_first_layer, copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.regression import Moments, ridge_regression
 
@@ -56,31 +56,33 @@ def initialise_from_target(
 ) -> float | None:
     """Copy what fits from the target's last layers, norm and output matrix, and solve for `fc` on `batches`.
 
-    stored: the features of `batches`, which spare the target's forward. Parts whose shapes differ (another attention or
-    MLP than the head's) stay random and are named in the log. Returns the regression's R2, None when no batches came.
+    stored: the features of `batches`, which spare the target's forward. Parts that differ in shape or meaning (another
+    attention, MLP or norm than the head's) stay random and are named in the log. Returns the regression's R2, None when
+    no batches came.
     """
     initialise_random(head, seed)
-    left = _copy_last_layers(head, target)
+    unlike = _copy_last_layers(head, target)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
         if not copy_norm(head.norm, target.final_norm, target.hidden_size):
-            left.append("norm.weight")
-    if left:
-        log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
+            unlike.left.append("norm.weight")
+    unlike.warn()
     return _solve_fc(head, target, batches, stored) if batches else None
 
 
-def _copy_last_layers(head: Eagle3Head, target: Target) -> list[str]:
+def _copy_last_layers(head: Eagle3Head, target: Target) -> Unlike:
     first, *others = target.layers[-head.config.num_hidden_layers :]
-    left = copy_first_layer(head.midlayer, first, target.hidden_size)
+    unlike = copy_first_layer(head.midlayer, first, target.hidden_size)
     for (number, layer), theirs in zip(head.layers.items(), others, strict=True):
         assert isinstance(layer, DecoderLayer), "Eagle3Head's further layers are decoder layers"
-        left += [f"layers.{number}.{name}" for name in copy_decoder_layer(layer, theirs, target.hidden_size)]
-    return left
+        further = copy_decoder_layer(layer, theirs, target.hidden_size)
+        unlike.left += [f"layers.{number}.{name}" for name in further.left]
+        unlike.dropped += [name for name in further.dropped if name not in unlike.dropped]
+    return unlike
 
 
 @torch.no_grad()
-def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: StoredFeatures | None) -> float:
+def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: StoredFeatures | None) -> float | None:
     """Ridge regression of the first copied layer's input at i+1 on the features at i; returns R2 on other positions."""
     ids = head.config.aux_layer_ids
     wanted = target.n_layers - head.config.num_hidden_layers
@@ -91,7 +93,8 @@ def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: St
         y = states[wanted][:, 1:][pairs].float()
         (check if number % CHECK_EVERY == 1 else fit).add(x, y)
     weight, r2 = ridge_regression(fit, check)
-    head.fc.weight.copy_(weight.T)
+    if weight is not None:
+        head.fc.weight.copy_(weight.T)
     return r2
 
 

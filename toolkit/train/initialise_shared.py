@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
-from toolkit.log import get_logger
 from toolkit.models.decoder_layer import DecoderLayer
 from toolkit.models.eagle2 import Eagle2Head
 from toolkit.models.mtp import MtpHead
@@ -30,24 +29,22 @@ from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
 from toolkit.train.initialise import CHECK_EVERY, answer_pairs, initialise_random
 from toolkit.train.regression import Moments, ridge_regression
 
-log = get_logger(__name__)
-
 # (embeddings [P, H] of tokens i+1, last states [P, H] of i) -> what the linear layer reads of them, [P, 2H].
 Read = Callable[[Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
 def start_mtp(head: MtpHead, target: Target, batches: list[Batch], seed: int) -> float | None:
-    """Start as the text above says. Parts that the target's last layer lacks, or has in other shapes, stay random and
-    are named in the log. Returns the regression's R2, None when no batches came."""
+    """Start as the text above says. Parts that the target's last layer lacks, or has in another shape or meaning, stay
+    random and are named in the log. Returns the regression's R2, None when no batches came."""
     initialise_random(head, seed)
     first = head.layer(0)
-    left = copy_decoder_layer(first, target.layers[-1], target.hidden_size)
+    unlike = copy_decoder_layer(first, target.layers[-1], target.hidden_size)
     last_norm = first.shared_head["norm"]
     assert isinstance(last_norm, nn.RMSNorm), "shared_head holds the layer's last norm"
     if not copy_norm(last_norm, target.final_norm, target.hidden_size):
-        left.append("shared_head.norm.weight")
-    _tell(left)
+        unlike.left.append("shared_head.norm.weight")
+    unlike.warn()
 
     def read(embeds: Tensor, states: Tensor) -> Tensor:
         pair = (first.enorm(embeds), first.hnorm(states))
@@ -65,18 +62,13 @@ def start_eagle2(head: Eagle2Head, target: Target, batches: list[Batch], seed: i
     initialise_random(head, seed)
     for layer in head.layers:
         assert isinstance(layer, DecoderLayer), "Eagle2Head's layers are decoder layers"
-        _tell(copy_decoder_layer(layer, target.layers[-1], target.hidden_size))
+        copy_decoder_layer(layer, target.layers[-1], target.hidden_size).warn()
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     return _solve(head.fc, target, batches, None, lambda *pair: torch.cat(pair, dim=-1)) if batches else None
 
 
-def _tell(left: list[str]) -> None:
-    if left:
-        log.warning("left random, since the target's last layer has no such part: %s", ", ".join(left))
-
-
-def _solve(linear: nn.Linear, target: Target, batches: list[Batch], wanted: int | None, read: Read) -> float:
+def _solve(linear: nn.Linear, target: Target, batches: list[Batch], wanted: int | None, read: Read) -> float | None:
     """Ridge regression at i of the state that enters layer `wanted` at i+1, or of the last state there (None)."""
     capture = AuxCapture(target, (0 if wanted is None else wanted,))
     fit, check = (Moments.empty(linear.in_features, target.hidden_size, target.device) for _ in range(2))
@@ -91,5 +83,6 @@ def _solve(linear: nn.Linear, target: Target, batches: list[Batch], wanted: int 
     finally:
         capture.remove()
     weight, r2 = ridge_regression(fit, check)
-    linear.weight.copy_(weight.T)
+    if weight is not None:
+        linear.weight.copy_(weight.T)
     return r2

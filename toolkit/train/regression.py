@@ -53,9 +53,10 @@ class Moments:
         return float((1.0 - residual / spread.clamp(min=1e-12)).mean())
 
 
-def ridge_regression(fit: Moments, check: Moments) -> tuple[torch.Tensor, float]:
-    """Weight [C, H] fitted on all positions, and the R2 on `check` of one fitted on `fit` alone."""
-    return _solve(fit + check), check.r2(_solve(fit))
+def ridge_regression(fit: Moments, check: Moments) -> tuple[torch.Tensor | None, float | None]:
+    """Weight [C, H] fitted on all positions, and the R2 on `check` of one fitted on `fit` alone; None without any."""
+    both = fit + check
+    return _solve(both) if both.positions else None, check.r2(_solve(fit)) if check.positions else None
 
 
 def _solve(moments: Moments) -> torch.Tensor:
