@@ -67,8 +67,9 @@ def test_rows_are_the_target_s_own(processes, model, tiny_target):
     stats = fresh.write(STEP, model)
     rows = _rows(fresh.path(STEP))
     chosen, temperatures = fresh.prompts(STEP)
+    assert list(temperatures.values()) == [0.8, 0.0] * 3 + [0.8], "7 were asked before: the turn goes on"
     assert {row["id"] for row in rows} == {one.id for one in chosen} and len(rows) == 7
-    assert sorted(row["provenance"]["temperature"] for row in rows) == [0.0] * 4 + [0.8] * 3
+    assert sorted(row["provenance"]["temperature"] for row in rows) == [0.0] * 3 + [0.8] * 4
     engine = Engine(tiny_target)
     for row in rows:
         provenance = row["provenance"]

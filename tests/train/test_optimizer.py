@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):
     assert 0.5 < values.min() and values.max() < 1.5
 
 
-def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head):
+def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head, monkeypatch, caplog):
     """A clip that is asked for and not applied would be a setting ignored in silence."""
     adamw = TrainSettings(optimizer="adamw")
     assert type(build_optimizer(tiny_head, adamw)) is torch.optim.AdamW
@@ -54,3 +56,6 @@ def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head):
     ]
     with pytest.raises(RecipeError, match=r"train\.clip"):
         TrainSettings(clip=1.0)
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    build_optimizer(tiny_head, TrainSettings(optimizer="adamw", muon_learning_rate=0.01))
+    assert "muon_learning_rate 0.01 is not used under train.optimizer adamw" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.recipe import TrainSettings
+from toolkit.train.errors import TrainError
 from toolkit.train.loop import accumulation_steps
 from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
 
@@ -22,6 +23,9 @@ def test_warms_up_then_decays_to_a_tenth(schedule, end):
 def test_total_steps():
     assert total_steps(TrainSettings(epochs=2.5), 10) == 25
     assert total_steps(TrainSettings(epochs=2.5, max_steps=7), 10) == 7
+    assert total_steps(TrainSettings(max_steps=7, rollout_every=6), 10) == 7
+    with pytest.raises(TrainError, match="rollout_every = 7, but the training has 7 steps"):
+        total_steps(TrainSettings(max_steps=7, rollout_every=7), 10)
 
 
 def test_the_curriculum_ends_at_the_whole_depth():

@@ -87,9 +87,10 @@ class FreshRollouts:
         settings = self.recipe.train
         assert settings.rollout_every is not None, "fresh rollouts need an interval"
         count = settings.rollout_prompts or settings.rollout_every * settings.global_batch
-        chosen = take_prompts(self.pool, self.recipe.seed, (step // settings.rollout_every - 1) * count, count)
-        mixture = settings.rollout_temperatures
-        return chosen, {one.id: mixture[place % len(mixture)] for place, one in enumerate(chosen)}
+        first = (step // settings.rollout_every - 1) * count
+        chosen = take_prompts(self.pool, self.recipe.seed, first, count)
+        mixture = settings.rollout_temperatures  # in turn over all intervals: one may ask fewer prompts than it holds
+        return chosen, {one.id: mixture[place % len(mixture)] for place, one in enumerate(chosen, first)}
 
     def write(self, step: int, model: torch.nn.Module) -> FreshStats:
         """Bring the rollouts of `step` up to date, with the head as it is then; all processes must call this."""

@@ -122,7 +122,12 @@ class Trainer:
         settings = self.settings
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
         start = "random" if stored_states(self.directory) else settings.init
-        batches = (self._collate(batch) for batch in self.data.plan.epoch(0))
+        size = settings.micro_batch  # what a forward has room for
+        batches = (
+            self._collate(batch[first : first + size])
+            for batch in self.data.plan.epoch(0)
+            for first in range(0, len(batch), size)
+        )
         stored = self.stored if self.plan.own_vocabulary else None
         read = {"target": batches, "copied": (), "random": None}[start]
         head = start_head(self.plan, settings, self.target, self.recipe.seed, read, stored)

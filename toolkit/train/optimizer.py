@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
+
+log = get_logger(__name__)
 
 MOMENTUM = 0.95
 CLIP = 0.5
@@ -27,6 +30,10 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
         "weight_decay": settings.weight_decay,
     }
     if settings.optimizer == "adamw":
+        if settings.muon_learning_rate != TrainSettings.muon_learning_rate:
+            log.warning(
+                "train.muon_learning_rate %g is not used under train.optimizer adamw", settings.muon_learning_rate
+            )
         # One pass over the weights and their moments instead of a dozen.
         return torch.optim.AdamW([parameter for _, parameter in named], fused=True, **adamw)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

@@ -6,6 +6,7 @@ import math
 from itertools import accumulate
 
 from toolkit.recipe import TrainSettings
+from toolkit.train.errors import TrainError
 
 
 def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
@@ -22,9 +23,16 @@ def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
 
 
 def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
-    """Optimiser steps of a whole run: `epochs`, cut at `max_steps`."""
+    """Optimiser steps of a whole run: `epochs`, cut at `max_steps`. Raises `TrainError` where rollouts would be written
+    afresh only behind the last."""
     steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
-    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+    steps = steps if settings.max_steps is None else min(steps, settings.max_steps)
+    if settings.rollout_every is not None and settings.rollout_every >= steps:
+        raise TrainError(
+            f"train.rollout_every = {settings.rollout_every}, but the training has {steps} steps and would see no "
+            "fresh rollout; lower it, or set train.rollout_every=null"
+        )
+    return steps
 
 
 def unroll_steps(step: int, total_steps: int, settings: TrainSettings) -> int:
