@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import tracemalloc
@@ -219,6 +220,26 @@ def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None
     path.write_bytes({"cut": raw[:-30], "no gzip": b"plain text", "bad bytes": raw}[damage])
     with pytest.raises(DataError, match="copy the file again"):
         read_conversations(path)
+
+
+def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of millions of plain texts: the first hundred tell."""
+    import datasets
+
+    read = []
+
+    def rows() -> Any:
+        for number in itertools.count():
+            read.append(number)
+            yield {"text": "no conversation"}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+    with pytest.raises(
+        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys text"
+    ):
+        read_conversations("hub:org/name", limit=5)
+    assert len(read) < 2000
 
 
 def test_a_stream_that_breaks_off_says_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
+# So many rows of a dataset without one conversation are not read on.
+HOPELESS = 100
 
 Row = tuple[str, Mapping[str, Any]]
 """Where it stands, for errors, and what it holds."""
@@ -256,7 +258,10 @@ def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversatio
 
 
 def _sound(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator[tuple[int, Conversation], None, None]:
-    """Conversations by their place in a dataset; the rows that hold none, which its user cannot mend, are counted."""
+    """Conversations by their place in a dataset; the rows that hold none, which its user cannot mend, are counted.
+
+    Raises `DataError` where no row of the first hundred holds one: that is another kind of dataset.
+    """
     seen, refused, first = 0, 0, ""
     try:
         for at, (where, row) in rows:
@@ -265,6 +270,8 @@ def _sound(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator
                 one = conversation_from_row(row, where, f"{name}-{at}")
             except DataError as error:
                 refused, first = refused + 1, first or str(error)
+                if refused == seen == HOPELESS:
+                    raise DataError(f"none of the first {seen} rows holds a conversation: {error}") from error
             else:
                 yield at, one
     finally:

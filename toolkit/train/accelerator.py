@@ -56,7 +56,7 @@ def build_accelerator(
     _stand_alone_environment()
     plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())
     config = plugin.deepspeed_config
-    for setting in _replaced(config, precision, accumulation, clip) if os.environ["RANK"] == "0" else ():
+    for setting in _replaced(config, precision, accumulation, clip) if os.environ.get("RANK", "0") == "0" else ():
         log.warning(f"the accelerate configuration says {setting}: the recipe decides")
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
