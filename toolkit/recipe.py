@@ -178,6 +178,8 @@ class TrainSettings:
         rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
         need(rising, "train.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
         need(self.max_length >= 3, "train.max_length", self.max_length, "at least 3 ids, to predict one from two")
+        shared = not self.pack or min(self.micro_batch, self.global_batch) > 1
+        need(shared, "train.pack", True, "false, or more than one sequence in train.micro_batch and global_batch,")
         need(self.mask_shift in (0, 1), "train.mask_shift", self.mask_shift, "0 (exact) or 1 (the experiment)")
         check_positive(self, "train", "anchors")
         check_fresh(self)

@@ -7,8 +7,8 @@ import json
 import torch
 
 from toolkit.cli import main
-from toolkit.commands.preview import SUPERVISED, token_kinds
-from toolkit.data.batches import supervised_mask
+from toolkit.commands.preview import SUPERVISED, painted, token_kinds
+from toolkit.data.batches import Example, supervised_mask
 
 
 def test_kinds_are_the_loss_mask():
@@ -35,3 +35,23 @@ def test_prints_rollouts(tiny_target, tiny_target_directory, tmp_path, capsys):
     assert f"[{last}]" in shown and "a: 1 of" in shown and "1 train rollouts, 1 supervised" in shown
     assert main(["preview", str(path)]) == 2
     assert "--target" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_colours(tiny_target, tiny_target_directory, tmp_path, capsys, monkeypatch):
+    """Dim what is read, yellow the first token, green what is predicted; NO_COLOR is heard."""
+    ids = tiny_target.tokenizer("one two three four", add_special_tokens=False)["input_ids"]
+    response = [False] * (len(ids) - 3) + [True] * 3
+    texts = [tiny_target.tokenizer.decode(part) for part in (ids[:-3], ids[-3:-2], ids[-2:])]
+    example = Example("a", ids, response)
+    wanted = "".join(f"\x1b[{colour}m{text}\x1b[0m" for colour, text in zip((2, 33, 32), texts, strict=True))
+    assert painted(example, token_kinds(response), tiny_target.tokenizer, coloured=True) == wanted
+    row = {"id": "a", "split": "train", "input_ids": ids, "response_spans": [[len(ids) - 3, len(ids)]]}
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["preview", str(path), "--target", str(tiny_target_directory)]) == 0
+    assert wanted in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["preview", str(path), "--target", str(tiny_target_directory)]) == 0
+    assert "\x1b" not in capsys.readouterr().out

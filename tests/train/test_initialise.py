@@ -246,3 +246,24 @@ def test_mtp_layers_start_as_the_last_layer(tiny_target):
         norm = layer.shared_head["norm"].weight
         torch.testing.assert_close(norm, tiny_target.final_norm.weight, atol=1e-5, rtol=1e-5)
         assert layer.eh_proj.weight.abs().max() > 0.1, "solved, not random"
+
+
+@pytest.mark.parametrize("choice", ["random", "target", "frozen"])
+@pytest.mark.parametrize("start", ["random", "target"])
+def test_the_output_matrix_starts_as_told(tiny_target, tiny_draft, monkeypatch, start, choice):
+    """`train.lm_head` decides about the matrix and its norm whatever the rest starts from, and only frozen keeps it."""
+    scale = torch.full_like(tiny_target.final_norm.weight, 1.5)
+    monkeypatch.setattr(tiny_target.final_norm.weight, "data", scale)
+    settings = TrainSettings(lm_head=choice, init=start)
+    plan = plan_head(settings, tiny_target, tiny_draft.token_map)
+    batches = [] if start == "target" else None
+    head = start_head(plan, settings, tiny_target, 7, batches)
+    rows = tiny_target.lm_head.weight[tiny_draft.token_map.ids]
+    assert torch.equal(head.lm_head.weight, rows) == (choice != "random")
+    assert head.lm_head.weight.requires_grad == (choice != "frozen")
+    torch.testing.assert_close(head.norm.weight, torch.ones_like(scale) if choice == "random" else scale)
+    if choice == "random":
+        assert 0.015 < float(head.lm_head.weight.detach().std()) < 0.025
+        assert not torch.equal(start_head(plan, settings, tiny_target, 8, batches).lm_head.weight, head.lm_head.weight)
+    copied = torch.equal(head.midlayer.self_attn.o_proj.weight, tiny_target.layers[-1].self_attn.o_proj.weight)
+    assert copied == (start == "target"), "the rest starts as train.init says"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,7 +138,7 @@ def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
 
     tiled = found()
     capped = found(finish=torch.tanh)
-    monkeypatch.setattr(loss_module, "fused_rows", lambda device_type: score_rows)
+    monkeypatch.setattr(loss_module, "gpu_kernels", lambda device_type: SimpleNamespace(score_rows=score_rows))
     for mine, theirs in zip(found(), tiled, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     assert asked == [name] * 3  # 11 states in chunks of 4
@@ -145,10 +147,10 @@ def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
     assert len(asked) == 3
 
 
-def test_the_kernel_is_taken_on_an_nvidia_gpu_alone(monkeypatch):
+def test_the_kernels_are_taken_on_an_nvidia_gpu_alone(monkeypatch):
     triton_loss = pytest.importorskip("toolkit.train.triton_loss")
-    choose = loss_module.fused_rows.__wrapped__
-    assert choose("cuda") is triton_loss.score_rows
+    choose = loss_module.gpu_kernels.__wrapped__
+    assert choose("cuda").score_rows is triton_loss.score_rows
     assert choose("cpu") is choose("mps") is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose("cuda") is None
@@ -159,10 +161,8 @@ def test_the_kernel_is_taken_on_an_nvidia_gpu_alone(monkeypatch):
 @pytest.mark.parametrize("name", ROW_LOSSES)
 def test_the_loss_on_a_gpu_is_the_kernel_s(monkeypatch, name):
     """Tensors on a GPU reach the kernel, whose losses and gradients are those of the tiles on a CPU, in fp32."""
-    from toolkit.train import triton_loss
-
-    own, asked = triton_loss.score_rows, []
-    monkeypatch.setattr(loss_module, "fused_rows", lambda kind: asked.append(kind) or (own if kind == "cuda" else None))
+    own, asked = loss_module.gpu_kernels, []
+    monkeypatch.setattr(loss_module, "gpu_kernels", lambda kind: asked.append(kind) or own(kind))
     results = []
     for device in ("cpu", "cuda"):
         states, matrix, teacher, rows, choice = _problem(torch.float32)

@@ -9,6 +9,8 @@ import torch
 
 from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import RecipeError, TrainSettings
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
 
 
@@ -29,6 +31,19 @@ def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
     assert matrices | others == set(names.values()) and not matrices & others
     assert others == {"lm_head.weight", *(name for name in names.values() if "norm" in name)}
     assert (muon, adamw) == (0.01, 5e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "mtp"])
+def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_target, kind):
+    """Their `fc` and `eh_proj` are no output matrices; what is left for AdamW has one dimension."""
+    settings = TrainSettings(head=kind, layers=2)
+    token_map = TokenMap.identity(tiny_target.vocab_size)
+    head = start_head(plan_head(settings, tiny_target, token_map), settings, tiny_target, seed=0)
+    matrices, others = (group["params"] for group in build_optimizer(head, settings).param_groups)
+    assert {id(one) for one in matrices + others} == {id(one) for one in head.parameters()}
+    assert len(matrices) >= 15 and all(one.dim() == 2 for one in matrices)
+    assert others and all(one.dim() == 1 for one in others)
+    assert all(len(one) < tiny_target.vocab_size for one in matrices), "a row a token is AdamW's"
 
 
 def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):

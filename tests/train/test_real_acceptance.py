@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -107,6 +108,19 @@ def test_the_engine_and_both_forecasts_agree(training, tmp_path, monkeypatch, ca
     assert all(torch.equal(best[name], value) for name, value in model.head.state_dict().items())
     assert "likely cause" not in caplog.text
     micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0).loss.backward()
+
+
+def test_what_cannot_be_compared_is_said(training, monkeypatch, caplog):
+    """A training that never compares forecast and engine must not look like one in which they agree."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    _, side, prompts, _ = training
+    Measurement(side.target, prompts, SETTINGS, seed=0)
+    assert not caplog.text
+    Measurement(side.target, HeldOutPrompts(prompts.prompts[:1]), SETTINGS, seed=0)
+    assert "not held against each other: one held-out prompt gives no interval" in caplog.text
+    caplog.clear()
+    Measurement(side.target, prompts, replace(SETTINGS, real_shapes=("9,1,10", "3,4,12")), seed=0)
+    assert "no chain of at most train.ttt_steps levels" in caplog.text and "interval" not in caplog.text
 
 
 def _measured(training, **changed) -> RealAcceptance:

@@ -119,8 +119,9 @@ def test_a_batch_without_supervision_gives_zero_gradients(tiny_draft):
 
 
 def test_teacher_equals_the_full_logits(tiny_target, tiny_draft, monkeypatch):
-    """Tiles and the sliced head must give what [M, V] logits in one piece would."""
-    monkeypatch.setattr("toolkit.train.teacher.TILE", 37)
+    """Pieces and the sliced head must give what [M, V] logits in one piece would."""
+    monkeypatch.setattr("toolkit.train.teacher.CHOICE_SCORES", 4 * tiny_target.vocab_size)
+    monkeypatch.setattr("toolkit.train.teacher.LEAST_ROWS", 1)
     torch.manual_seed(2)
     hidden = torch.randn(11, tiny_target.hidden_size)
     teacher = Teacher(tiny_target, tiny_draft.token_map)

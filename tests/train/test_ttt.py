@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,47 @@ def test_attention_and_its_gradient_equal_the_dense_form(causal, kv_heads, dtype
     theirs = torch.autograd.grad((reference * weights).sum(), leaves)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, **{**close, "atol": 3 * close["atol"]})
+
+
+@pytest.mark.parametrize("sees", [{}, {"window": 4, "starts": STARTS}])
+def test_attention_on_a_gpu_goes_through_the_kernels(monkeypatch, sees):
+    """Stand-ins with their signatures, on a CPU: outputs and gradients stay, in fp32; float64 is not for kernels."""
+    asked: list[str] = []
+
+    def results(dtype):
+        flat, attend = _steps(1, dtype), TTTAttention(2, LENGTH, **sees)
+        out = torch.stack([attend(*parts) for parts in flat])
+        return out, *torch.autograd.grad(out.square().sum(), [x for parts in flat for x in parts])
+
+    plain = results(torch.float32)
+    kernels = SimpleNamespace(
+        attend=lambda *given: asked.append("forward") or causal_attention.tiled_forward(*given),
+        attend_backward=lambda *given: asked.append("backward") or causal_attention.tiled_backward(*given),
+    )
+    monkeypatch.setattr(causal_attention, "gpu_kernels", lambda device_type: kernels)
+    results(torch.float64)
+    assert not asked
+    for mine, theirs in zip(results(torch.float32), plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert asked == ["forward"] * 3 + ["backward"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sees", [{}, {"window": 4}, {"starts": STARTS}])
+def test_attention_on_a_gpu_is_that_of_a_cpu(sees):
+    """fp32, 2e-5 of values near 1; `kernel_cases.py` has larger problems, and bf16."""
+    results = []
+    for device in ("cpu", "cuda"):
+        flat = [[x.detach().to(device).requires_grad_() for x in parts] for parts in _steps(1, torch.float32)]
+        attend = TTTAttention(
+            2, LENGTH, **{name: one.to(device) if name == "starts" else one for name, one in sees.items()}
+        )
+        out = torch.stack([attend(*parts) for parts in flat])
+        found = torch.autograd.grad(out.square().sum(), [x for parts in flat for x in parts])
+        results.append([one.cpu() for one in (out, *found)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_attention_in_bf16(causal):

@@ -22,20 +22,15 @@ from typing import Any
 
 from toolkit.chat_roles import ROLES
 from toolkit.data.chat_template import Message
+from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, rows_while_read
 from toolkit.jsonl import GZIP_ERRORS, DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
-HUB = "hub:"
-# A streamed dataset is shuffled within a window of this many rows.
-SHUFFLE_WINDOW = 10_000
 # So many rows of a dataset without one conversation are not read on.
 HOPELESS = 100
-
-Row = tuple[str, Mapping[str, Any]]
-"""Where it stands, for errors, and what it holds."""
 
 
 @dataclass(frozen=True)
@@ -222,36 +217,20 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:
     """Of a hub dataset, streamed when there is a limit, or of a local directory."""
-    import datasets  # seconds to import, and only this source needs it
-
-    name, _, split = source.removeprefix(HUB).partition(":")
-    split = split or "train"
-    folder = Path(name)
-    try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(name)
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            rows = datasets.load_dataset(name, split=split, streaming=limit is not None)
-            if limit is not None and seed is not None:
-                rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
-    except _loading_errors() as error:
-        raise DataError(
-            f"{source}: split {split!r} of {name!r} cannot be loaded ({type(error).__name__}: {error}); "
-            "check the name, the split and the network"
-        ) from error
-    if isinstance(rows, datasets.IterableDataset):  # shuffled already
-        with closing(_sound(source, folder.name, enumerate(_rows_while_read(source, rows)))) as found:
+    name = Path(dataset_name(source)).name
+    rows = load_rows(source, limit is not None, seed if limit is not None else None)
+    if not hasattr(rows, "__len__"):  # streamed, and shuffled already
+        with closing(_sound(source, name, enumerate(rows_while_read(source, rows)))) as found:
             kept = [one for _, one in itertools.islice(found, limit)]
         return Conversations([one.id for one in kept], kept.__getitem__)
-    chosen = ((at, _row_on_disk(source, rows, at)) for at in _chosen(len(rows), limit, seed))
+    chosen = ((at, row_on_disk(source, rows, at)) for at in _chosen(len(rows), limit, seed))
     places, ids = array("q"), []
-    for at, one in _sound(source, folder.name, chosen):
+    for at, one in _sound(source, name, chosen):
         places.append(at)
         ids.append(one.id)
 
     def read(index: int) -> Conversation:
-        where, found = _row_on_disk(source, rows, places[index])
+        where, found = row_on_disk(source, rows, places[index])
         return conversation_from_row(found, where, ids[index])
 
     return Conversations(ids, read)
@@ -277,35 +256,6 @@ def _sound(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator
     finally:
         if refused:
             logger.warning(f"{source}: {refused} of {seen} rows are left out; the first: {first}")
-
-
-def _row_on_disk(source: str, rows: Any, at: int) -> Row:
-    try:
-        return f"{source} row {at}", dict(rows[at])
-    except _loading_errors() as error:
-        raise DataError(
-            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); fetch the dataset again"
-        ) from error
-
-
-def _rows_while_read(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """A streamed dataset is fetched while it is read: the network, or a file of it, may fail in any row."""
-    at = 0
-    try:
-        for at, row in enumerate(rows, 1):
-            yield f"{source} row {at - 1}", dict(row)
-    except _loading_errors() as error:
-        raise DataError(
-            f"{source}: reading ended after {at} rows ({type(error).__name__}: {error}); check the network and try "
-            "again, or fetch the dataset and name its directory"
-        ) from error
-
-
-def _loading_errors() -> tuple[type[Exception], ...]:
-    """What `datasets` lets through of the network, the disk and its parsers (pyarrow's are ValueErrors or OSErrors)."""
-    from datasets.exceptions import DatasetsError
-
-    return (OSError, ValueError, KeyError, RuntimeError, DatasetsError, *GZIP_ERRORS)
 
 
 def _unique(ids: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Causal attention with its log-sum-exp, forward and backward, without an [L, L] matrix.
 
-`scaled_dot_product_attention` keeps the log-sum-exp to itself, and merging its result with further keys needs it. On
-the CPU the operator below it gives both; elsewhere queries are visited in tiles and scores computed anew for backward.
+`scaled_dot_product_attention` keeps the log-sum-exp to itself, and merging its result with further keys needs it. On a
+CPU the operator below it gives both, where queries see all before them; on an NVIDIA GPU our own kernels do, in all
+cases but float64 (`triton_attention.py`). Elsewhere queries are visited in tiles and scores computed anew for backward.
 
 The backward takes the output and log-sum-exp of a softmax that may run over more keys than these: both of its formulas
 (FlashAttention, arXiv 2205.14135, algorithm 4) read nothing else of the other keys. With P = exp(scores - lse):
@@ -17,8 +18,11 @@ Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G quer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from toolkit.train.gpu_kernels import GpuKernels, gpu_kernels
 
 Tensor = torch.Tensor
 
@@ -28,19 +32,17 @@ TILE = 256
 
 @dataclass(frozen=True)
 class Reach:
-    """first and last [B, N] int64: the first and the last key that each of N queries sees. tiles: the least first and
-    the end of the last by tile of queries."""
+    """first and last [B, N] int64: the first and the last key that each of N queries sees; both ascend with N."""
 
     first: Tensor
     last: Tensor
-    tiles: tuple[tuple[int, int], ...]
 
-    @classmethod
-    def of(cls, first: Tensor, last: Tensor) -> Reach:
-        firsts, lasts = first.split(TILE, dim=1), last.split(TILE, dim=1)
-        # One read of all bounds: on a GPU each would wait for all that is under way.
+    @cached_property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """The least first and the end of the last by tile of queries: read from the device in one go."""
+        firsts, lasts = self.first.split(TILE, dim=1), self.last.split(TILE, dim=1)
         bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
-        return cls(first, last, tuple((low, high) for low, high in bounds.tolist()))
+        return tuple((low, high) for low, high in bounds.tolist())
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
@@ -50,6 +52,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None
     position. Scores are scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's.
     Nothing is differentiated through it; see `causal_attention_backward`.
     """
+    kernels = _kernels(q)
+    if kernels is not None:
+        return kernels.attend(q, k, v, reach)
     if q.device.type != "cpu" or reach is not None:
         return tiled_forward(q, k, v, reach)
     q, k, v = _for_operator(q, k, v)
@@ -61,6 +66,9 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from that of `out`, in the dtype of lse or of theirs; out and lse [B, h, L] may hold the
     part of other keys too."""
+    kernels = _kernels(q)
+    if kernels is not None:
+        return kernels.attend_backward(grad, q, k, v, out, lse, reach)
     if q.device.type != "cpu" or reach is not None:
         return tiled_backward(grad, q, k, v, out, lse, reach)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -70,6 +78,10 @@ def causal_attention_backward(
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, True)
     return dq, *(x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
+
+
+def _kernels(q: Tensor) -> GpuKernels | None:
+    return None if q.dtype == torch.float64 else gpu_kernels(q.device.type)
 
 
 def _for_operator(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

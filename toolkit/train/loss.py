@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 
-from toolkit.log import get_logger
 from toolkit.recipe import LossName
+from toolkit.train.gpu_kernels import gpu_kernels
 from toolkit.train.teacher import TeacherRows
 
-logger = get_logger(__name__)
 Tensor = torch.Tensor
 
 # A tile of fp32 rows (8,192 wide: 2 MB) should stay in a CPU core's cache from the first op to the last.
@@ -179,9 +177,9 @@ def _score(
     task: DraftLoss, logits: Tensor, finish: Finish | None, at: Tensor, offsets: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Losses and argmax of a chunk [c]; its scores are overwritten with their gradients."""
-    fused = fused_rows(logits.device.type) if finish is None else None
-    if fused is not None:
-        return fused(task.name, logits, probs, offsets, task.choice[at], task.weight[at], ETA)
+    kernels = gpu_kernels(logits.device.type) if finish is None else None
+    if kernels is not None:
+        return kernels.score_rows(task.name, logits, probs, offsets, task.choice[at], task.weight[at], ETA)
     row_loss, losses, best = ROW_LOSSES[task.name], [], []
     size = TILE_ROWS if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), size):
@@ -194,19 +192,6 @@ def _score(
         losses.append(row_loss(z, probs[offsets[tile]].to(z.dtype), task.choice[rows], task.weight[rows].to(z.dtype)))
         logits[tile] = to_scores(z)
     return torch.cat(losses), torch.cat(best)
-
-
-@cache
-def fused_rows(device_type: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """One kernel for all that `_score` does, where there is one (see `triton_loss.py`); what is below defines it."""
-    if device_type != "cuda" or torch.version.hip is not None:
-        return None
-    try:
-        from toolkit.train.triton_loss import score_rows
-    except ImportError:
-        logger.info("draft loss on %s: plain torch, since triton is not installed", device_type)
-        return None
-    return score_rows
 
 
 def _finished(scores: Tensor, finish: Finish | None) -> tuple[Tensor, Finish]:

@@ -20,12 +20,16 @@ from toolkit.infer.draft_tree import DraftShape
 from toolkit.infer.engine import Engine
 from toolkit.infer.kv_memory import MemorySettings
 from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
 from toolkit.target.load import Target
 from toolkit.train.errors import TrainError
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
 from toolkit.train.passing_engine import with_engine
 
+log = get_logger(__name__)
+
+UNCOMPARED = "forecast and engine are not held against each other"
 FORGETFUL = MemorySettings(prefix_cache=False)  # every shape and temperature reads the same prompts
 
 
@@ -93,6 +97,10 @@ class Measurement:
         self.shapes, self.temperatures = shapes_of(settings), settings.real_temperatures
         self.max_tokens = settings.real_max_tokens
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
+        if len(prompts.prompts) < 2:
+            log.warning("%s: one held-out prompt gives no interval (train.real_prompts, rollouts.held_out)", UNCOMPARED)
+        if not any(shape.is_chain and shape.num_steps <= settings.ttt_steps for shape in self.shapes):
+            log.warning("%s: train.real_shapes has no chain of at most train.ttt_steps levels", UNCOMPARED)
 
     @classmethod
     def of_training(cls, target: Target, rollouts: Path, settings: TrainSettings, seed: int) -> Measurement:

@@ -15,8 +15,9 @@ from toolkit.target.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.unrolled_head import SharedMatrix
 
-# Columns of the output matrix at a time: [M, V] logits in one piece are what makes trainers run out of memory.
-TILE = 8192
+# Scores in one piece: [M, V] of all rows are what makes trainers run out of memory. With fewer rows than the least the
+# output matrix would come from memory too often.
+CHOICE_SCORES, LEAST_ROWS = 2**25, 128
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,10 @@ class Teacher:
 
     @torch.no_grad()
     def choice(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Target argmax [M] of final-normed states [M, H], over V in tiles; ties go to the lower id."""
-        best = hidden.new_full((hidden.shape[0],), float("-inf"))
-        choice = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
-        weight, bias = self.target.lm_head.weight, self.target.lm_head.bias
-        for start in range(0, weight.shape[0], TILE):
-            part = None if bias is None else bias[start : start + TILE]
-            top, index = F.linear(hidden, weight[start : start + TILE], part).max(-1)
-            better = top > best
-            best = torch.where(better, top, best)
-            choice = torch.where(better, index + start, choice)
-        return choice
+        """Target argmax [M] of final-normed states [M, H], a piece of the rows at a time."""
+        rows = max(CHOICE_SCORES // self.target.vocab_size, LEAST_ROWS)
+        # By the layer itself: of quantised weights its product is what the target answers with.
+        return torch.cat([self.target.lm_head(part).max(-1).indices for part in hidden.split(rows)])
 
     @torch.no_grad()
     def distribution(self, hidden: torch.Tensor) -> torch.Tensor:

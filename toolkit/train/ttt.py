@@ -71,7 +71,7 @@ class TTTAttention:
         if self.window is not None:
             assert step < self.window, "a window shorter than the unroll would hide a root from its own chain"
             first = torch.maximum(first, roots + (step + 1 - self.window))
-        return Reach.of(first, roots)
+        return Reach(first, roots)
 
 
 class _MergedAttention(torch.autograd.Function):

@@ -24,6 +24,7 @@ import torch
 from toolkit.infer.kernels.choose import REFERENCE, Ops, cpu_ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
 
 SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
@@ -307,7 +308,80 @@ def scoring(name: str, rows: int, vocabulary: int, dtype: torch.dtype) -> Callab
     return compare
 
 
+@dataclass(frozen=True)
+class Training:
+    """The attention of a later step of training-time test, over the first one's keys."""
+
+    batch: int
+    kv_heads: int
+    groups: int
+    width: int
+    length: int
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    starts: tuple[int, ...] = ()  # where documents begin in a row
+    anchors: int = 0
+    compiled: bool = False
+
+    def reach(self) -> Reach | None:
+        if self.window is None and not self.starts and not self.anchors:
+            return None
+        last = torch.arange(self.length).expand(self.batch, -1)
+        if self.anchors:
+            drawn = [torch.randperm(self.length, generator=generator)[: self.anchors] for _ in range(self.batch)]
+            last = torch.stack(drawn).sort(dim=1).values
+        begins = torch.zeros(self.length, dtype=torch.long)
+        begins[list(self.starts)] = torch.tensor(self.starts, dtype=torch.long)
+        first = begins.cummax(0).values[last]
+        return Reach(first if self.window is None else first.maximum(last + 2 - self.window), last)
+
+
+def unrolled(case: Training) -> Callable[[Ops, Ops, str], None]:
+    """Attention of training; its reference is `tiled_forward` and `tiled_backward` of the same numbers in fp32."""
+
+    def compare(_kernels: Ops, _reference: Ops, device: str) -> None:
+        reach, heads = case.reach(), case.kv_heads * case.groups
+        queries = case.length if reach is None else reach.last.shape[1]
+
+        def tensor(count: int, length: int) -> torch.Tensor:
+            return (randn(case.batch, length, count, case.width) * 1.5).to(case.dtype).transpose(1, 2)
+
+        q, grad = tensor(heads, queries), tensor(heads, queries)
+        k, v = tensor(case.kv_heads, case.length), tensor(case.kv_heads, case.length)
+        exact = [x.float() for x in (q, k, v)]
+        out, lse = tiled_forward(*exact, reach)
+        # As where each query has further keys: a part of the softmax is theirs.
+        merged = lse + torch.rand(lse.shape, generator=generator)
+        given = out.to(case.dtype)
+        wanted = tiled_backward(grad.float(), *exact, given.float(), merged, reach)
+        from toolkit.train.triton_attention import attend, attend_backward
+
+        there = None if reach is None else Reach(reach.first.to(device), reach.last.to(device))
+        moved = [x.to(device) for x in (q, k, v)]
+        got = attend(*moved, there)
+        found = attend_backward(grad.to(device), *moved, given.to(device), merged.to(device), there)
+        assert got[0].dtype == case.dtype and got[1].dtype == torch.float32
+        assert [x.dtype for x in found] == [torch.float32, case.dtype, case.dtype]
+        # lse and the queries' gradient are fp32 of products in the case's dtype.
+        close(got[0].cpu(), out, device == "cpu")
+        close(got[1].to(case.dtype).cpu(), lse, device == "cpu")
+        for mine, theirs in zip(found, wanted, strict=True):
+            close((mine.cpu() / theirs.abs().max()).to(case.dtype), theirs / theirs.abs().max(), device == "cpu")
+
+    return compare
+
+
 FP32 = torch.float32
+UNROLLED = (
+    Training(2, 1, 3, 16, 9),
+    Training(1, 2, 4, 128, 150, BF16, compiled=True),
+    Training(1, 3, 1, 64, 200, compiled=True),
+    Training(2, 1, 2, 24, 40, starts=(0, 7, 33)),
+    Training(1, 3, 3, 64, 170, BF16, window=20, starts=(0, 100, 101), compiled=True),
+    Training(2, 2, 2, 64, 150, BF16, anchors=33),
+    Training(2, 1, 2, 96, 140, starts=(0, 50), window=70, anchors=20, compiled=True),
+    Training(1, 1, 4, 256, 70, BF16, starts=(0, 64), compiled=True),
+)
 WRITES = (
     (2, 3, 2, 24, 12, FP32), (3, 5, 3, 64, 64, BF16), (1, 1, 9, 128, 256, FP32), (2, 4, 1, 96, 96, BF16),
     (1, 2, 5, 256, 256, BF16), (2, 64, 1, 64, 64, FP32),
@@ -327,6 +401,7 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
     "rank_candidates": [(str(case), ranking(*case), case[0] == 8) for case in RANKINGS],
     "argmax": [(str(case), greedy(*case), case[1] in (9001, 128256)) for case in ROWS_OF_LOGITS],
     "top_log_probs": [(str(case), top(*case), case[1] in (4096, 9001, 128256)) for case in TOPS],
+    "unrolled": [(str(case), unrolled(case), case.compiled) for case in UNROLLED],
     "score_rows": [
         (f"{name} {case}", scoring(name, *case), case[1] == 9001)
         for name in ROW_LOSSES

@@ -1,0 +1,242 @@
+"""`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton, with a reach for each query.
+
+Shapes: B sequences, N queries, L keys, hd head dim, kv key/value heads, h = kv*G query heads. In memory positions come
+before heads, as the draft layer writes them: [B, N, h, hd].
+
+    forward           a program a tile of queries of one head, over the keys from the first it sees to the last
+    queries' part     of the backward: the same walk
+    keys' part        a program a tile of keys of one key head, over the queries that see one of them, of all G heads:
+                      no two programs add to one number, so that sums are the same in every run
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from toolkit.train.causal_attention import Reach
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Bytes of a tile of queries in forward; of any other tile; of a row that leaves room for two stages of a pipeline.
+QUERY_BYTES, TILE_BYTES, STAGED_ROW = 32768, 16384, 256
+MIN_TILE = 16  # what tl.dot takes
+
+
+@triton.jit
+def _rows(begin, at, count, step, width: tl.constexpr, wide: tl.constexpr, upcast: tl.constexpr):
+    """Rows `at` of [count, width], `step` numbers apart, as [.., wide]: zeros past either end."""
+    dim = tl.arange(0, wide)
+    mask = (at < count)[:, None] & (dim < width)[None, :]
+    x = tl.load(begin + at.to(tl.int64)[:, None] * step + dim[None, :], mask=mask, other=0.0)
+    if upcast:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store_rows(begin, at, count, step, x, width: tl.constexpr, wide: tl.constexpr):
+    dim = tl.arange(0, wide)
+    mask = (at < count)[:, None] & (dim < width)[None, :]
+    tl.store(begin + at.to(tl.int64)[:, None] * step + dim[None, :], x.to(begin.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _seen(first, last, sequence, at, queries):
+    """The first and the last key that each of the queries `at` sees; of queries that there are not, none."""
+    inside = at < queries
+    if first is None:
+        low, high = tl.zeros_like(at), tl.where(inside, at, -1)
+    else:
+        begin = sequence.to(tl.int64) * queries
+        low = tl.load(first + begin + at, mask=inside, other=2**31 - 1).to(tl.int32)
+        high = tl.load(last + begin + at, mask=inside, other=-1).to(tl.int32)
+    return low, high
+
+
+@triton.jit
+def _forward(
+    q, k, v, first, last, out, lse, queries, keys, kv_heads, scale, groups: tl.constexpr, width: tl.constexpr,
+    wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    # The last tiles see most: they begin first.
+    tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    heads = kv_heads * groups
+    sequence, head = (group // heads).to(tl.int64), group % heads
+    at = tile * rows + tl.arange(0, rows)
+    own = _rows(q + (sequence * queries * heads + head) * width, at, queries, heads * width, width, wide, upcast)
+    low, high = _seen(first, last, sequence, at, queries)
+    k += (sequence * keys * kv_heads + head // groups) * width
+    v += (sequence * keys * kv_heads + head // groups) * width
+    best = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    acc = tl.zeros((rows, wide), tl.float32)
+    for start in range(tl.min(low, axis=0) // block * block, tl.max(high, axis=0) + 1, block):
+        place = start + tl.arange(0, block)
+        key = _rows(k, place, keys, kv_heads * width, width, wide, upcast)
+        value = _rows(v, place, keys, kv_heads * width, width, wide, upcast)
+        scores = tl.dot(own, tl.trans(key), input_precision="ieee") * scale
+        visible = (place[None, :] >= low[:, None]) & (place[None, :] <= high[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        newest = tl.maximum(best, tl.max(scores, axis=1))
+        # A query that has seen nothing yet: -inf minus -inf would be nan.
+        base = tl.where(newest == float("-inf"), 0.0, newest)
+        weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        best = newest
+    total = tl.where(at < queries, total, 1.0)
+    _store_rows(
+        out + (sequence * queries * heads + head) * width, at, queries, heads * width, acc / total[:, None], width, wide
+    )
+    tl.store(lse + group.to(tl.int64) * queries + at, (best + tl.log2(total)) / LOG2E, mask=at < queries)
+
+
+@triton.jit
+def _changes(scores, products, lse, delta, visible):
+    """Weights, and gradients of the scores, of scores in powers of 2 and of values' products with the gradient."""
+    weights = tl.where(visible, tl.exp2(scores - lse * LOG2E), 0.0)
+    return weights, weights * (products - delta)
+
+
+@triton.jit
+def _queries_part(
+    grad, q, k, v, first, last, lse, delta, dq, queries, keys, kv_heads, scale, groups: tl.constexpr,
+    width: tl.constexpr, wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    heads = kv_heads * groups
+    sequence, head = (group // heads).to(tl.int64), group % heads
+    at = tile * rows + tl.arange(0, rows)
+    begin = (sequence * queries * heads + head) * width
+    own = _rows(q + begin, at, queries, heads * width, width, wide, upcast)
+    upstream = _rows(grad + begin, at, queries, heads * width, width, wide, upcast)
+    of_row = group.to(tl.int64) * queries + at
+    own_lse = tl.load(lse + of_row, mask=at < queries, other=0.0)
+    own_delta = tl.load(delta + of_row, mask=at < queries, other=0.0)
+    low, high = _seen(first, last, sequence, at, queries)
+    k += (sequence * keys * kv_heads + head // groups) * width
+    v += (sequence * keys * kv_heads + head // groups) * width
+    acc = tl.zeros((rows, wide), tl.float32)
+    for start in range(tl.min(low, axis=0) // block * block, tl.max(high, axis=0) + 1, block):
+        place = start + tl.arange(0, block)
+        key = _rows(k, place, keys, kv_heads * width, width, wide, upcast)
+        value = _rows(v, place, keys, kv_heads * width, width, wide, upcast)
+        scores = tl.dot(own, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        products = tl.dot(upstream, tl.trans(value), input_precision="ieee")
+        visible = (place[None, :] >= low[:, None]) & (place[None, :] <= high[:, None])
+        _, change = _changes(scores, products, own_lse[:, None], own_delta[:, None], visible)
+        acc += tl.dot(change.to(key.dtype), key, input_precision="ieee")
+    _store_rows(dq + begin, at, queries, heads * width, acc * scale, width, wide)
+
+
+@triton.jit
+def _keys_part(
+    grad, q, k, v, first, last, begins, ends, lse, delta, dk, dv, queries, keys, kv_heads, scale, groups: tl.constexpr,
+    width: tl.constexpr, wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    tile, group = tl.program_id(0), tl.program_id(1)
+    sequence, kv_head = (group // kv_heads).to(tl.int64), group % kv_heads
+    heads = kv_heads * groups
+    place = tile * block + tl.arange(0, block)
+    own_place = (sequence * keys * kv_heads + kv_head) * width
+    key = _rows(k + own_place, place, keys, kv_heads * width, width, wide, upcast)
+    value = _rows(v + own_place, place, keys, kv_heads * width, width, wide, upcast)
+    key_sum, value_sum = tl.zeros((block, wide), tl.float32), tl.zeros((block, wide), tl.float32)
+    begin, end = tile * block, queries
+    if first is not None:
+        of_tile = sequence * tl.num_programs(0) + tile
+        begin, end = tl.load(begins + of_tile).to(tl.int32), tl.load(ends + of_tile).to(tl.int32)
+    for member in range(groups):
+        head = kv_head * groups + member
+        of_head = (sequence * queries * heads + head) * width
+        of_row = (sequence * heads + head) * queries
+        for start in range(begin, end, rows):
+            at = start + tl.arange(0, rows)
+            query = _rows(q + of_head, at, queries, heads * width, width, wide, upcast)
+            upstream = _rows(grad + of_head, at, queries, heads * width, width, wide, upcast)
+            row_lse = tl.load(lse + of_row + at, mask=at < queries, other=0.0)
+            row_delta = tl.load(delta + of_row + at, mask=at < queries, other=0.0)
+            low, high = _seen(first, last, sequence, at, queries)
+            scores = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
+            products = tl.dot(value, tl.trans(upstream), input_precision="ieee")
+            visible = (place[:, None] >= low[None, :]) & (place[:, None] <= high[None, :])
+            weights, change = _changes(scores, products, row_lse[None, :], row_delta[None, :], visible)
+            value_sum += tl.dot(weights.to(upstream.dtype), upstream, input_precision="ieee")
+            key_sum += tl.dot(change.to(query.dtype), query, input_precision="ieee")
+    _store_rows(dk + own_place, place, keys, kv_heads * width, key_sum * scale, width, wide)
+    _store_rows(dv + own_place, place, keys, kv_heads * width, value_sum, width, wide)
+
+
+# Triton's interpreter computes wrongly in bf16: it is handed fp32 right after every load.
+UPCAST = not isinstance(_forward, JITFunction)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
+    """`causal_attention.causal_attention`: q [B, h, N, hd], k and v [B, kv, L, hd] -> like q, and [B, h, N] fp32."""
+    q, k, v = (_by_position(x) for x in (q, k, v))
+    batch, queries, heads, width = q.shape
+    first, last = _bounds(reach)
+    out = torch.empty_like(q)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    sizes = _sizes(q, k, backward=False)
+    _forward[(triton.cdiv(queries, sizes["rows"]), batch * heads)](
+        q, k, v, first, last, out, lse, queries, k.shape[1], k.shape[2], width**-0.5 * LOG2E.value, **sizes
+    )
+    return out.transpose(1, 2), lse
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`causal_attention.causal_attention_backward`; the gradient of q is fp32, to which more may be added."""
+    grad, q, k, v = (_by_position(x) for x in (grad.to(q.dtype), q, k, v))
+    batch, queries, heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    first, last = _bounds(reach)
+    lse = lse.contiguous()
+    delta = (grad.transpose(1, 2).to(lse.dtype) * out).sum(-1).contiguous()
+    dq, dk, dv = torch.empty_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
+    sizes = _sizes(q, k, backward=True)
+    _queries_part[(triton.cdiv(queries, sizes["rows"]), batch * heads)](
+        grad, q, k, v, first, last, lse, delta, dq, queries, keys, kv_heads, width**-0.5, **sizes
+    )
+    tiles = triton.cdiv(keys, sizes["block"])
+    begins = ends = None
+    if reach is not None:
+        edges = torch.arange(0, tiles + 1, device=q.device) * sizes["block"]
+        # Both ends of what queries see ascend, so that those who see a tile of keys follow each other.
+        begins = torch.searchsorted(reach.last.contiguous(), edges[:-1].expand(batch, -1).contiguous())
+        ends = torch.searchsorted(reach.first.contiguous(), edges[1:].expand(batch, -1).contiguous())
+    _keys_part[(tiles, batch * kv_heads)](
+        grad, q, k, v, first, last, begins, ends, lse, delta, dk, dv, queries, keys, kv_heads, width**-0.5, **sizes
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """[B, heads, N, hd] -> [B, N, heads, hd], which is how the draft layer wrote it."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _bounds(reach: Reach | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if reach is None else (reach.first.contiguous(), reach.last.contiguous())
+
+
+def _sizes(q: Tensor, k: Tensor, backward: bool) -> dict[str, Any]:
+    """What the kernels are compiled for: q [B, N, h, hd], k [B, L, kv, hd]. Shared memory holds twice as many tiles in
+    backward, of a GPU that has the least (tests/infer/kernels)."""
+    width, groups = q.shape[-1], q.shape[2] // k.shape[2]
+    wide = max(MIN_TILE, triton.next_power_of_2(width))
+    row_bytes = wide * q.element_size()
+    block = max(MIN_TILE, min(64, TILE_BYTES // row_bytes))
+    rows = block if backward else max(MIN_TILE, min(128, QUERY_BYTES // row_bytes))
+    return {
+        "groups": groups, "width": width, "wide": wide, "rows": rows, "block": block, "upcast": UPCAST,
+        "num_warps": 8 if rows * wide >= 128 * 128 else 4,
+        "num_stages": 1 if backward or row_bytes > STAGED_ROW else 2,
+    }  # fmt: skip
