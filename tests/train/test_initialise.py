@@ -87,7 +87,17 @@ SMALL = {
 QK, BIASES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight"), [f"self_attn.{one}_proj.bias" for one in "qkv"]
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 MLP = tuple(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down"))
+NORMED_OUTPUTS = ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]
 QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+# Settings that multiply scores and outputs, and the factors that the copies have for it.
+OF_FAMILY = {
+    "gemma2": ({"query_pre_attn_scalar": 32}, {"q_proj": 0.5}),
+    "gemma3_text": ({"query_pre_attn_scalar": 32}, {}),
+    "granite": (
+        {"attention_multiplier": 0.5, "residual_multiplier": 0.25},
+        {"q_proj": 0.5 * 8**0.5, "o_proj": 0.25, "down_proj": 0.25},
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -96,17 +106,19 @@ QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
         ("llama", (), []),
         ("qwen2", (), BIASES),
         ("qwen3", QK, QK_NORMS),
-        ("gemma2", OUTPUTS, ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight"]),
+        ("gemma2", OUTPUTS, [*NORMED_OUTPUTS, "mlp.act_fn"]),
         (
             "gemma3_text",
             (*QK, *OUTPUTS),
-            ["post_attention_layernorm.weight", "post_feedforward_layernorm.weight", *QK_NORMS],
+            [*NORMED_OUTPUTS, *QK_NORMS, "mlp.act_fn"],
         ),
         (
             "glm4",
-            (*OUTPUTS, *MLP[:2]),
+            (*QK, *OUTPUTS, *MLP[:2]),
             [*BIASES, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", "mlp.gate_up_proj.weight"],
         ),
+        ("granite", (), []),
+        ("cohere", (*QK, "post_attention_layernorm.weight"), []),
         ("qwen3_moe", (*QK, *MLP), [*QK_NORMS, "mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]),
     ],
 )
@@ -114,7 +126,8 @@ QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 def test_parts_of_another_meaning_stay_random(family, left, dropped):
     """Queries that the target norms, or outputs that it norms, would be of a scale that nothing was ever read with; a
     norm of an output is not the one before the MLP; and what the head has no place for is named."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL))
+    own, factors = OF_FAMILY.get(family, ({}, {}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **own))
     theirs = model.model.layers[-1]
     for name, value in theirs.named_parameters():
         if "norm" in name:
@@ -129,7 +142,10 @@ def test_parts_of_another_meaning_stay_random(family, left, dropped):
         if name in left or name == "input_layernorm.weight":
             assert torch.equal(value, before[name]), name
         elif "norm" not in name:
-            assert torch.equal(value[:, -source[name].shape[1] :], source[name]), name
+            factor = factors.get(name.split(".")[1], 1.0)
+            torch.testing.assert_close(value[:, -source[name].shape[1] :], factor * source[name])
+    if "post_attention_layernorm.weight" in left:
+        return
     mine = layer.post_attention_layernorm.weight
     norm = source.get("pre_feedforward_layernorm.weight", source["post_attention_layernorm.weight"])
     torch.testing.assert_close(mine, norm + (1 if "gemma" in family else 0), atol=1e-5, rtol=1e-4)

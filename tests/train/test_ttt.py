@@ -92,9 +92,12 @@ def _steps(kv_heads: int, dtype: torch.dtype = torch.float64, batch: int = 2, le
     return [[torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes] for _ in range(3)]
 
 
-@pytest.fixture(params=["operator", "tiles"])
+@pytest.fixture(params=["operator", "narrow operator", "tiles"])
 def causal(request, monkeypatch) -> None:
-    """Both ways to the causal part: the CPU's operator, and plain torch in tiles (one of them not whole)."""
+    """The ways to the causal part: the CPU's operator, in fp32 or where AMX takes it in bfloat16, and plain torch in
+    tiles (one of them not whole)."""
+    monkeypatch.setattr(causal_attention, "_has_tiles", lambda: request.param == "narrow operator")
+    monkeypatch.setattr(causal_attention, "LONG", 1)
     if request.param == "tiles":
         monkeypatch.setattr(ttt, "causal_attention", causal_attention.tiled_forward)
         monkeypatch.setattr(ttt, "causal_attention_backward", causal_attention.tiled_backward)

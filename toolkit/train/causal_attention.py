@@ -18,7 +18,7 @@ Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G quer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -28,6 +28,8 @@ Tensor = torch.Tensor
 
 # Queries at a time where no operator does it.
 TILE = 256
+# With fewer positions the CPU's backward in bfloat16 is no faster with AMX either (8 x 280: 45 ms, in fp32 40).
+LONG = 512
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None
         return kernels.attend(q, k, v, reach)
     if q.device.type != "cpu" or reach is not None:
         return tiled_forward(q, k, v, reach)
-    q, k, v = _for_operator(q, k, v)
+    q, k, v = _for_operator(q, k, v, narrow=True)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
 
@@ -72,7 +74,7 @@ def causal_attention_backward(
     if q.device.type != "cpu" or reach is not None:
         return tiled_backward(grad, q, k, v, out, lse, reach)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    q, k, v = _for_operator(q, k, v)
+    q, k, v = _for_operator(q, k, v, narrow=q.shape[2] >= LONG)
     # The operator wants its own layout of the log-sum-exp.
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -84,12 +86,22 @@ def _kernels(q: Tensor) -> GpuKernels | None:
     return None if q.dtype == torch.float64 else gpu_kernels(q.device.type)
 
 
-def _for_operator(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As many key heads as query heads, and fp32: without AMX the CPU's operator is up to three times slower in bf16
-    (8 x 280 positions, 9 heads, one thread: 25 + 116 ms in bf16, 20 + 40 ms in fp32)."""
-    precise, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
-    k, v = (x.to(precise).repeat_interleave(group, dim=1) for x in (k, v))
-    return q.to(precise), k, v
+def _for_operator(q: Tensor, k: Tensor, v: Tensor, *, narrow: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As many key heads as query heads; in fp32 where it is not `narrow` or without AMX, whose tiles take bfloat16.
+
+    One thread, 9 heads of 64: without AMX 8 x 280 positions take 25 + 116 ms in bfloat16 and 20 + 40 ms in fp32; with
+    AMX 2,048 positions 20 + 88 and 51 + 128 ms.
+    """
+    group = q.shape[1] // k.shape[1]
+    narrow = narrow and q.dtype == torch.bfloat16 and _has_tiles()
+    dtype = q.dtype if narrow else torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    return q.to(dtype), k, v
+
+
+@cache
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:

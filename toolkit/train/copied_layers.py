@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.log import get_logger
@@ -66,7 +68,8 @@ def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention:
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
             continue
-        value = None if _normed(name, theirs, source, layer) else source.get(name)
+        value = None if _read_otherwise(name, theirs, source, layer) else source.get(name)
+        value = None if value is None else value * _factor(name, theirs)
         half = (len(parameter), parameter.shape[-1] // 2)
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
@@ -83,12 +86,44 @@ def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention:
         if own is not None and (norm is None or not copy_norm(own, norm, width)):
             unlike.left.append(f"{mine}.weight")
     unlike.dropped += [name for name in source if name not in taken and name not in unlike.left]
+    unlike.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
     return unlike
 
 
-def _normed(name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module) -> bool:
-    """Whether the target norms what comes of this projection and the head does not (queries and keys of Qwen 3, outputs
-    of Gemma 2, OLMo 2 and GLM 4): in the head it would be of a scale that nothing has ever read."""
+def _factor(name: str, theirs: nn.Module) -> float:
+    """What the target multiplies queries' scores by, beside 1/sqrt(head dim), and what it adds to the residual stream
+    (Granite): the head does neither."""
+    if name.startswith("self_attn.q_proj."):
+        attention = getattr(theirs, "self_attn", None)
+        scaling, width = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
+        return 1.0 if scaling is None or width is None else scaling * math.sqrt(width)
+    added = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    return float(getattr(theirs, "residual_multiplier", 1.0)) if added else 1.0
+
+
+def _is_silu(theirs: nn.Module) -> bool:
+    """Whether the MLP has the head's activation, or none that could be asked."""
+    activation, probe = getattr(getattr(theirs, "mlp", None), "act_fn", None), torch.linspace(-4, 4, 9)
+    return activation is None or torch.allclose(activation(probe), F.silu(probe), atol=1e-5)
+
+
+def _rotates_alike(theirs: nn.Module) -> bool:
+    """Whether positions turn whole heads, in pairs of a number of the first half and one of the second, as the head's
+    do: GLM turns a half of each in pairs of neighbours, Cohere neighbours too."""
+    attention = getattr(theirs, "self_attn", None)
+    config = getattr(attention, "config", None)
+    part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    probe = torch.arange(8.0)
+    return part in (None, 1.0) and (rotate is None or torch.equal(rotate(probe), torch.cat((-probe[4:], probe[:4]))))
+
+
+def _read_otherwise(name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module) -> bool:
+    """Whether the target does more with what comes of this projection than the head. Its positions turn queries and
+    keys another way, or it norms them (Qwen 3) or outputs (Gemma 2, OLMo 2, GLM 4): in the head these would be of a
+    scale that nothing has ever read."""
+    if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")) and not _rotates_alike(theirs):
+        return True
     norm = name.replace("_proj.weight", "_norm.weight")
     if norm in source:
         return norm not in dict(layer.named_parameters())

@@ -25,6 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Bytes of a tile of queries in forward; of any other tile; of a row that leaves room for two stages of a pipeline.
 QUERY_BYTES, TILE_BYTES, STAGED_ROW = 32768, 16384, 256
 MIN_TILE = 16  # what tl.dot takes
+LENGTHS = ("queries", "keys")  # differ from batch to batch: nothing is compiled anew for one
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _seen(first, last, sequence, at, queries):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     q, k, v, first, last, out, lse, queries, keys, kv_heads, scale, groups: tl.constexpr, width: tl.constexpr,
     wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
@@ -103,7 +104,7 @@ def _changes(scores, products, lse, delta, visible):
     return weights, weights * (products - delta)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _queries_part(
     grad, q, k, v, first, last, lse, delta, dq, queries, keys, kv_heads, scale, groups: tl.constexpr,
     width: tl.constexpr, wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
@@ -134,7 +135,7 @@ def _queries_part(
     _store_rows(dq + begin, at, queries, heads * width, acc * scale, width, wide)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _keys_part(
     grad, q, k, v, first, last, begins, ends, lse, delta, dk, dv, queries, keys, kv_heads, scale, groups: tl.constexpr,
     width: tl.constexpr, wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
