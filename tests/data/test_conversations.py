@@ -191,6 +191,11 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]
     assert f"2 of {5 if limit is None else 4} rows are left out; the first: " in caplog.text
     assert "row 1: no message of the user among 0" in caplog.text
+    # On disk too a limit is one of conversations, whether they come in their order or drawn.
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for seed in (None, 0, 1, 2):
+        stored = [one.messages[0]["content"] for one in read_conversations(tmp_path / "saved", limit=limit, seed=seed)]
+        assert len(set(stored)) == len(kept) and (stored == kept or seed is not None)
     with pytest.raises(DataError, match="no message of the user"):
         read_conversations(tmp_path / "files" / "train.jsonl", limit=limit)
 

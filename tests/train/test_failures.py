@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from toolkit.train.failures import DivergedError, LostProcessError, check_finite, lost_process_named
+from toolkit.train.failures import DivergedError, LostProcessError, check_finite, check_weights, lost_process_named
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), None), (1.0, float("nan"))])
@@ -13,6 +15,21 @@ def test_what_is_no_number_ends_it(tmp_path, loss, norm):
     check_finite(3, 1.0, 0.5, tmp_path)
     with pytest.raises(DivergedError, match="step 3 is (nan|inf).*no state was stored yet.*learning_rate"):
         check_finite(3, loss, norm, tmp_path)
+
+
+@pytest.mark.parametrize(("rank", "numbers"), [(0, 3), (2, 1)])
+def test_weights_that_are_no_numbers_end_it_and_padding_does_not(tmp_path, rank, numbers):
+    """At ZeRO-3 a process holds a share, the last of them with padding that nobody has written: here 7 numbers in three
+    shares of 3."""
+    parameter = torch.nn.Parameter(torch.zeros(0))
+    parameter.ds_tensor, parameter.ds_numel = torch.full((3,), float("nan")), 7
+    model = SimpleNamespace(parameters=lambda: [parameter])
+    accelerator = SimpleNamespace(process_index=rank, device="cpu", reduce=lambda count, how: count)
+    parameter.ds_tensor[:numbers] = 1.0
+    check_weights(accelerator, model, 5, tmp_path)
+    parameter.ds_tensor[numbers - 1] = float("inf")
+    with pytest.raises(DivergedError, match="step 5 left weights"):
+        check_weights(accelerator, model, 5, tmp_path)
 
 
 @pytest.mark.parametrize(

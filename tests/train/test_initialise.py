@@ -106,7 +106,15 @@ OF_FAMILY = {
         ("llama", (), []),
         ("qwen2", (), BIASES),
         ("qwen3", QK, QK_NORMS),
-        ("gemma2", OUTPUTS, [*NORMED_OUTPUTS, "mlp.act_fn"]),
+        ("gemma2", OUTPUTS, [*NORMED_OUTPUTS, "mlp.act_fn", "self_attn.attn_logit_softcapping"]),
+        ("smollm3", QK, []),
+        (
+            "phi3",
+            (*QK, "self_attn.v_proj.weight", OUTPUTS[0], *MLP),
+            ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"],
+        ),
+        ("arcee", MLP, ["mlp.act_fn"]),
+        ("bitnet", OUTPUTS, ["self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight", "mlp.act_fn"]),
         (
             "gemma3_text",
             (*QK, *OUTPUTS),

@@ -150,8 +150,12 @@ def test_rows_on_a_gpu_go_through_one_kernel(small_tiles, monkeypatch, name):
 def test_the_kernels_are_taken_on_an_nvidia_gpu_alone(monkeypatch):
     triton_loss = pytest.importorskip("toolkit.train.triton_loss")
     choose = loss_module.gpu_kernels.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert choose("cuda").score_rows is triton_loss.score_rows
     assert choose("cpu") is choose("mps") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert choose("cuda") is None, "a T4 has no bfloat16 products"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose("cuda") is None
 

@@ -92,12 +92,9 @@ def _steps(kv_heads: int, dtype: torch.dtype = torch.float64, batch: int = 2, le
     return [[torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes] for _ in range(3)]
 
 
-@pytest.fixture(params=["operator", "narrow operator", "tiles"])
+@pytest.fixture(params=["operator", "tiles"])
 def causal(request, monkeypatch) -> None:
-    """The ways to the causal part: the CPU's operator, in fp32 or where AMX takes it in bfloat16, and plain torch in
-    tiles (one of them not whole)."""
-    monkeypatch.setattr(causal_attention, "_has_tiles", lambda: request.param == "narrow operator")
-    monkeypatch.setattr(causal_attention, "LONG", 1)
+    """Both ways to the causal part: the CPU's operator, and plain torch in tiles (one of them not whole)."""
     if request.param == "tiles":
         monkeypatch.setattr(ttt, "causal_attention", causal_attention.tiled_forward)
         monkeypatch.setattr(ttt, "causal_attention_backward", causal_attention.tiled_backward)
@@ -173,8 +170,12 @@ def test_attention_on_a_gpu_is_that_of_a_cpu(sees):
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_attention_in_bf16(causal):
-    """Against the dense form in float64 of the same numbers: outputs within 2^-7 and gradients within 2^-5."""
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention_in_bf16(causal, monkeypatch, narrow):
+    """Against the dense form in float64 of the same numbers: outputs within 2^-7 and gradients within 2^-5. narrow: the
+    CPU's operator in bfloat16, as with AMX."""
+    monkeypatch.setattr(causal_attention, "_has_tiles", lambda: narrow)
+    monkeypatch.setattr(causal_attention, "LONG", 1)
     flat = _steps(1, torch.bfloat16)
     exact = [[x.detach().double().requires_grad_(True) for x in parts] for parts in flat]
     attend = TTTAttention(2, LENGTH)

@@ -185,6 +185,18 @@ def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
     return range(limit) if seed is None else sorted(random.Random(f"conversations {seed}").sample(range(count), limit))
 
 
+def _in_turn(count: int, limit: int | None, seed: int | None) -> Iterator[int]:
+    """The rows of `_chosen`, and behind them the others, for those that hold no conversation."""
+    first = _chosen(count, limit, seed)
+    yield from first
+    if seed is None:
+        yield from range(len(first), count)
+    elif len(first) < count:
+        rest = array("q", sorted(set(range(count)).difference(first)))
+        random.Random(f"conversations in their place {seed}").shuffle(rest)
+        yield from rest
+
+
 def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
     """Of rows that come one after another only, from the first with every call; a sample counts them before."""
     chosen = None if limit is None or seed is None else set(_chosen(sum(1 for _ in rows()), limit, seed))
@@ -223,11 +235,13 @@ def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversatio
         with closing(_sound(source, name, enumerate(rows_while_read(source, rows)))) as found:
             kept = [one for _, one in itertools.islice(found, limit)]
         return Conversations([one.id for one in kept], kept.__getitem__)
-    chosen = ((at, row_on_disk(source, rows, at)) for at in _chosen(len(rows), limit, seed))
     places, ids = array("q"), []
-    for at, one in _sound(source, name, chosen):
-        places.append(at)
-        ids.append(one.id)
+    with closing(
+        _sound(source, name, ((at, row_on_disk(source, rows, at)) for at in _in_turn(len(rows), limit, seed)))
+    ) as found:
+        for at, one in itertools.islice(found, limit):
+            places.append(at)
+            ids.append(one.id)
 
     def read(index: int) -> Conversation:
         where, found = row_on_disk(source, rows, places[index])

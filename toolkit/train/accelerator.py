@@ -58,6 +58,8 @@ def build_accelerator(
     config = plugin.deepspeed_config
     for setting in _replaced(config, precision, accumulation, clip) if os.environ.get("RANK", "0") == "0" else ():
         log.warning(f"the accelerate configuration says {setting}: the recipe decides")
+    for name in {"bf16", "fp16"} & config.keys():
+        config[name] = {**config[name], "enabled": name == precision}
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
     config["gradient_clipping"] = plugin.gradient_clipping = clip
@@ -82,9 +84,14 @@ def _replaced(config: Mapping[str, Any], precision: str, accumulation: int, clip
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is the launcher's own default
     if mixed not in ("no", precision):
         yield f"mixed_precision {mixed}, and the recipe trains in {precision}"
-    for name, ours in (("gradient_accumulation_steps", accumulation), ("gradient_clipping", clip)):
+    for name in ("bf16", "fp16"):
+        enabled = (config.get(name) or {}).get("enabled", "auto")
+        if enabled != "auto" and enabled != (name == precision):
+            yield f"{name} enabled: {enabled}, and the recipe trains in {precision}"
+    # Where a file of DeepSpeed's has no accumulation, accelerate writes 1 into it.
+    for name, ours, unsaid in (("gradient_accumulation_steps", accumulation, 1), ("gradient_clipping", clip, None)):
         theirs = config.get(name)
-        if theirs not in (None, "auto") and float(theirs) != ours:
+        if theirs not in (None, "auto", unsaid) and float(theirs) != ours:
             yield f"{name} {theirs}, and the recipe's is {ours:g}"
 
 

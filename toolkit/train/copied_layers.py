@@ -64,11 +64,12 @@ def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> Unlike
 
 def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention: str, width: int) -> Unlike:
     """before_attention: the head's name of what the target calls `input_layernorm`."""
-    source, unlike, taken = _tensors(theirs), Unlike([], []), set()
+    source, unlike = _tensors(theirs), Unlike([], [])
+    taken: set[str] = set()
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
             continue
-        value = None if _read_otherwise(name, theirs, source, layer) else source.get(name)
+        value = None if _read_otherwise(name, theirs, source, layer, taken) else source.get(name)
         value = None if value is None else value * _factor(name, theirs)
         half = (len(parameter), parameter.shape[-1] // 2)
         if value is not None and value.shape == parameter.shape:
@@ -87,6 +88,8 @@ def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention:
             unlike.left.append(f"{mine}.weight")
     unlike.dropped += [name for name in source if name not in taken and name not in unlike.left]
     unlike.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
+    if getattr(getattr(theirs, "self_attn", None), "attn_logit_softcapping", None) is not None:
+        unlike.dropped.append("self_attn.attn_logit_softcapping")
     return unlike
 
 
@@ -109,30 +112,58 @@ def _is_silu(theirs: nn.Module) -> bool:
 
 def _rotates_alike(theirs: nn.Module) -> bool:
     """Whether positions turn whole heads, in pairs of a number of the first half and one of the second, as the head's
-    do: GLM turns a half of each in pairs of neighbours, Cohere neighbours too."""
+    do. GLM turns a half of each, in pairs of neighbours; some layers of SmolLM 3 and Llama 4 none; Llama 4 by complex
+    numbers, which nobody here can ask."""
     attention = getattr(theirs, "self_attn", None)
-    config = getattr(attention, "config", None)
+    config, module = getattr(attention, "config", None), sys.modules[type(attention).__module__]
     part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
-    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
-    probe = torch.arange(8.0)
-    return part in (None, 1.0) and (rotate is None or torch.equal(rotate(probe), torch.cat((-probe[4:], probe[:4]))))
+    if not getattr(attention, "use_rope", True) or part not in (None, 1.0):
+        return False
+    probe, half = torch.arange(8.0), torch.ones(4)
+    turned = torch.cat((-probe[4:], probe[:4]))
+    if hasattr(module, "rotate_half"):
+        return torch.equal(module.rotate_half(probe), turned)
+    # GPT-OSS: cosines of zero and sines of one.
+    turn = getattr(module, "_apply_rotary_emb", None)
+    return turn is not None and torch.equal(turn(probe, 0 * half, half), turned)
 
 
-def _read_otherwise(name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module) -> bool:
-    """Whether the target does more with what comes of this projection than the head. Its positions turn queries and
-    keys another way, or it norms them (Qwen 3) or outputs (Gemma 2, OLMo 2, GLM 4): in the head these would be of a
-    scale that nothing has ever read."""
-    if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")) and not _rotates_alike(theirs):
+def _normed_inside(theirs: nn.Module, layer: nn.Module) -> set[str]:
+    """What stands before or behind a norm of the target's attention or MLP that the head has not: queries and keys
+    (Qwen 3), or what the last projection reads (BitNet)."""
+    found: set[str] = set()
+    own = {path for path, _ in layer.named_modules()}
+    for path, part in theirs.named_modules():
+        if path in own or "norm" not in type(part).__name__.lower():
+            continue
+        if path.startswith("self_attn."):
+            of_queries = path.removeprefix("self_attn.").startswith(("q", "k"))
+            found |= {"self_attn.q_proj", "self_attn.k_proj"} if of_queries else {"self_attn.o_proj"}
+        elif path.startswith("mlp."):
+            found.add("mlp.down_proj")
+    return found
+
+
+def _read_otherwise(
+    name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module, taken: set[str]
+) -> bool:
+    """Whether the target does more, or something else, with this projection than the head would. What it norms
+    (queries of Qwen 3, outputs of Gemma 2, OLMo 2 and GLM 4) is of a scale in the head that nothing has ever read; a
+    projection of what others write means nothing without these."""
+    path = name.rpartition(".")[0]
+    if path in ("self_attn.q_proj", "self_attn.k_proj") and not _rotates_alike(theirs):
         return True
-    norm = name.replace("_proj.weight", "_norm.weight")
-    if norm in source:
-        return norm not in dict(layer.named_parameters())
+    if path in _normed_inside(theirs, layer):
+        return True
+    if path.startswith("mlp.") and not {f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")} <= source.keys():
+        return True
+    if path == "self_attn.o_proj" and "self_attn.v_proj.weight" not in taken:
+        return True
     behind = {
-        "self_attn.o_proj.weight": {"post_self_attn_layernorm", "post_attention_layernorm"}
-        - {_norm_before_mlp(theirs)},
-        "mlp.down_proj.weight": {"post_mlp_layernorm", "post_feedforward_layernorm"},
+        "self_attn.o_proj": {"post_self_attn_layernorm", "post_attention_layernorm"} - {_norm_before_mlp(theirs)},
+        "mlp.down_proj": {"post_mlp_layernorm", "post_feedforward_layernorm"},
     }
-    return any(hasattr(theirs, norm) for norm in behind.get(name, ()))
+    return any(hasattr(theirs, norm) for norm in behind.get(path, ()))
 
 
 def _norm_before_mlp(theirs: nn.Module) -> str:

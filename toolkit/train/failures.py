@@ -40,10 +40,19 @@ def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, d
 
     The loss of a step is that of the weights before it, and under Muon nothing says what the gradient's norm was.
     """
-    held = [getattr(one, "ds_tensor", one) for one in model.parameters() if one.requires_grad]  # ZeRO-3: its own part
+    held = [_own_part(one, accelerator.process_index) for one in model.parameters() if one.requires_grad]
     broken = sum((~torch.isfinite(one.detach()).all()).long() for one in held)
     if int(accelerator.reduce(torch.as_tensor(broken, device=accelerator.device), "sum")):
         raise _diverged(f"step {step} left weights that are no finite numbers", directory)
+
+
+def _own_part(parameter: torch.Tensor, rank: int) -> torch.Tensor:
+    """ZeRO-3: what this process holds of it, without the padding behind its last number, which nobody writes. Nothing
+    while it is offloaded to a disk."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter
+    return part.flatten()[: max(0, parameter.ds_numel - rank * part.numel())]  # type: ignore[attr-defined]
 
 
 def _diverged(what: str, directory: Path) -> DivergedError:

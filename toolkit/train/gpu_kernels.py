@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
+
+OLDEST = (8, 0)
 
 
 class GpuKernels(NamedTuple):
@@ -24,13 +27,25 @@ class GpuKernels(NamedTuple):
 
 @cache
 def gpu_kernels(device_type: str) -> GpuKernels | None:
-    """Those of an NVIDIA GPU; None elsewhere, and without Triton."""
-    if device_type != "cuda" or torch.version.hip is not None:
+    """Those of an NVIDIA GPU that has bfloat16 products (Ampere and later); None elsewhere, and without Triton. Said in
+    the log, once."""
+    if device_type != "cuda":
         return None
-    try:
-        from toolkit.train.triton_attention import attend, attend_backward
-        from toolkit.train.triton_loss import score_rows
-    except ImportError:
-        logger.info("training on %s: losses and attention in plain torch, since triton is not installed", device_type)
+    missing = _missing()
+    if missing is not None:
+        logger.info("losses and attention of training in plain torch: %s", missing)
         return None
+    from toolkit.train.triton_attention import attend, attend_backward
+    from toolkit.train.triton_loss import score_rows
+
+    logger.info("losses and attention of training by Triton kernels")
     return GpuKernels(score_rows, attend, attend_backward)
+
+
+def _missing() -> str | None:
+    if torch.version.hip is not None:
+        return "the kernels were written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < OLDEST:
+        return f"the GPU has compute capability {major}.{minor}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
+    return None if find_spec("triton") is not None else "triton is not installed"

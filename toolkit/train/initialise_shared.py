@@ -25,7 +25,7 @@ from toolkit.models.eagle2 import Eagle2Head
 from toolkit.models.mtp import MtpHead
 from toolkit.target.features import AuxCapture, target_features
 from toolkit.target.target import Target
-from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
+from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_norm
 from toolkit.train.initialise import CHECK_EVERY, answer_pairs, initialise_random
 from toolkit.train.regression import Moments, ridge_regression
 
@@ -60,11 +60,14 @@ def start_mtp(head: MtpHead, target: Target, batches: list[Batch], seed: int) ->
 def start_eagle2(head: Eagle2Head, target: Target, batches: list[Batch], seed: int) -> float | None:
     """As `start_mtp`."""
     initialise_random(head, seed)
-    for layer in head.layers:
+    zeroed = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    for number, layer in enumerate(head.layers):
         assert isinstance(layer, DecoderLayer), "Eagle2Head's layers are decoder layers"
-        copy_decoder_layer(layer, target.layers[-1], target.hidden_size).warn()
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+        unlike = copy_decoder_layer(layer, target.layers[-1], target.hidden_size)
+        for name in zeroed:
+            layer.get_parameter(name).zero_()
+        if number == 0:  # each is a copy of the same
+            Unlike([name for name in unlike.left if name not in zeroed], unlike.dropped).warn()
     return _solve(head.fc, target, batches, None, lambda *pair: torch.cat(pair, dim=-1)) if batches else None
 
 

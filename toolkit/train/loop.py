@@ -62,6 +62,7 @@ class Trainer:
         self.target = frozen_target(recipe, _device(), self.accelerator)
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
+        self.steps = total_steps(self.settings, len(self.data.plan))
         if self.settings.real_every or self.settings.rollout_every:
             check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings))
         self.fingerprint = sha256_json(
@@ -84,7 +85,6 @@ class Trainer:
             with sole_trainer(directory) if self.accelerator.is_main_process else nullcontext():
                 self.stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
         self.side = TargetSide(self.target, self.plan.token_map, ids, self.settings.precision, self.stored)
-        self.steps = total_steps(self.settings, len(self.data.plan))
         self.model, self.optimizer = self._prepare()
         self.metrics = Metrics(
             directory / "metrics.jsonl",

@@ -330,9 +330,11 @@ class Training:
         if self.anchors:
             drawn = [torch.randperm(self.length, generator=generator)[: self.anchors] for _ in range(self.batch)]
             last = torch.stack(drawn).sort(dim=1).values
-        begins = torch.zeros(self.length, dtype=torch.long)
-        begins[list(self.starts)] = torch.tensor(self.starts, dtype=torch.long)
-        first = begins.cummax(0).values[last]
+        begins = torch.zeros(self.batch, self.length, dtype=torch.long)
+        for row in range(self.batch):
+            moved = [(start + 3 * row) % self.length for start in self.starts]  # rows have borders of their own
+            begins[row, moved] = torch.tensor(moved, dtype=torch.long)
+        first = begins.cummax(1).values.gather(1, last)
         return Reach(first if self.window is None else first.maximum(last + 2 - self.window), last)
 
 
@@ -379,6 +381,7 @@ UNROLLED = (
     Training(2, 1, 2, 24, 40, starts=(0, 7, 33)),
     Training(1, 3, 3, 64, 170, BF16, window=20, starts=(0, 100, 101), compiled=True),
     Training(2, 2, 2, 64, 150, BF16, anchors=33),
+    Training(2, 1, 2, 16, 300, starts=(0, 40, 200), anchors=170),  # more queries than a tile has
     Training(2, 1, 2, 96, 140, starts=(0, 50), window=70, anchors=20, compiled=True),
     Training(1, 1, 4, 256, 70, BF16, starts=(0, 64), compiled=True),
 )

@@ -28,7 +28,7 @@ GROUPS = {
     "argmax": (5, 2),
     "top_log_probs": (5, 5),
 }
-TRAINING = {"score_rows": (12, 4), "unrolled": (8, 15)}
+TRAINING = {"score_rows": (12, 4), "unrolled": (9, 15)}
 ALL = {**GROUPS, **TRAINING}
 
 
