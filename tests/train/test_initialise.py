@@ -93,6 +93,7 @@ QK_NORMS = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
 OF_FAMILY = {
     "gemma2": ({"query_pre_attn_scalar": 32}, {"q_proj": 0.5}),
     "gemma3_text": ({"query_pre_attn_scalar": 32}, {}),
+    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "granite": (
         {"attention_multiplier": 0.5, "residual_multiplier": 0.25},
         {"q_proj": 0.5 * 8**0.5, "o_proj": 0.25, "down_proj": 0.25},
@@ -112,6 +113,18 @@ OF_FAMILY = {
             "phi3",
             (*QK, "self_attn.v_proj.weight", OUTPUTS[0], *MLP),
             ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"],
+        ),
+        (
+            "gpt_oss",  # whose positions turn halves, by a function of its own
+            MLP,
+            [
+                *BIASES,
+                "self_attn.o_proj.bias",
+                "self_attn.sinks",
+                "mlp.router.weight",
+                "mlp.router.bias",
+                *(f"mlp.experts.{one}_proj{kind}" for one in ("gate_up", "down") for kind in ("", "_bias")),
+            ],
         ),
         ("arcee", MLP, ["mlp.act_fn"]),
         ("bitnet", OUTPUTS, ["self_attn.attn_sub_norm.weight", "mlp.ffn_sub_norm.weight", "mlp.act_fn"]),

@@ -192,9 +192,12 @@ def _in_turn(count: int, limit: int | None, seed: int | None) -> Iterator[int]:
     if seed is None:
         yield from range(len(first), count)
     elif len(first) < count:
-        rest = array("q", sorted(set(range(count)).difference(first)))
-        random.Random(f"conversations in their place {seed}").shuffle(rest)
-        yield from rest
+        seen, draw = set(first), random.Random(f"conversations in their place {seed}")
+        while len(seen) < count:  # one by one: a list of all others could be larger than memory
+            at = draw.randrange(count)
+            if at not in seen:
+                seen.add(at)
+                yield at
 
 
 def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:

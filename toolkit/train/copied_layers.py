@@ -106,7 +106,8 @@ def _factor(name: str, theirs: nn.Module) -> float:
 
 def _is_silu(theirs: nn.Module) -> bool:
     """Whether the MLP has the head's activation, or none that could be asked."""
-    activation, probe = getattr(getattr(theirs, "mlp", None), "act_fn", None), torch.linspace(-4, 4, 9)
+    activation = getattr(getattr(theirs, "mlp", None), "act_fn", None)
+    probe = torch.linspace(-4, 4, 9, device=next(theirs.parameters()).device)  # some have weights (Apertus)
     return activation is None or torch.allclose(activation(probe), F.silu(probe), atol=1e-5)
 
 
