@@ -40,12 +40,12 @@ from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
-from toolkit.infer.chat_prompt import chat_ids
-from toolkit.infer.open_engine import target_of
+from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.infer.load.load_engine import target_of
 from toolkit.log import get_logger
-from toolkit.target.demo import DEMO_NAME
-from toolkit.target.load import Target, load_target, load_tokenizer
-from toolkit.target.quantize import QUANTIZATIONS
+from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.load import Target, load_target, load_tokenizer
+from toolkit.targets.quantize import QUANTIZATIONS
 from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)

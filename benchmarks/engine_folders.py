@@ -11,8 +11,8 @@ from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.target.facts import target_facts
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.targets.facts import target_facts
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

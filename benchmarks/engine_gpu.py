@@ -34,8 +34,8 @@ from roofline_targets import Subject, demo_subject, shaped_subject, tiny_subject
 from round_parts import Clock, bandwidth
 
 from toolkit.bench.records import make_record
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
 
 COPIED, COPIED_IN_SMOKE = 2**31, 2**22  # bytes
 LLAMA_BYTES = 22e9  # to make the 8B shape and its head

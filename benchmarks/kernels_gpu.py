@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.bench.records import make_record
-from toolkit.infer.kernels.choose import REFERENCE, Ops, triton_ops
+from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 

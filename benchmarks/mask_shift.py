@@ -29,13 +29,13 @@ from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.data.batches import Example
 from toolkit.data.examples import load_examples
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
-from toolkit.infer.request import VerifyEvent
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.request import VerifyEvent
+from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import load_recipe
-from toolkit.target.load import load_target
+from toolkit.targets.load import load_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")

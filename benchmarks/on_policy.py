@@ -40,7 +40,7 @@ from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.rollouts import write_rollouts
 from toolkit.jsonl import read_rows
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
-from toolkit.target.load import Target, load_target
+from toolkit.targets.load import Target, load_target
 from toolkit.threads import users_threads
 
 GIVEN = "the answers of the file"

@@ -42,10 +42,10 @@ from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
 from toolkit.data.conversations import read_conversations
 from toolkit.errors import is_for_users
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.target.demo import DEMO_NAME
-from toolkit.target.load import DTYPES, Target, load_target
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.load import DTYPES, Target, load_target
 from toolkit.threads import physical_cores, users_threads
 
 OURS, COMPILED = "ours", "ours-compiled"

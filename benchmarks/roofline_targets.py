@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.chat_prompt import chat_ids
-from toolkit.infer.open_draft import fit_draft
-from toolkit.infer.open_engine import target_of
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.target.demo import DEMO_NAME
-from toolkit.target.features import default_aux_layer_ids
-from toolkit.target.load import Target, load_target
+from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.infer.load.load_draft import fit_draft
+from toolkit.infer.load.load_engine import target_of
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.features import default_aux_layer_ids
+from toolkit.targets.load import Target, load_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
 

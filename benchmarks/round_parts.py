@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-from toolkit.infer import tree_verifier
+from toolkit.infer.engine.engine import verify_step as tree_verifier
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.drafters import autoregressive_drafter
-from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
-from toolkit.infer.engine import Engine
-from toolkit.infer.errors import EngineError
-from toolkit.infer.graphs import device_round
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.engine.engine import round as device_round
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
-from toolkit.infer.graphs.device_round import DeviceRound
-from toolkit.infer.tree_verifier import TreeVerifier
-from toolkit.target.target import Target
+from toolkit.infer.engine.round import DeviceRound
+from toolkit.infer.engine.verify_step import TreeVerifier
+from toolkit.targets.target import Target
 
 HOST = "host"
 PARTS: tuple[tuple[Any, str, str], ...] = (

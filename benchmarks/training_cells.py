@@ -22,7 +22,7 @@ from toolkit.commands.build_token_map import map_rollouts
 from toolkit.commands.pipeline import best_device
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
 from toolkit.recipe import Recipe, result_settings
-from toolkit.target.load import load_target
+from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features

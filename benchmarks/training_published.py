@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
-from toolkit.models.eagle3 import Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.recipe import Recipe, TrainSettings
 from toolkit.train.loop import Trainer
 from toolkit.train.optimizer import set_learning_rates

@@ -26,10 +26,10 @@ from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.llm import Completion
-from toolkit.infer.request import VerifyEvent
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.load.llm import Completion
+from toolkit.infer.request.request import VerifyEvent
 
 FIRST, OTHERS = "follow", ("rejection", "block")
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.target.features import default_aux_layer_ids
-from toolkit.target.load import Target
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.targets.features import default_aux_layer_ids
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 CHATML = (
@@ -112,9 +112,12 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
 def interpreted_layers(monkeypatch) -> list[str]:
     """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
     minute. Returns what was asked for, in order."""
-    from toolkit.infer.attention.attention_plan import tree_plan
-    from toolkit.infer.compiled import body_ends, compiled_head, compiled_layers, layer_program
-    from toolkit.infer.compiled.opaque_attention import now
+    from toolkit.infer.attention.metadata import tree_plan
+    from toolkit.infer.cpu import body_ends
+    from toolkit.infer.cpu import compiled_head
+    from toolkit.infer.cpu import compiled_layers
+    from toolkit.infer.cpu import layer_program
+    from toolkit.infer.attention.opaque_attention import now
     from toolkit.infer.drafters.beams import draft_beams
 
     asked: list[str] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.commands.pipeline import Run
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import (
     Recipe,
     RecipeError,
@@ -21,7 +21,7 @@ from toolkit.recipe import (
     result_settings,
     to_dict,
 )
-from toolkit.target.features import default_aux_layer_ids
+from toolkit.targets.features import default_aux_layer_ids
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
 

@@ -23,13 +23,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.infer.llm import LLM
-    from toolkit.infer.sampling.sampling_params import SamplingParams
+    from toolkit.infer.load.llm import LLM
+    from toolkit.infer.request.params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-_LOADED_WHEN_ASKED = {"LLM": "toolkit.infer.llm", "SamplingParams": "toolkit.infer.sampling.sampling_params"}
+_LOADED_WHEN_ASKED = {"LLM": "toolkit.infer.load.llm", "SamplingParams": "toolkit.infer.request.params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from toolkit.bench.records import make_record
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import Request, VerifyEvent
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.request.params import SamplingParams
 
 Script = Callable[[Sequence[int], "DraftShape | None"], list[list[int]]]
 

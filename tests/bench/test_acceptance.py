@@ -9,8 +9,8 @@ from toolkit.bench.prompts import Prompt, PromptsError
 from toolkit.bench.records import read_record, write_record
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.table import print_acceptance
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.errors import DraftShapeError, EngineError, SamplingError
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError, EngineError, SamplingError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
 PROMPTS = [
@@ -74,8 +74,7 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
     """The comparison must be able to fail: an engine whose accepted tokens are shifted by one is not lossless."""
-    from toolkit.infer import tree_verifier
-
+    from toolkit.infer.engine.engine import verify_step as tree_verifier
     honest = tree_verifier.walk
 
     def dishonest(tree, chosen, along):

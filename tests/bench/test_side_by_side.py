@@ -8,8 +8,8 @@ from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import BenchError, Mode, rotated, run_side_by_side
 from toolkit.data.chat_template import ChatTemplateError
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import PromptTooLongError
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.request import PromptTooLongError
 
 CHAIN, TREE = DraftShape.chain(2), DraftShape(2, 2, 4)
 SAMPLING = Sampling(max_tokens=8, temperature=0.0, seed=0)

@@ -7,7 +7,7 @@ import pytest
 from toolkit.bench.records import read_record
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.checkpoint.open_head import open_head
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.mtp import MtpConfig, MtpHead
 
 
 def test_the_layers_are_moved_and_the_answers_are_not(script, draft_directory, tmp_path, monkeypatch):

@@ -238,8 +238,8 @@ def shared_settings(target: Path) -> dict:
 
 def test_an_engine_in_a_process_of_its_own(script, tiny_target_directory, tiny_target, capfd) -> None:
     """The protocol itself: what an engine prints must not get between its replies, and its memory is its own."""
-    from toolkit.infer.engine import Engine
-    from toolkit.infer.sampling.sampling_params import SamplingParams
+    from toolkit.infer.engine.engine import Engine
+    from toolkit.infer.request.params import SamplingParams
 
     process = script("engine_process")
     engine = Engine(tiny_target)

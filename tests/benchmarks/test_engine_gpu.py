@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from toolkit.bench.records import read_record
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
-from toolkit.infer.errors import EngineError
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.kv_memory import MemorySettings
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.request.params import SamplingParams
 
 DESIGNED = {
     "engine", "version", "weight_bits", "batch", "context", "tokens", "seconds", "tokens_per_s", "accept_length",

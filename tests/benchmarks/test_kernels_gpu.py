@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from toolkit.infer.kernels.choose import REFERENCE
+from toolkit.infer.kernels.dispatch import REFERENCE
 
 DESIGNED = {"kernel", "shape", "seconds", "bytes", "share_of_roofline", "max_error"}
 

@@ -9,7 +9,7 @@ import torch
 
 from toolkit.bench.records import read_record
 from toolkit.bench.side_by_side import BenchError
-from toolkit.target.load import load_target
+from toolkit.targets.load import load_target
 
 
 @pytest.fixture

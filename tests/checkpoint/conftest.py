@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.target.facts import target_facts
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.targets.facts import target_facts
 from toolkit.weights import save_tensors
 
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftDirError, check_draft_matches, load_draft, save_draft
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, load_tensors, save_tensors
 

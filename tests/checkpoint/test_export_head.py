@@ -16,8 +16,8 @@ from toolkit.checkpoint.export_head import export_head as export
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_tensors
 

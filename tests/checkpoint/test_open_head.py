@@ -9,8 +9,8 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
-from toolkit.infer.open_engine import open_engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import WeightsError
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -73,7 +73,7 @@ def test_published_eagle3(make_eagle3, publish, tiny_draft, target, project, var
 @pytest.mark.parametrize("bias", [True, False])
 def test_published_eagle1(tiny_target, publish, target, bias):
     """EAGLE-1/2: the last layer's feature, no lm_head; a trained bias of fc must not be lost."""
-    from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
+    from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 
     torch.manual_seed(3)
     config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, fc_bias=bias)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.commands import chat
-from toolkit.infer.engine import Engine
-from toolkit.infer.parallel import open_parallel
-from toolkit.infer.parallel.open_parallel import closing
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load import open_parallel
+from toolkit.infer.load.open_parallel import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
-from toolkit.infer.server.conversation import Conversation, ConversationError
+from toolkit.infer.load.conversation import Conversation, ConversationError
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ from toolkit.commands.stages import run_stages
 from toolkit.data.examples import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
 from toolkit.recipe import RecipeError, load_recipe
-from toolkit.target.features import AuxCapture
+from toolkit.targets.features import AuxCapture
 from toolkit.train.offline_features import features_of, offline_features
 from toolkit.train.split_data import read_data
 

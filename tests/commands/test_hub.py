@@ -15,9 +15,9 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.open_head import open_head
 from toolkit.cli import main
-from toolkit.target.errors import TargetError
-from toolkit.target.facts import target_facts
-from toolkit.target.load import load_target
+from toolkit.targets.errors import TargetError
+from toolkit.targets.facts import target_facts
+from toolkit.targets.load import load_target
 
 _SPEC = importlib.util.spec_from_file_location("local_hub", Path(__file__).with_name("local_hub.py"))
 local_hub = sys.modules["local_hub"] = importlib.util.module_from_spec(_SPEC)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from toolkit.cli import main
-from toolkit.infer.open_engine import open_engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import load_tensors, save_tensors
 
 

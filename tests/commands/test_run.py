@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
-from toolkit.infer.errors import DraftShapeError
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.recipe import RecipeError, TrainSettings, load_recipe
-from toolkit.target.load import Target, TargetError
+from toolkit.targets.load import Target, TargetError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """

@@ -15,7 +15,7 @@ from toolkit.commands import train as train_command
 from toolkit.commands.pipeline import Run
 from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.recipe import PromptSettings
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 
 
 @pytest.fixture

@@ -16,17 +16,17 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.infer.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.app import build_app, listen
-from toolkit.infer.verify import Walk
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.mtp import MtpConfig, MtpHead
-from toolkit.target.load import Target
+from toolkit.infer.verify.walk import Walk
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 

@@ -16,8 +16,8 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.target.facts import target_facts
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.targets.facts import target_facts
 from toolkit.train.ttt import unroll
 from toolkit.train.unrolled_head import unrolled_head
 from toolkit.weights import load_tensors

@@ -19,8 +19,8 @@ from toolkit import LLM, SamplingParams
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.cli import main
-from toolkit.models.eagle3 import Eagle3Head
-from toolkit.target.facts import target_facts
+from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.targets.facts import target_facts
 from toolkit.train.initialise import initialise_random
 
 WORKER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine_worker.py"

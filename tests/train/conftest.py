@@ -11,9 +11,9 @@ import yaml
 
 from toolkit.data.conversations import Conversation
 from toolkit.data.rollouts import write_rollouts
-from toolkit.infer.engine import Engine
+from toolkit.infer.engine.engine import Engine
 from toolkit.recipe import RolloutSettings
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.engine_generate import engine_generate

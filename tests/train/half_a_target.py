@@ -20,9 +20,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.recipe import TrainSettings
-from toolkit.target.features import AuxCapture, target_features
-from toolkit.target.load import Target, load_target, load_tokenizer
-from toolkit.target.sharding import layer_bytes, share_out, whole
+from toolkit.targets.features import AuxCapture, target_features
+from toolkit.targets.load import Target, load_target, load_tokenizer
+from toolkit.targets.sharding import layer_bytes, share_out, whole
 from toolkit.train import offline_features as offline
 from toolkit.train.split_data import Data
 

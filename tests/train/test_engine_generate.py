@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from toolkit.data.generation import GenerationRequest
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.target.load import Target
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.load import Target
 from toolkit.train.engine_generate import engine_generate
 
 

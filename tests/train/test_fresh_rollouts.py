@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from toolkit.data.chat_template import ChatTemplateError
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import load_recipe
 from toolkit.train import fresh_rollouts
 from toolkit.train.fresh_rollouts import FreshRollouts

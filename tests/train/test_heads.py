@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.train.initialise import initialise_random
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.data.batches import Example, collate
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.recipe import TrainSettings
-from toolkit.target.errors import TargetError
-from toolkit.target.features import AuxCapture
+from toolkit.targets.errors import TargetError
+from toolkit.targets.features import AuxCapture
 from toolkit.train.copied_layers import copy_first_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.initialise import initialise_from_target, initialise_random

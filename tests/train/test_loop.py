@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.models.eagle3 import Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.train.initialise import initialise_random
 from toolkit.train.metric_rows import OF_THE_MACHINE
 from toolkit.weights import load_tensors

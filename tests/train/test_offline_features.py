@@ -11,9 +11,9 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import TrainSettings
-from toolkit.target.features import AuxCapture, default_aux_layer_ids
+from toolkit.targets.features import AuxCapture, default_aux_layer_ids
 from toolkit.train import offline_features as offline
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.split_data import Data

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import RecipeError, TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head

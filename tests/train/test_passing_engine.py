@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 from toolkit.train import passing_engine
 
 

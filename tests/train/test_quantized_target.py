@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.target.load import load_target
-from toolkit.target.target import Target
+from toolkit.targets.load import load_target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
 from toolkit.train.teacher import Teacher

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.infer.request import VerifyEvent
+from toolkit.infer.request.request import VerifyEvent
 from toolkit.train.rollout_speed import RolloutSpeed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from toolkit.data.batches import Example, collate
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.train.initialise import initialise_random
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead

@@ -1,6 +1,6 @@
 """Tokens committed per verify step, speed against plain decoding, and whether both wrote the same tokens.
 
-Everything in a row comes from one run: acceptance from the engine's event log (`toolkit.infer.acceptance`), speed
+Everything in a row comes from one run: acceptance from the engine's event log (`toolkit.infer.request.acceptance`), speed
 from the clock around each engine step, equality from plain decoding's tokens.
 """
 
@@ -21,14 +21,14 @@ from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine import Engine
-from toolkit.infer.kv_memory import MemorySettings
-from toolkit.infer.sampling.choose_verifier import choose_verifier
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.target.load import Target
-from toolkit.target.quantize import is_int8
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.load import Target
+from toolkit.targets.quantize import is_int8
 from toolkit.weights import sha256_file
 
 FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other

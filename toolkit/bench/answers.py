@@ -6,8 +6,8 @@ import zlib
 from dataclasses import dataclass
 
 from toolkit.bench.prompts import Prompt
-from toolkit.infer.request import VerifyEvent
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.request import VerifyEvent
+from toolkit.infer.request.params import SamplingParams
 
 PLAIN = "plain"  # the name of the mode without a draft shape
 

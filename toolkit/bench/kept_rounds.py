@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.bench.answers import Answer, Question, Round, Sampling
 from toolkit.bench.prompts import Prompt
-from toolkit.infer.request import VerifyEvent
+from toolkit.infer.request.request import VerifyEvent
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import sha256_json

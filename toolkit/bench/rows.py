@@ -13,10 +13,10 @@ from toolkit.bench.answers import PLAIN, Answer, Round
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, compare, plain_logits
 from toolkit.bench.records import RecordError
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.sampling.seeded_uniform import uniform
-from toolkit.target.load import Target
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.verify.seeded_uniform import uniform
+from toolkit.targets.load import Target
 
 ALL = "all"
 Key = tuple[str, int]  # question_id, turn

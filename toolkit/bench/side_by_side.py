@@ -21,9 +21,9 @@ from toolkit.bench.answers import PLAIN, Answer, Question, Round, Sampling
 from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
 from toolkit.data.chat_template import prompt_ids
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import PromptTooLongError, Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.request import PromptTooLongError, Request
+from toolkit.infer.request.params import SamplingParams
 
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]

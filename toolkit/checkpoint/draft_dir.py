@@ -20,9 +20,9 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of, window_keys
 from toolkit.checkpoint.resolution import Resolution
 from toolkit.log import get_logger
-from toolkit.models.eagle3 import Eagle3Config
-from toolkit.models.head_config import HeadConfig, full_attention_rope
-from toolkit.target.load import Target
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.heads.head_config import HeadConfig, full_attention_rope
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 

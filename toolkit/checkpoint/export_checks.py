@@ -8,10 +8,10 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, rope_difference, told_far
 from toolkit.checkpoint.errors import ExportError
-from toolkit.models.head_config import HeadConfig, full_attention_rope
-from toolkit.target.errors import TargetError
-from toolkit.target.facts import TargetFacts, target_embedding
-from toolkit.target.load import full_name
+from toolkit.heads.head_config import HeadConfig, full_attention_rope
+from toolkit.targets.errors import TargetError
+from toolkit.targets.facts import TargetFacts, target_embedding
+from toolkit.targets.load import full_name
 
 PLACEHOLDER = "MODEL"
 

@@ -17,11 +17,11 @@ from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.files import PICKLE, SAFETENSORS
 from toolkit.checkpoint.head_kinds import window_keys
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
-from toolkit.models.eagle2 import Eagle2Config
-from toolkit.models.eagle3 import Eagle3Config
-from toolkit.models.head_config import HeadConfig
-from toolkit.target.facts import TargetFacts, is_sharded, target_embedding
-from toolkit.target.load import TargetError
+from toolkit.heads.eagle2 import Eagle2Config
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.heads.head_config import HeadConfig
+from toolkit.targets.facts import TargetFacts, is_sharded, target_embedding
+from toolkit.targets.load import TargetError
 
 # Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.
 NO_WINDOW = "its head would attend to the whole context"

@@ -19,8 +19,8 @@ from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
 from toolkit.checkpoint.open_head import import_head
 from toolkit.log import get_logger
-from toolkit.models.head_config import HeadConfig
-from toolkit.target.facts import TargetFacts
+from toolkit.heads.head_config import HeadConfig
+from toolkit.targets.facts import TargetFacts
 from toolkit.weights import atomic_write, save_tensors, write_json
 
 log = get_logger(__name__)

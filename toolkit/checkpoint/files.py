@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.target.demo import DEMO_NAME
+from toolkit.targets.demo import DEMO_NAME
 from toolkit.weights import WeightsError, load_tensors, read_json
 
 CONFIG = "config.json"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.head_config import HeadConfig
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.mtp import MtpConfig, MtpHead
 
 DraftHead = Eagle3Head | Eagle2Head | MtpHead
 

@@ -11,7 +11,7 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, note_unread, q_rows, refuse_unless
 from toolkit.checkpoint.recognise import plain_name
 from toolkit.checkpoint.resolution import Resolver
-from toolkit.models.eagle2 import Eagle2Config
+from toolkit.heads.eagle2 import Eagle2Config
 
 EMBEDDING = "embed_tokens.weight"
 READ = frozenset(

@@ -14,8 +14,8 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, note_unread, q_rows, refuse_unless
 from toolkit.checkpoint.recognise import eagle3_name
 from toolkit.checkpoint.resolution import Resolver
-from toolkit.models.eagle3 import Eagle3Config
-from toolkit.target.facts import TargetFacts
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.targets.facts import TargetFacts
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError
 

@@ -19,10 +19,10 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
 from toolkit.checkpoint.open_head import facts_for, import_head
 from toolkit.checkpoint.recognise import recognise
-from toolkit.models.eagle3 import Eagle3Config
-from toolkit.models.head_config import full_attention_rope
-from toolkit.target.errors import TargetError
-from toolkit.target.facts import TargetFacts, target_embedding, target_facts
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.heads.head_config import full_attention_rope
+from toolkit.targets.errors import TargetError
+from toolkit.targets.facts import TargetFacts, target_embedding, target_facts
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import WeightsError
 

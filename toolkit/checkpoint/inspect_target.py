@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from toolkit.checkpoint.inspect_head import Report
-from toolkit.models.head_config import full_attention_rope
-from toolkit.models.rope import STATIC_ROPE_TYPES
-from toolkit.target.errors import TargetError, UnknownFamilyError
-from toolkit.target.facts import (
+from toolkit.heads.head_config import full_attention_rope
+from toolkit.heads.rope import STATIC_ROPE_TYPES
+from toolkit.targets.errors import TargetError, UnknownFamilyError
+from toolkit.targets.facts import (
     TargetFacts,
     bare_facts,
     native_mtp_layers,
@@ -14,7 +14,7 @@ from toolkit.target.facts import (
     target_facts,
     tensor_names,
 )
-from toolkit.target.load import load_tokenizer
+from toolkit.targets.load import load_tokenizer
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any, NamedTuple
 
-from toolkit.target.facts import TargetFacts
+from toolkit.targets.facts import TargetFacts
 
 
 class Shape(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.target.demo import DEMO_NAME
-from toolkit.target.facts import TargetFacts
+from toolkit.targets.demo import DEMO_NAME
+from toolkit.targets.facts import TargetFacts
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 COLUMNS = (

@@ -18,10 +18,10 @@ from toolkit.checkpoint.import_eagle3 import import_eagle3
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
 from toolkit.log import get_logger
-from toolkit.models.head_config import HeadConfig
-from toolkit.target.errors import TargetError
-from toolkit.target.facts import TargetFacts, target_facts
-from toolkit.target.load import full_name
+from toolkit.heads.head_config import HeadConfig
+from toolkit.targets.errors import TargetError
+from toolkit.targets.facts import TargetFacts, target_facts
+from toolkit.targets.load import full_name
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, load_strict
 

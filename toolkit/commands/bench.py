@@ -15,9 +15,9 @@ from toolkit.recipe import BenchSettings
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
-    from toolkit.infer.draft_tree import DraftShape
+    from toolkit.infer.request.draft_tree import DraftShape
     from toolkit.infer.drafters.choose_drafter import Draft
-    from toolkit.target.target import Target
+    from toolkit.targets.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"
 # Options of --draft that have a counterpart among the recipe's bench settings.
@@ -127,16 +127,16 @@ def _measure_any(args: argparse.Namespace) -> int:
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
-    from toolkit.infer.open_draft import (
+    from toolkit.infer.load.load_draft import (
         check_draft_quantization,
         check_token_map_goes_with,
         fit_draft,
         open_draft,
         pack,
     )
-    from toolkit.infer.open_engine import quantization_of, target_of
-    from toolkit.infer.sampling.choose_verifier import choose_verifier
-    from toolkit.target.load import load_target
+    from toolkit.infer.load.load_engine import quantization_of, target_of
+    from toolkit.infer.drafters.choose_verifier import choose_verifier
+    from toolkit.targets.load import load_target
 
     # What is small first: a mistake in it is found before the target is loaded.
     shapes = prompts_and_shapes(wanted)[1]
@@ -183,7 +183,7 @@ def measure_run(job: Run) -> str:
     from toolkit.bench.rows import best_row
     from toolkit.bench.table import length_text, print_acceptance, shape_name
     from toolkit.checkpoint.draft_dir import load_draft
-    from toolkit.infer.open_draft import pack
+    from toolkit.infer.load.load_draft import pack
     from toolkit.weights import write_json
 
     job.release_target()
@@ -234,7 +234,7 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
 def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
     """What a measurement is made on. Raises `PromptsError`, and `DraftShapeError` for a shape that cannot be."""
     from toolkit.bench.prompts import builtin_prompts, read_prompt_files
-    from toolkit.infer.draft_tree import DraftShape
+    from toolkit.infer.request.draft_tree import DraftShape
 
     shapes = [DraftShape.parse(one) for one in wanted.shapes]
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 
 if TYPE_CHECKING:
-    from toolkit.target.load import Target
+    from toolkit.targets.load import Target
 
 HELP = "count tokens of rollouts, or of any text with any tokenizer, and keep the most common for the draft"
 
@@ -85,7 +85,7 @@ def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, co
 
 
 def _map_corpus(args: argparse.Namespace, default_tokenizer: str, size: int | None, coverage: float | None) -> None:
-    from toolkit.target.load import load_tokenizer
+    from toolkit.targets.load import load_tokenizer
     from toolkit.tokenmap.corpus import corpus_ids, rollout_responses
 
     name = args.tokenizer or default_tokenizer

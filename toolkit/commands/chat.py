@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
 
 if TYPE_CHECKING:
-    from toolkit.infer.open_engine import Opened
-    from toolkit.infer.server.conversation import Exchange
+    from toolkit.infer.load.load_engine import Opened
+    from toolkit.infer.load.conversation import Exchange
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until /quit."""
-    from toolkit.infer.parallel.open_parallel import closing
+    from toolkit.infer.load.open_parallel import closing
 
     opened = open_from(args, max_batch=1)
     with closing(opened):
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def converse(args: argparse.Namespace, opened: Opened) -> None:
     """Raises ValueError with a message for the user, RankLostError when another process of several ends."""
-    from toolkit.infer.server.conversation import Conversation
+    from toolkit.infer.load.conversation import Conversation
 
     conversation = Conversation(
         opened.engine,
@@ -86,7 +86,7 @@ def converse(args: argparse.Namespace, opened: Opened) -> None:
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
     """Reads lines until /quit or the end of input. A line that cannot be answered is said so, and forgotten."""
-    from toolkit.infer.server.conversation import ConversationError
+    from toolkit.infer.load.conversation import ConversationError
 
     with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
         import readline  # noqa: F401

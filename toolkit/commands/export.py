@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.checkpoint.export_head import export_head
     from toolkit.checkpoint.open_head import open_head
     from toolkit.checkpoint.push_head import check_push, push_head
-    from toolkit.target.facts import target_facts
-    from toolkit.target.load import full_name, split_revision
+    from toolkit.targets.facts import target_facts
+    from toolkit.targets.load import full_name, split_revision
 
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)

@@ -10,11 +10,11 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation, user_turns
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureWriter
 from toolkit.data.generation import GenerationRequest
-from toolkit.infer.engine import Engine
-from toolkit.infer.feature_recorder import record_features
-from toolkit.infer.request import Request
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.engine.feature_recorder import record_features
+from toolkit.infer.request.request import Request
 from toolkit.recipe import TrainSettings
-from toolkit.target.target import Target
+from toolkit.targets.target import Target
 from toolkit.train.offline_features import stored_layer_ids
 
 OnEnd = Callable[[GenerationRequest, Request], None]

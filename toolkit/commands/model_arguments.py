@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the parser is built without torch
-    from toolkit.infer.open_engine import Opened
+    from toolkit.infer.load.load_engine import Opened
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +130,7 @@ def open_from(args: argparse.Namespace, max_batch: int, **options: Any) -> Opene
     """Opens the engine that the arguments name; options: further ones of open_engine.
 
     Raises ValueError with a message for the user."""
-    from toolkit.infer.parallel.open_parallel import open_parallel
+    from toolkit.infer.load.open_parallel import open_parallel
 
     return open_parallel(
         args.tensor_parallel_size,

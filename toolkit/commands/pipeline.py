@@ -21,8 +21,8 @@ from toolkit.weights import read_json
 if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
     from toolkit.data.conversations import Conversation
-    from toolkit.infer.engine import Engine
-    from toolkit.target.load import Target, Use
+    from toolkit.infer.engine.engine import Engine
+    from toolkit.targets.load import Target, Use
 
 PROMPTS = "prompts/prompts.jsonl"
 ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"
@@ -64,8 +64,8 @@ class Run:
         return target
 
     def load_target(self, use: Use) -> Target:
-        """The target, packed for decoding. `use` decides its dtype, see `toolkit.target.load.load_target`."""
-        from toolkit.target.load import load_target
+        """The target, packed for decoding. `use` decides its dtype, see `toolkit.targets.load.load_target`."""
+        from toolkit.targets.load import load_target
 
         chosen = self.recipe.target
         target = load_target(
@@ -223,7 +223,7 @@ def of_temperature(name: str, temperature: float) -> str:
 
 def check_head_fits(target: Target, settings: TrainSettings) -> None:
     """Raises `TargetError` or `RecipeError` when no draft head can be built for this target by these settings."""
-    from toolkit.models.rope import Rope
+    from toolkit.heads.rope import Rope
     from toolkit.tokenmap.token_map import TokenMap
     from toolkit.train.draft_head import plan_head
 

@@ -55,7 +55,7 @@ def show(
     """
     from toolkit.data.examples import load_examples
     from toolkit.data.jsonl import DataError, read_rows
-    from toolkit.target.load import load_tokenizer
+    from toolkit.targets.load import load_tokenizer
 
     examples, cut = load_examples(rollouts, split, max_length)
     provenance = next(read_rows(rollouts))[1].get("provenance") or {}

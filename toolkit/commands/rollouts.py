@@ -17,8 +17,8 @@ from toolkit.recipe import RolloutSettings
 if TYPE_CHECKING:
     from toolkit.commands.feature_capture import OnEnd
     from toolkit.data.conversations import Conversation
-    from toolkit.infer.engine import Engine
-    from toolkit.target.target import Target
+    from toolkit.infer.engine.engine import Engine
+    from toolkit.targets.target import Target
 
 log = get_logger(__name__)
 
@@ -70,9 +70,9 @@ def answer_prompts(
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
     from toolkit.data.rollouts import write_rollouts
-    from toolkit.infer.engine import Engine
-    from toolkit.infer.kv_memory import MemorySettings
-    from toolkit.infer.open_draft import fit_draft, open_draft
+    from toolkit.infer.engine.engine import Engine
+    from toolkit.infer.cache.cache_manager import MemorySettings
+    from toolkit.infer.load.load_draft import fit_draft, open_draft
     from toolkit.train.engine_generate import engine_generate
 
     if settings.torch_compile and target.device.type != "cpu":

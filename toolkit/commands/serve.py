@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from, short_name
 
 if TYPE_CHECKING:
-    from toolkit.infer.open_engine import Opened
+    from toolkit.infer.load.load_engine import Opened
     from toolkit.infer.server.default_sampling import DefaultSampling
 
 HELP = "serve a target with its draft head over OpenAI's HTTP API"
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until Ctrl-C."""
-    from toolkit.infer.kv_memory import MemorySettings
-    from toolkit.infer.parallel.open_parallel import interrupted_by_loss
+    from toolkit.infer.cache.cache_manager import MemorySettings
+    from toolkit.infer.load.open_parallel import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.default_sampling import DefaultSampling

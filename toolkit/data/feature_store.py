@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from toolkit.log import get_logger
-from toolkit.target.target import Target
+from toolkit.targets.target import Target
 from toolkit.weights import WeightsError, read_json, save_tensors, write_json
 
 log = get_logger(__name__)

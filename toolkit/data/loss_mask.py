@@ -21,7 +21,7 @@ from toolkit.data.chat_template import (
     special_ids,
     template_text,
 )
-from toolkit.target.target import SENTINEL
+from toolkit.targets.target import SENTINEL
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

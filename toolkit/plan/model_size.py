@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from toolkit.plan.errors import PlanError
-from toolkit.target.load import load_config, split_revision
+from toolkit.targets.load import load_config, split_revision
 
 CACHE_BYTES = 2  # bf16
 MOE = {

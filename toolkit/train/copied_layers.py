@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.log import get_logger
-from toolkit.models.decoder_layer import DecoderLayer
-from toolkit.models.eagle3 import DraftLayer
-from toolkit.target.int4_linear import Int4Linear
-from toolkit.target.int8_linear import Int8Linear
-from toolkit.target.sharding import whole
+from toolkit.heads.decoder_layer import DecoderLayer
+from toolkit.heads.eagle3 import DraftLayer
+from toolkit.infer.cpu.int4_linear import Int4Linear
+from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.targets.sharding import whole
 
 log = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.head_kinds import DraftHead, kind_of
-from toolkit.models.head_config import HeadConfig
-from toolkit.target.load import Target
+from toolkit.heads.head_config import HeadConfig
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_strict
 

@@ -13,14 +13,14 @@ from torch import nn
 from toolkit.checkpoint.head_kinds import DraftHead, kind_of
 from toolkit.data.batches import Batch
 from toolkit.log import get_logger
-from toolkit.models.eagle2 import Eagle2Config
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.head_config import HeadConfig
-from toolkit.models.mtp import MtpConfig, MtpHead
+from toolkit.heads.eagle2 import Eagle2Config
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.recipe import TrainSettings
-from toolkit.target.errors import TargetError
-from toolkit.target.features import check_aux_layer_ids, default_aux_layer_ids
-from toolkit.target.target import Target
+from toolkit.targets.errors import TargetError
+from toolkit.targets.features import check_aux_layer_ids, default_aux_layer_ids
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import copy_norm
 from toolkit.train.features import StoredFeatures

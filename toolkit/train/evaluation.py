@@ -12,7 +12,7 @@ from accelerate.utils import broadcast
 
 from toolkit.data.batches import Example, collate
 from toolkit.log import get_logger
-from toolkit.models.head_config import HeadConfig
+from toolkit.heads.head_config import HeadConfig
 from toolkit.recipe import TrainSettings
 from toolkit.train.agreement import Comparison, compare, parting
 from toolkit.train.best_head import judged

@@ -11,8 +11,8 @@ import torch
 
 from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
-from toolkit.target.features import AuxCapture, LastCapture, TargetFeatures, target_features
-from toolkit.target.load import Target
+from toolkit.targets.features import AuxCapture, LastCapture, TargetFeatures, target_features
+from toolkit.targets.load import Target
 
 
 class FeatureSource(Protocol):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.bench.bootstrap import ratio_interval
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.request import VerifyEvent
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.request import VerifyEvent
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from toolkit.data.generation import derived_seed
 from toolkit.data.prompt_pool import read_pool, take_prompts
 from toolkit.data.rollout_files import RolloutPaths
 from toolkit.data.rollouts import write_rollouts
-from toolkit.infer.engine import Engine
+from toolkit.infer.engine.engine import Engine
 from toolkit.jsonl import read_rows
 from toolkit.log import get_logger
-from toolkit.models.head_config import HeadConfig
+from toolkit.heads.head_config import HeadConfig
 from toolkit.recipe import Recipe
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.current_head import as_draft, gathered_weights, in_dtype
 from toolkit.train.engine_generate import engine_generate

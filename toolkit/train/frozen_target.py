@@ -15,8 +15,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
-from toolkit.target.load import Target, load_target
-from toolkit.target.sharding import layer_bytes, share_out
+from toolkit.targets.load import Target, load_target
+from toolkit.targets.sharding import layer_bytes, share_out
 
 log = get_logger(__name__)
 

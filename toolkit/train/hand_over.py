@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from toolkit.recipe import TrainSettings
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.train.state import Position
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.data.chat_template import ChatTemplateError, prompt_ids
 from toolkit.data.jsonl import read_rows
 from toolkit.log import get_logger
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)

@@ -16,10 +16,10 @@ from torch import nn
 
 from toolkit.data.batches import Batch
 from toolkit.log import get_logger
-from toolkit.models.decoder_layer import DecoderLayer
-from toolkit.models.eagle3 import Eagle3Head
-from toolkit.target.features import AuxCapture
-from toolkit.target.load import Target
+from toolkit.heads.decoder_layer import DecoderLayer
+from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.targets.features import AuxCapture
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_first_layer, copy_norm
 from toolkit.train.features import StoredFeatures

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
-from toolkit.models.decoder_layer import DecoderLayer
-from toolkit.models.eagle2 import Eagle2Head
-from toolkit.models.mtp import MtpHead
-from toolkit.target.features import AuxCapture, target_features
-from toolkit.target.target import Target
+from toolkit.heads.decoder_layer import DecoderLayer
+from toolkit.heads.eagle2 import Eagle2Head
+from toolkit.heads.mtp import MtpHead
+from toolkit.targets.features import AuxCapture, target_features
+from toolkit.targets.target import Target
 from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_norm
 from toolkit.train.initialise import CHECK_EVERY, answer_pairs, initialise_random
 from toolkit.train.regression import Moments, ridge_regression

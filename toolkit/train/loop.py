@@ -16,8 +16,8 @@ from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import get_logger, progress
 from toolkit.recipe import Recipe, TrainSettings, result_settings
-from toolkit.target.cpu_dtype import fastest_cpu_dtype
-from toolkit.target.features import check_packing
+from toolkit.targets.cpu_dtype import fastest_cpu_dtype
+from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
 from toolkit.train.best_head import best_in_words, due, has_stopped

@@ -14,8 +14,8 @@ import torch
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
 from toolkit.log import get_logger, progress
 from toolkit.recipe import TrainSettings
-from toolkit.target.features import AuxCapture, default_aux_layer_ids, target_features
-from toolkit.target.load import Target
+from toolkit.targets.features import AuxCapture, default_aux_layer_ids, target_features
+from toolkit.targets.load import Target
 from toolkit.train.features import StoredFeatures
 from toolkit.train.split_data import Data
 

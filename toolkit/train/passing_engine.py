@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from toolkit.infer.engine import Engine
+from toolkit.infer.engine.engine import Engine
 
 Result = TypeVar("Result")
 

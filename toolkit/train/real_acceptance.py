@@ -15,14 +15,14 @@ from pathlib import Path
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
-from toolkit.infer.acceptance import AcceptanceStats, summarise
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
-from toolkit.infer.kv_memory import MemorySettings
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.train.errors import TrainError
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
 from toolkit.train.passing_engine import with_engine

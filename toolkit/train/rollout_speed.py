@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import mean
 
-from toolkit.infer.request import Request
+from toolkit.infer.request.request import Request
 
 
 @dataclass

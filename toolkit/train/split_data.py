@@ -11,7 +11,7 @@ from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
 from toolkit.data.jsonl import DataError
 from toolkit.recipe import TrainSettings
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 
 # Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
 FORECAST_ROLLOUTS = 64

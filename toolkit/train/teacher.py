@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.unrolled_head import SharedMatrix
 

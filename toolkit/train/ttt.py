@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.models.decoder_layer import Attend
+from toolkit.heads.decoder_layer import Attend
 from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward
 from toolkit.train.unrolled_head import UnrolledHead
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from toolkit.checkpoint.head_kinds import DraftHead
-from toolkit.models.decoder_layer import Attend
-from toolkit.models.eagle2 import Eagle2Head
-from toolkit.models.eagle3 import Eagle3Head
-from toolkit.models.mtp import MtpHead
+from toolkit.heads.decoder_layer import Attend
+from toolkit.heads.eagle2 import Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.heads.mtp import MtpHead
 
 # (states [N, H], matrix [V, H], bias [V] or None, what the family does to scores or None) -> whatever it makes of them.
 Project = Callable[..., Any]

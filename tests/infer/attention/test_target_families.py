@@ -8,23 +8,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.bench.near_tie import compare
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer import draft_tree, verify
-from toolkit.infer.attention import attention_plan
-from toolkit.infer.compiled.compiled_rounds import CompileSettings
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters import autoregressive_drafter
+from toolkit.infer.request.request import draft_tree
+from toolkit.infer.verify.walk import walk as verify
+from toolkit.infer.attention import metadata as attention_plan
+from toolkit.infer.graphs.compiled_rounds import CompileSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.engine import Engine
-from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.kernels.choose import REFERENCE, triton_ops
-from toolkit.infer.kv_memory import MemorySettings
-from toolkit.infer.sampling import sampler
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.mtp import MtpConfig, MtpHead
-from toolkit.target.load import Target, TargetError
+from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.verify.walk import sampler
+from toolkit.infer.request.params import SamplingParams
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.targets.load import Target, TargetError
 from toolkit.tokenmap.token_map import TokenMap
 
 VOCABULARY = 48  # few tokens: an untrained head is right now and then

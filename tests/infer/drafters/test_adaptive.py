@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.adaptive import LOOK_GAP, AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.step_costs import Arm
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
 
 TREE = DraftShape(5, 4, 16)
 LOOK_COST, READ_COST = 0.1, 0.018  # a look, and each position a row that it reads, measured in plain rounds

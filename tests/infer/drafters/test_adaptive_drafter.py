@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.infer.draft_tree import DraftShape, DraftTree
-from toolkit.infer.drafters import autoregressive_drafter
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 
 HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
 MOST = DraftShape(4, 3, 12)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
-from toolkit.infer.errors import DraftShapeError
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import SamplingParams
 
 LENGTHS = (5, 9, 1, 17, 3, 30, 2, 4, 12, 7, 1, 22, 6, 8, 2, 11)
 DRAFTERS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first", "ngram"]

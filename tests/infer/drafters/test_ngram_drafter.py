@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.ngram_drafter import History, NgramDrafter, NgramLookup
-from toolkit.infer.engine import Engine
-from toolkit.infer.errors import EngineError
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.target.load import Target
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.load import Target
 
 
 def rescan(text: list[int], lookup: NgramLookup) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
 
 CHAIN_4, TREE = DraftShape.chain(4), DraftShape(4, 4, 16)
 SHAPES = [DraftShape.chain(1), CHAIN_4, DraftShape(4, 2, 8), TREE]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.drafters import autoregressive_drafter
-from toolkit.infer.engine import Engine
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.params import SamplingParams
 
 HEADS = ["eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
 KEPT = [0, *range(5, 24)]

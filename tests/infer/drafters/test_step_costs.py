@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.step_costs import LEVEL_GUESS, WINDOW, StepCosts
 
 CHAIN_2, CHAIN_4 = DraftShape.chain(2), DraftShape.chain(4)

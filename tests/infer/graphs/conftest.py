@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from toolkit.infer.kernels import cpu_choices
-from toolkit.infer.kernels.choose import ops_for
+from toolkit.infer.cpu import choices as cpu_choices
+from toolkit.infer.kernels.dispatch import ops_for
 
 REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 

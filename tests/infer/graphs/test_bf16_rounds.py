@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from tests.infer.graphs.test_graph_rounds import ROWS, engine_with, lengths_of_then
 from toolkit.bench.near_tie import Divergence, compare, plain_logits
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.graphs.device_round import DeviceRound
+from toolkit.infer.engine.round import DeviceRound
 from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.target.load import Target
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.load import Target
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 LENGTHS, TOKENS = (5, 19, 2, 33, 9, 14, 3), 40

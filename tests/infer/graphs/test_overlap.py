@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.infer.test_host_reads import HostReads
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.kv_memory import MemorySettings
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
 
 ROWS, CONTEXT, NOISE = 5, 72, 0.05
 SETTINGS: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from toolkit.infer.kernels.choose import REFERENCE, Ops, cpu_ops, triton_ops
+from toolkit.infer.kernels.dispatch import REFERENCE, Ops, cpu_ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
@@ -505,8 +505,7 @@ if __name__ == "__main__":
     elif where == "c++":
         outcomes = compare("cpu", cpu_ops(), CPU_GROUPS)
     else:
-        from toolkit.infer.kernels import triton_paged_attention
-
+        from toolkit.infer.kernels.triton import paged_attention as triton_paged_attention
         triton_paged_attention.PART_KEYS = 16  # several parts of few keys
         outcomes = compare(where, triton_ops(), GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

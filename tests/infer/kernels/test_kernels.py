@@ -14,8 +14,8 @@ import numpy
 import pytest
 import torch
 
-from toolkit.infer.kernels import cpu_choices
-from toolkit.infer.kernels.choose import REFERENCE, cpu_ops, ops_for
+from toolkit.infer.cpu import choices as cpu_choices
+from toolkit.infer.kernels.dispatch import REFERENCE, cpu_ops, ops_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # kernel -> cases that hold it against its reference, and variants of it that are compiled
@@ -120,7 +120,7 @@ def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
     assert ops_for("cpu") == (REFERENCE if cpu_choices.library() is None else cpu_ops())
-    kernels = pytest.importorskip("toolkit.infer.kernels.triton_paged_attention")
+    kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")
     assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree
     assert not {getattr(on_gpu, name) for name in GROUPS} & {getattr(REFERENCE, name) for name in GROUPS}

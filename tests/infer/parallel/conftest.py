@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import save_draft
-from toolkit.models.eagle2 import Eagle2Config, Eagle2Head
-from toolkit.models.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.models.mtp import MtpConfig, MtpHead
-from toolkit.target.load import load_config
+from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.targets.load import load_config
 from toolkit.tokenmap.token_map import TokenMap
 
 VOCABULARY = 24  # few tokens: an untrained head is right now and then

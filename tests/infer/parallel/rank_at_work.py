@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.open_engine import open_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.load.load_engine import open_engine
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.params import SamplingParams
 
 MAX_TOKENS, SEED = 12, 5
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from toolkit.bench.near_tie import compare, plain_logits
-from toolkit.infer.llm import LLM
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.load.llm import LLM
+from toolkit.infer.request.params import SamplingParams
 
 DEVICE = "cuda"
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.attention_plan import AttentionPlan, prompt_plan, tree_plan
-from toolkit.infer.attention.attention_probe import PROBE, AttentionProbe
-from toolkit.infer.attention.kv_cache import KVCache, KVShape
+from toolkit.infer.attention.metadata import AttentionPlan, prompt_plan, tree_plan
+from toolkit.infer.attention.probe import PROBE, AttentionProbe
+from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
-from toolkit.infer.attention.page_pool import PagePool
-from toolkit.infer.compiled.compiled_layers import CompiledLayers
-from toolkit.infer.errors import CompileError, UnsupportedTargetError
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cpu.compiled_layers import CompiledLayers
+from toolkit.infer.request.errors import CompileError, UnsupportedTargetError
 from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.target.load import Target, TargetError
+from toolkit.targets.load import Target, TargetError
 
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8

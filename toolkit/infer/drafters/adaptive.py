@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.infer.draft_tree import DraftShape, candidates
+from toolkit.infer.request.draft_tree import DraftShape, candidates
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, StepCosts
-from toolkit.infer.request import Request
+from toolkit.infer.request.request import Request
 
 FIRST_ROUNDS = 2  # plain rounds before anything else: the first is often slow
 START_CREDIT = 0.6  # plain rounds' time that may be lost by trials at once

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from toolkit.infer.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.drafter import Drafter, Ranks
-from toolkit.infer.request import Request
-from toolkit.infer.verify import Walk
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.walk import Walk
 
 
 class AdaptiveDrafter:

@@ -11,9 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from toolkit.infer.draft_tree import DraftShape, candidates
-from toolkit.infer.drafters.expansion import Expansion
-from toolkit.infer.kernels.choose import ops_for
+from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.drafters.draft_rollout import Expansion
+from toolkit.infer.kernels.dispatch import ops_for
 
 
 def draft_beams(

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.errors import EngineError
-from toolkit.infer.request import Request
-from toolkit.infer.verify import Walk
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.walk import Walk
 
 Ranks = list[list[int]]  # by row and position: the right token's rank among the drafts, their number if it is not there
 

@@ -20,12 +20,12 @@ from itertools import islice
 
 import torch
 
-from toolkit.infer.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafters.drafter import Ranks, root_tokens
-from toolkit.infer.errors import EngineError
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
-from toolkit.infer.request import Request
-from toolkit.infer.verify import Walk
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.walk import Walk
 
 PLACES_PER_BRANCH = 4  # places looked at for every branch wanted: recent ones often continue alike
 

@@ -16,8 +16,8 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.request import Request
 
 Table = list[list[float]]  # by class, then by level
 FIRST_GUESS = (0.6, 0.3)  # of class 0, and of every other

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from toolkit.infer.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import DraftShape
 
 Arm = DraftShape | None  # what a round may draft; None: nothing, a plain step
 WINDOW = 9  # rounds remembered of each kind

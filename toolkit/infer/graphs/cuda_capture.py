@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from toolkit.infer.errors import EngineError
+from toolkit.infer.request.errors import EngineError
 
 WARM_UPS = 2  # runs before the capture: kernels are compiled, libraries take their workspaces, tables are made
 

@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from toolkit.infer.attention.kv_cache import KVCache
+from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.compiled.compiled_rounds import CompiledRounds
-from toolkit.infer.drafters.autoregressive_drafter import AutoregressiveDrafter
+from toolkit.infer.graphs.compiled_rounds import CompiledRounds
+from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
-from toolkit.infer.errors import CompileError, EngineError
-from toolkit.infer.graphs.device_round import Machine
-from toolkit.infer.graphs.flight import Flight, HostCopy
+from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.engine.round import Machine
+from toolkit.infer.graphs.in_flight import Flight, HostCopy
 from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, buckets_up_to
 from toolkit.infer.graphs.round_state import PADDING, RoundState, Standing
-from toolkit.infer.kernels.choose import ops_for
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.logit_edits import is_edited
-from toolkit.infer.sampling.sampling_params import SamplingParams
-from toolkit.infer.sampling.verifiers import Verifier
-from toolkit.infer.verify import Walk
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.logit_edits import is_edited
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.verifiers import Verifier
+from toolkit.infer.verify.walk import Walk
 from toolkit.log import get_logger
-from toolkit.target.load import Target
+from toolkit.targets.load import Target
 
 logger = get_logger(__name__)
 

@@ -20,11 +20,11 @@ The host waits for round n first ("drains") where it has to know what round n ha
 
 from __future__ import annotations
 
-from toolkit.infer.graphs.flight import Flight
+from toolkit.infer.graphs.in_flight import Flight
 from toolkit.infer.graphs.graph_rounds import GraphRounds
-from toolkit.infer.kv_memory import ROOM
-from toolkit.infer.scheduler import Scheduler
-from toolkit.infer.verify import Walk
+from toolkit.infer.cache.cache_manager import ROOM
+from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.verify.walk import Walk
 
 
 class Launches:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from toolkit.infer.compiled.compiled_rounds import CompiledRounds, CompileSettings
-from toolkit.infer.draft_tree import DraftShape
-from toolkit.infer.errors import CompileError, EngineError
+from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
-from toolkit.infer.graphs.device_round import DeviceRound, Machine
-from toolkit.infer.graphs.fixed_laws import FixedLaws
+from toolkit.infer.engine.round import DeviceRound, Machine
+from toolkit.infer.graphs.static_sampling import FixedLaws
 from toolkit.log import get_logger, progress
 
 logger = get_logger(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.page_pool import PagePool
-from toolkit.infer.request import Request
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
 
 # What the host writes of a row, in this order: the last committed token; positions whose target keys are cached;
 # positions that the drafter has not read yet; 1 for a request, 0 for padding.

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.infer.attention.kv_cache import KVShape
-from toolkit.infer.errors import EngineError
-from toolkit.infer.kv_memory import CPU_SHARE, MemorySettings
+from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
 
 T = TypeVar("T")
 # Of one collective. Ranks read their weights one after the other; a rank that dies is noticed by other means.

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.errors import UnsupportedTargetError
+from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
 from toolkit.log import get_logger
-from toolkit.models.decoder_layer import Attention, GatedMLP
-from toolkit.models.eagle3 import Eagle3Head
-from toolkit.target.load import Target, load_config, load_target
+from toolkit.heads.decoder_layer import Attention, GatedMLP
+from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.targets.load import Target, load_config, load_target
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from toolkit.infer.server.engine_thread import EngineFailure
+from toolkit.infer.engine.engine_thread import EngineFailure
 
 MAX_SHOWN = 5  # problems named in one message
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from toolkit.infer.request import TokenLogprob
+from toolkit.infer.request.request import TokenLogprob
 
 LEAST = -9999.0  # JSON has no -inf; OpenAI writes this
 

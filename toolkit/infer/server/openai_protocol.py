@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.infer.sampling.sampling_params import MOST_LOGPROBS
+from toolkit.infer.request.params import MOST_LOGPROBS
 
 ANY = object()  # fields that only label a request: every value is neutral
 # field -> values that change nothing; null is neutral everywhere

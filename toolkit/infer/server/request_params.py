@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.infer.errors import SamplingError
-from toolkit.infer.sampling.sampling_params import SamplingParams
+from toolkit.infer.request.errors import SamplingError
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.default_sampling import DefaultSampling
 from toolkit.infer.server.openai_protocol import GenerationFields

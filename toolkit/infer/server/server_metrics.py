@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from toolkit.infer.acceptance import summarise
-from toolkit.infer.answer import Answer, events_of_answer
-from toolkit.infer.request import Request, VerifyEvent
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.load.answer import Answer, events_of_answer
+from toolkit.infer.request.request import Request, VerifyEvent
 
 # name -> (kind, help)
 SERIES = {

@@ -1,0 +1,95 @@
+"""Prefixes are found by their tokens and successors; the least recent go first."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cache.prefix_cache import PrefixCache
+
+TEXT = list(range(100, 120))
+
+
+def filled(lookahead: int = 0, homes: bool = True, capacity: int | None = None):
+    """A cache that keeps what row 0 has read of TEXT, in pages of 4."""
+    pool = PagePool(2, 40, capacity, homes=homes, page_size=4)
+    cache = PrefixCache(pool, lookahead)
+    assert pool.grow(0, len(TEXT))
+    cache.keep(TEXT, 0, len(TEXT))
+    return pool, cache
+
+
+@pytest.mark.parametrize(("lookahead", "same", "pages"), [(0, 12, 3), (0, 11, 2), (1, 12, 2), (1, 13, 3), (3, 14, 2)])
+def test_a_page_is_known_by_its_tokens_and_their_successors(lookahead, same, pages):
+    """A draft entry was read with the token behind it: the same page before another token is another page."""
+    _, cache = filled(lookahead)
+    other = TEXT[:same] + [7] * 20
+    assert len(cache.find(other, 9)) == pages
+    assert len(cache.find(other, 1)) == 1
+    assert not cache.find([7, *TEXT], 9)
+
+
+def test_only_what_was_read_and_has_its_successor_is_kept():
+    """20 tokens: 5 pages, 4 when a token behind them must be known, 2 when 9 positions were read."""
+    for lookahead, positions, pages in ((0, 20, 5), (1, 20, 4), (0, 9, 2)):
+        pool = PagePool(1, 40, page_size=4)
+        cache = PrefixCache(pool, lookahead)
+        pool.grow(0, 20)
+        cache.keep(TEXT, 0, positions)
+        assert len(cache.pages) == pages
+
+
+def test_the_least_recent_leaf_goes_first():
+    """A page that others stand on must stay as long as they do."""
+    pool, cache = filled(capacity=16)
+    pool.release(0)
+    pool.grow(1, 20)
+    branch = TEXT[:8] + [7] * 12
+    cache.keep(branch, 1, 20)  # shares two pages, adds three
+    assert len(cache.pages) == 8
+    cache.find(TEXT, 9)
+    assert cache.evict(pool.free + 3)
+    assert len(cache.find(branch, 9)) == 2 and len(cache.find(TEXT, 9)) == 5
+    pool.check_integrity(cache.pages)
+    assert not cache.evict(17) and len(cache.pages) == 5  # nothing goes where all of it would not suffice
+    pool.release(1)
+    assert cache.evict(16) and not cache.pages
+    pool.check_integrity([])
+
+
+def test_a_page_in_use_stays_with_what_it_stands_on():
+    """Letting go of it would free nothing; letting go of what it stands on would lose it."""
+    pool, cache = filled(homes=False)
+    pool.release(0)
+    assert pool.adopt(1, cache.find(TEXT, 3))
+    assert not cache.evict(pool.free + 3) and len(cache.pages) == 5
+    assert cache.evict(pool.free + 2) and len(cache.find(TEXT, 9)) == 3
+    pool.check_integrity(cache.pages)
+
+
+def test_keeping_makes_room_but_not_at_its_own_cost():
+    """What the new pages stand on is not evicted for them."""
+    pool, cache = filled(capacity=12)  # 5 of the row, 5 cached
+    longer = TEXT + [7] * 20
+    assert pool.grow(0, 28)  # 7 of the row: full
+    cache.keep(longer, 0, 28)
+    assert len(cache.find(longer, 9)) == 5
+    pool.check_integrity(cache.pages)
+
+
+@pytest.mark.parametrize("homes", [True, False])
+def test_pages_of_the_target_alone_are_not_for_drafts(homes):
+    """A drafter that took one would draft from entries nobody wrote; whoever needs no more is served by both kinds."""
+    pool, cache = filled(lookahead=1, homes=homes)
+    whole = cache.find(TEXT, 9)
+    longer = [*TEXT, *range(8)]
+    assert len(whole) == 4 and pool.adopt(1, whole) and pool.grow(1, len(longer))
+    cache.keep(longer, 1, len(longer), drafted=False)
+    both = cache.find(longer, 9, drafted=False)
+    assert cache.find(longer, 9) == both[:4] == whole and len(both) == 7
+    assert cache.find([*TEXT, *range(4), 99, 99], 9, drafted=False) == both[:6]  # no successor stands in the way
+    assert cache.find([*TEXT[:4], 99], 9, drafted=False) == []  # of a whole page it does
+    pool.release(0), pool.release(1)
+    pool.check_integrity(cache.pages)
+    cache.evict(pool.capacity)
+    assert cache.pages == [] and pool.held == 0

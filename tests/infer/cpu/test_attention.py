@@ -1,0 +1,121 @@
+"""Attention of few nodes on a CPU in one call, against the same in torch's operators."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from toolkit.infer.attention.metadata import FEW, TreePlan
+from toolkit.infer.cache.kv_cache import KVCache, KVShape
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cpu import attention as cpu_attention
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.cpu import compile_cpp
+pytestmark = pytest.mark.skipif(
+    not compile_cpp.compiler() or not compile_cpp.has_vectors(),
+    reason="needs AVX2 and a C++ compiler",
+)
+SPAN = 96
+
+
+def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
+    """Attention of one layer -> what comes out [B, N, Hq, D], and the cache's keys and values."""
+    heads, kv_heads, width = case
+    rows, new, nodes = mask.shape
+    pool = PagePool(rows, SPAN, homes=True)
+    cache = KVCache(KVShape(1, kv_heads, width, dtype, torch.device("cpu")), pool)
+    for store, values in zip((cache.home_keys[0], cache.home_values[0]), drawn, strict=True):
+        if ours:
+            store.fill_(torch.nan)  # what nobody has written must not be read
+        for row, length in enumerate(lengths):
+            store[row, : length + nodes - new] = values[row, : length + nodes - new].to(dtype)
+    q, k, v = (
+        torch.randn(rows, new, count, width, generator=torch.Generator().manual_seed(7)).to(dtype).transpose(1, 2)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    plan = TreePlan(cache, lengths, mask, torch.zeros(rows, nodes, dtype=torch.long))
+    assert plan._at_home is not None
+    if not ours:
+        plan._at_home = None
+    found = plan.attend(0, q, k, v, Scoring(0.2))
+    return found, *(store.nan_to_num() for store in (cache.home_keys[0], cache.home_values[0]))
+
+
+@pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    "case", [(4, 4, 16), (6, 2, 32), (9, 3, 64), (4, 1, 80), (5, 1, 96), (8, 2, 112), (6, 6, 128)], ids=str
+)
+def test_it_is_what_torch_computes(case, dtype, allowed):
+    """Ragged rows and equal ones, chains, trees, nodes of an earlier pass, one node; keys and values lie where torch
+    puts them. A mask, a head, a position or a stride that was mistaken would be off by far more."""
+    torch.manual_seed(0)
+    for (new, nodes), lengths in itertools.product([(1, 1), (4, 4), (3, 8), (FEW, FEW)], [[37], [5, 64, 1], [16, 16]]):
+        drawn = torch.randn(2, len(lengths), SPAN, case[1], case[2])
+        mask = torch.rand(len(lengths), new, nodes) < 0.5
+        mask |= torch.eye(nodes, dtype=torch.bool)[nodes - new :]
+        found, expected = (forward(case, dtype, lengths, mask, drawn, ours=ours) for ours in (True, False))
+        torch.testing.assert_close(found[0].float(), expected[0].float(), rtol=allowed, atol=allowed)
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 64), (31, 64), (32, 96), (61, 64), (61, 80), (90, 32)])
+def test_a_nodes_result_does_not_depend_on_its_company_or_the_threads(length, width):
+    """Bit for bit: a chain verified together is the chain decoded node by node, in one row and beside others."""
+    torch.manual_seed(0)
+    case, threads = (9, 3, width), torch.get_num_threads()
+    drawn = torch.randn(2, 12, SPAN, 3, width)
+    chain = torch.ones(12, 5, 5, dtype=torch.bool).tril()
+    try:
+        torch.set_num_threads(3)
+        together = forward(case, torch.bfloat16, [length] * 12, chain, drawn, ours=True)[0]
+        torch.set_num_threads(1)
+        assert torch.equal(forward(case, torch.bfloat16, [length] * 12, chain, drawn, ours=True)[0], together)
+    finally:
+        torch.set_num_threads(threads)
+    for node in range(5):
+        kept = drawn[:, 3:4].clone()
+        q, k, v = (
+            torch.randn(12, 5, count, width, generator=torch.Generator().manual_seed(7))[3:4, : node + 1].bfloat16()
+            for count in (9, 3, 3)
+        )
+        kept[0, :, length : length + node], kept[1, :, length : length + node] = (
+            k[:, :node].float(),
+            v[:, :node].float(),
+        )
+        attention = cpu_attention.row_attention(
+            torch.bfloat16, width, width, torch.tensor([length + node]), torch.ones(1, 1, 1, dtype=torch.bool)
+        )
+        keys, values = kept.bfloat16()
+        asked = (x[:, node:].transpose(1, 2) for x in (q, k, v))
+        alone = attention(*asked, keys.data_ptr(), values.data_ptr(), keys.stride(0), 0.2)
+        assert torch.equal(alone[0, 0], together[3, node])
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 64)])
+def test_shares_of_far_apart_scores(dtype, width):
+    """One key far ahead takes everything, and one far behind nothing: no overflow, exact zeros. A nan is not hidden."""
+    attention = cpu_attention.row_attention(
+        dtype, width, width, torch.tensor([3]), torch.ones(1, 1, 1, dtype=torch.bool)
+    )
+    keys, values = torch.zeros(2, 1, SPAN, 1, width, dtype=dtype)
+    keys[0, :3, 0, 0], values[0, :3, 0, 0] = torch.tensor([[-1e30, 3e11, 3e9], [1e30, 2.0, 1e30]], dtype=dtype)
+    one = torch.zeros(1, 1, 1, width, dtype=dtype)
+    one[..., 0] = 1.0
+    places = (keys.data_ptr(), values.data_ptr(), SPAN * width)
+    assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0] == 2.0
+    keys[0, 1, 0, 0] = torch.nan
+    assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0].isnan()
+    with pytest.raises(ValueError, match=r"2 rows of 1 nodes came; the plan is for \(1, 1\)"):
+        attention(one.repeat(2, 1, 1, 1), one, one, *places, 0.3)
+
+
+def test_no_such_attention_for_other_heads():
+    mask = torch.ones(1, 1, 1, dtype=torch.bool)
+    assert cpu_attention.row_attention(torch.float32, 64, 64, torch.tensor([3]), mask) is not None
+    assert cpu_attention.row_attention(torch.float32, 64, 32, torch.tensor([3]), mask) is None, (
+        "DeepSeek's values are narrower"
+    )
+    assert cpu_attention.row_attention(torch.float32, 20, 20, torch.tensor([3]), mask) is None
+    assert cpu_attention.row_attention(torch.float16, 64, 64, torch.tensor([3]), mask) is None

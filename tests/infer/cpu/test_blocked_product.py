@@ -1,0 +1,217 @@
+"""Our own products with bfloat16 and int8 weights, compiled for this CPU."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.infer.cpu import blocked_product
+
+from toolkit.infer.cpu import compile_cpp
+from toolkit.infer.cpu.blocked_product import from_blocks, is_blocked, takes, to_blocks
+from toolkit.infer.cpu.int8_linear import Int8Linear, share_input
+from toolkit.infer.cpu.packed_linear import pack_linears
+
+only_here = pytest.mark.skipif(
+    not compile_cpp.has_vectors() or not compile_cpp.compiler(), reason="needs AVX2 and a C++ compiler"
+)
+
+
+@pytest.fixture
+def forgotten():
+    """The library is looked for anew, now and by later tests."""
+    blocked_product._library.cache_clear()
+    yield
+    blocked_product._library.cache_clear()
+
+
+@pytest.fixture
+def taken(forgotten):
+    """Where a compiler and the instructions are, so is the product."""
+    if not takes(torch.zeros(1, 4, dtype=torch.bfloat16)):
+        pytest.fail("the product is not compiled here")
+
+
+@only_here
+@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (64, 72), (97, 132), (33, 32), (97, 160)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
+    """For every number of rows up to two tiles and some, for whole and broken blocks, for inputs that AMX divides
+    among its tiles and others: within half a unit in the last place of the product in float64 (and what float32 sums
+    of so few lose), padding written nowhere."""
+    torch.manual_seed(0)
+    weight, offset = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
+    blocks = to_blocks(weight)
+    assert torch.equal(from_blocks(blocks, outputs), weight)
+    for rows in (*range(1, 36), 64, 200):
+        x = torch.randn(rows, inputs).bfloat16()
+        exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        got = blocked_product.blocked_product(x, blocks, None, offset, outputs)
+        torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
+    assert blocked_product.blocked_product(x[:0], blocks, None, offset, outputs).shape == (0, outputs)
+
+
+@only_here
+@pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (97, 132), (97, 160)])
+def test_int8_layers_are_their_law(taken, outputs, inputs):
+    """Levels times scales, with biases, for every number of rows up to a tile and some."""
+    torch.manual_seed(0)
+    layer = Int8Linear(nn.Linear(inputs, outputs).bfloat16())
+    assert layer.blocked and layer.qweight.dtype == torch.int8
+    weight = from_blocks(layer.qweight, outputs).double() * layer.scale.double()[:, None]
+    torch.testing.assert_close(layer.weight.double(), weight, rtol=2**-8, atol=0)
+    with torch.inference_mode():
+        for rows in (*range(1, 20), 64):
+            x = torch.randn(2, rows, inputs).bfloat16()
+            got = layer(x)
+            torch.testing.assert_close(
+                got.double(), F.linear(x.double(), weight, layer.bias.double()), rtol=2**-8, atol=1e-5
+            )
+            assert torch.equal(layer(x[1:, rows // 2]), got[1:, rows // 2])
+            assert torch.equal(layer(x[0]), got[0])  # odd numbers of rows
+
+
+@only_here
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_layers_that_read_the_same_input_lie_together(taken, bias):
+    """In one weight, of which each gives its own rows: bit for bit what it gave alone, also when put together again."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(96, outputs, bias=bias).bfloat16() for outputs in (33, 64, 7)]
+    alone, together = ([Int8Linear(one) for one in linears] for _ in range(2))
+    for _ in range(2):
+        share_input(together)
+        assert all(one.qweight is together[0].qweight for one in together)
+        with torch.inference_mode():
+            for rows in (1, 3, 20):
+                x = torch.randn(2, rows, 96).bfloat16()
+                for one, own in zip(together, alone, strict=True):
+                    assert torch.equal(one(x), own(x))
+        for one, own in zip(together, alone, strict=True):
+            assert torch.equal(one.weight, own.weight) and one.nbytes() == own.nbytes() == 100 * own.out_features
+
+
+@only_here
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("inputs", [96, 100])
+def test_a_rows_result_does_not_depend_on_its_company_or_the_threads(taken, inputs, dtype):
+    """Bit for bit: what a step verifies together it would have written alone. (AMX takes 96 inputs, and not 100.)"""
+    torch.manual_seed(0)
+    weight, x, bias = torch.randn(200, inputs), torch.randn(300, inputs).bfloat16(), torch.randn(200).bfloat16()
+    scale = torch.rand(200) if dtype == torch.int8 else None
+    blocks, threads = to_blocks((30 * weight).to(dtype)), torch.get_num_threads()
+
+    def product(rows):
+        return blocked_product.blocked_product(rows, blocks, scale, bias, 200)
+
+    try:
+        torch.set_num_threads(1)
+        together = product(x)
+        torch.set_num_threads(3)
+        assert torch.equal(product(x), together)
+    finally:
+        torch.set_num_threads(threads)
+    for first, last in ((0, 1), (7, 8), (5, 17), (12, 61), (1, 300)):
+        part = x[first:last][None].transpose(0, 1).transpose(0, 1)
+        assert torch.equal(product(part)[0], together[first:last])
+
+
+@only_here
+@pytest.mark.parametrize("inputs", [4, 32])
+def test_infinities_and_nans_stay_what_they_are(taken, inputs):
+    weight = torch.eye(4, inputs, dtype=torch.bfloat16)
+    x = torch.tensor([[torch.inf, 1, 2, 3], [torch.nan, 1, 2, 3], [3.39e38, 1, 2, 3]]).bfloat16()
+    x = F.pad(x, (0, inputs - 4))
+    got = blocked_product.blocked_product(x, to_blocks(weight), None, None, 4)
+    assert got[0, 0] == torch.inf and got[1].isnan().all() and got[2, 0] == x[2, 0]
+
+
+@only_here
+@pytest.mark.parametrize("inputs", [96, 100])
+@pytest.mark.parametrize("power", [-60, -20, 0, 20, 60])
+def test_int8_weights_take_inputs_of_any_size(taken, inputs, power):
+    """Within the range that blocked_product.cpp states a row times a power of two gives the result times that power."""
+    torch.manual_seed(0)
+    layer, x = Int8Linear(nn.Linear(inputs, 40, bias=False).bfloat16()), torch.randn(5, inputs).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(layer(x * 2.0**power), layer(x) * 2.0**power)
+        x[2, 7], x[3, 7] = torch.inf, torch.nan
+        got = layer(x)
+    wanted = layer.weight[:, 7].sign() * torch.inf  # NaN for a weight of 0
+    assert torch.equal(got[2].nan_to_num(0), wanted.nan_to_num(0)) and got[3].isnan().all() and got[:2].isfinite().all()
+
+
+@only_here
+def test_layers_take_it_for_bfloat16_of_whole_words(taken):
+    for inputs, dtype, wanted in ((72, torch.bfloat16, True), (70, torch.bfloat16, False), (72, torch.float32, False)):
+        model = nn.Sequential(nn.Linear(inputs, 40)).to(dtype)
+        pack_linears(model)
+        packed = getattr(model[0], "packed", None)
+        assert (packed is not None and is_blocked(packed)) == wanted
+        packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert (packed is not None) == (wanted or packs)
+
+
+@only_here
+def test_what_the_weights_do_not_take_is_refused(taken):
+    """Addresses go to C: a row of another width or dtype would be read beyond its end."""
+    blocks = to_blocks(torch.zeros(40, 8).bfloat16())
+    for x, scale in (
+        (torch.zeros(2, 6).bfloat16(), None),
+        (torch.zeros(2, 8), None),
+        (torch.zeros(2, 8).bfloat16(), torch.ones(40).bfloat16()),
+    ):
+        with pytest.raises(ValueError, match="these weights take 8 of bfloat16"):
+            blocked_product.blocked_product(x, blocks, scale, None, 40)
+    weight = torch.randn(8, 64).bfloat16().t()  # columns lie together
+    assert torch.equal(from_blocks(to_blocks(weight), 64), weight)
+
+
+@pytest.mark.parametrize("why", ["no compiler", "broken", "old CPU", "no cache"])
+def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeypatch, tmp_path, caplog, why):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="toolkit")
+    flags = ("sse4_2",) if why == "old CPU" else ("avx2", "fma")
+    monkeypatch.setattr(compile_cpp, "cpu_flags", lambda: flags)
+    said = ""
+    if why == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        said = "no C++ compiler: blocked_product.cpp is not compiled"
+    if why == "broken":
+        broken = tmp_path / "broken.cpp"
+        broken.write_text("int main( {")
+        monkeypatch.setattr(blocked_product, "SOURCE", broken)
+        said = "broken.cpp cannot be compiled" if compile_cpp.compiler() else "no C++ compiler"
+    if why == "no cache":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
+        said = "cannot be compiled or loaded" if compile_cpp.compiler() else "no C++ compiler"
+    linear = nn.Linear(8, 8).bfloat16()
+    model = nn.Sequential(linear)
+    pack_linears(model)
+    packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not without AVX-512 or its like: torch multiplies there
+    assert model[0].packed.is_mkldnn if packs else model[0] is linear
+    assert said in caplog.text and bool(caplog.text) == bool(said)
+    x = torch.randn(3, 8).bfloat16()
+    torch.testing.assert_close(model(x), linear(x), rtol=2e-2, atol=2e-2)
+    if why == "broken" and compile_cpp.compiler():  # the next start does not try again, with the same compiler
+        blocked_product._library.cache_clear()
+        caplog.clear()
+        assert not takes(linear.weight) and "could not be compiled before" in caplog.text
+
+
+@only_here
+def test_the_next_process_compiles_nothing(forgotten, monkeypatch, tmp_path):
+    """And it shares PyTorch's threads: an OpenMP of its own would start as many again."""
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    first = compile_cpp.load_cpp(blocked_product.SOURCE)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    second = compile_cpp.load_cpp(blocked_product.SOURCE)
+    assert first.toolkit_block_width() == second.toolkit_block_width() in (16, 32)
+    library = next((tmp_path / "compiled").glob("blocked_product-*/library.so")).read_bytes()
+    openmp = compile_cpp.openmp_of_torch()
+    assert openmp is not None and openmp.rpartition("/")[2].partition(".so")[0].encode() in library

@@ -1,0 +1,139 @@
+"""A quantised target: what is replaced, what stays, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from toolkit.targets import quantize
+from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.targets.load import TargetError, load_target
+
+
+@pytest.fixture
+def plain(tiny_target_directory):
+    return load_target(tiny_target_directory)
+
+
+@pytest.fixture
+def quantized(tiny_target_directory):
+    return load_target(tiny_target_directory, quantization="int8")
+
+
+def test_linear_layers_are_int8_and_the_rest_stays(plain, quantized):
+    """7 matrices in each of 7 layers, and the output matrix."""
+    replaced = [path for path, module in quantized.model.named_modules() if isinstance(module, Int8Linear)]
+    assert len(replaced) == 7 * 7 + 1 and "lm_head" in replaced
+    assert not [path for path, module in quantized.model.named_modules() if type(module) is torch.nn.Linear]
+    before = dict(plain.model.named_parameters())
+    for path, weight in quantized.model.named_parameters():
+        assert torch.equal(weight, before[path])
+    assert quantized.fingerprint == plain.fingerprint
+
+
+def test_layers_with_the_same_input_share_it(quantized):
+    """q, k and v of one layer, gate and up of one layer, and nothing else with anything else."""
+    groups: dict[int, list[str]] = {}
+    for path, module in quantized.model.named_modules():
+        if isinstance(module, Int8Linear) and module.shared is not None:
+            groups.setdefault(id(module.shared), []).append(path.removeprefix("model.layers."))
+    wanted = [[f"{i}.self_attn.{x}_proj" for x in "qkv"] for i in range(7)]
+    wanted += [[f"{i}.mlp.{x}_proj" for x in ("gate", "up")] for i in range(7)]
+    assert sorted(groups.values()) == sorted(wanted)
+
+
+def test_logits_stay_near(plain, quantized, sample_ids):
+    """Not equal, or nothing was rounded; a wrong scale would be off by far more."""
+    with torch.no_grad():
+        a, b = (target.model(sample_ids).logits for target in (plain, quantized))
+    error = ((a - b).norm() / a.norm()).item()
+    assert 1e-5 < error < 0.1
+
+
+def test_bits_and_words(plain, quantized):
+    """Counted by hand: embedding and norms 32 bits, linear weights 8, and a scale of 32 bits a row."""
+    assert plain.weight_bits == 32 and plain.precision == "float32, 32 bits a weight"
+    linears = [module for module in quantized.model.modules() if isinstance(module, Int8Linear)]
+    full = sum(weight.numel() for weight in plain.model.parameters())
+    small = sum(module.in_features * module.out_features for module in linears)
+    rows = sum(module.out_features for module in linears)
+    assert quantized.weight_bits == pytest.approx((32 * (full - small + rows) + 8 * small) / full)
+    assert quantized.precision.startswith("int8 weights, float32, ")
+
+
+def tied_model(hidden: int = 32):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_tied_embedding_is_not_rounded():
+    """The output matrix becomes int8, the table of the same weights stays; the published weights are counted once."""
+    model = tied_model()
+    table = model.get_input_embeddings().weight.clone()
+    published = sum(weight.numel() for weight in model.parameters())
+    quantize.quantize_model(model, "int8", torch.float32, "tied")
+    assert isinstance(model.lm_head, Int8Linear)
+    assert torch.equal(model.get_input_embeddings().weight, table)
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()] if tensor.numel() > 16)
+    assert quantize.weight_bits(model) == pytest.approx(8 * held / published, rel=1e-3)
+
+
+def test_what_is_refused(monkeypatch):
+    """Families whose weights would stay as they are, other devices, other words."""
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(TargetError, match=r"hold only \d+% of the weights of GPT2LMHeadModel"):
+        quantize.quantize_model(gpt2, "int8", torch.float32, "gpt2")
+    with pytest.raises(TargetError, match="'int3' came; one of int8"):
+        quantize.quantize_model(tied_model(), "int3", torch.float32, "tied")
+    with pytest.raises(TargetError, match="on the CPU; torch.float32 on meta came"):
+        quantize.quantize_model(tied_model().to("meta"), "int8", torch.float32, "tied")
+    with pytest.raises(TargetError, match="bfloat16 or float32"):
+        quantize.quantize_model(tied_model(), "int8", torch.float16, "tied")
+
+
+def test_a_kernel_that_saturates_is_found(monkeypatch):
+    """CPUs without VNNI add pairs of products in 16 bits, with a ceiling: 2 * 127 * 127 is below it, 2 * 255 * 127 not.
+
+    Such kernels take unsigned inputs, 128 more than ours, and subtract the columns' sums afterwards.
+    """
+
+    def saturating(rows, weight):
+        pairs = (rows.int() + 128)[:, :, None] * weight.int()[None]  # [M, K, N]
+        pairs = (pairs[:, ::2] + pairs[:, 1::2]).clamp(-(2**15), 2**15 - 1)
+        return pairs.sum(1, dtype=torch.int32) - 128 * weight.int().sum(0, dtype=torch.int32)
+
+    quantize.check_integer_products()
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    with pytest.raises(TargetError, match="not exact on this CPU"):
+        quantize.check_integer_products()
+
+
+def test_more_than_a_product_is_not_replaced():
+    """A subclass of nn.Linear may do anything; a layer that stands in two places stays one."""
+
+    class Doubling(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    for name in quantize.QUANTIZATIONS:
+        model = tied_model()
+        model.model.layers[0].self_attn.o_proj = doubling = Doubling(32, 32, bias=False)
+        model.model.layers[0].mlp.gate_proj = model.model.layers[0].mlp.up_proj
+        quantize.quantize_model(model, name, torch.float32, "tied")
+        layer = model.model.layers[0]
+        assert layer.self_attn.o_proj is doubling and layer.mlp.gate_proj is layer.mlp.up_proj
+        assert type(layer.mlp.up_proj) is not torch.nn.Linear
+
+
+def test_int4_targets_are_bfloat16_unless_told(tiny_target_directory):
+    """The kernel's float32 is tens of times slower than its bfloat16."""
+    assert load_target(tiny_target_directory, quantization="int4").dtype == torch.bfloat16
+    assert load_target(tiny_target_directory, quantization="int4", dtype="float32").dtype == torch.float32

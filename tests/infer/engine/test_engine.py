@@ -1,0 +1,257 @@
+"""The engine writes exactly the target's own tokens, whatever is drafted, batched, cut or aborted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.engine.engine import Engine, PromptTooLongError
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.request.params import SamplingParams
+
+SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
+
+
+def ragged_prompts(
+    vocab_size: int, lengths: tuple[int, ...] = (5, 9, 1, 17, 3, 30, 2), seed: int = 0
+) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def run_checked(engine: Engine, prompts, params, **kwargs) -> list:
+    """Engine.generate with the integrity check after every step."""
+    settings = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [engine.add_request(p, s, **kwargs) for p, s in zip(prompts, settings, strict=True)]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    return requests
+
+
+def oracle_engine(target, oracle, answers, **options) -> Engine:
+    engine = Engine(target, max_batch=options.pop("max_batch", 3))
+    engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
+    engine.drafter = oracle({tuple(p): a for p, a in answers}, target.vocab_size, **options)
+    return engine
+
+
+def test_plain_decoding_equals_hugging_face(tiny_target, reference):
+    """A wrong position, cache place or padding would change tokens; more requests than rows, lengths 1 to 30."""
+    prompts = ragged_prompts(tiny_target.vocab_size)
+    params = SamplingParams(max_tokens=40)
+    wanted = [reference(tiny_target, prompt, 40) for prompt in prompts]
+    got = run_checked(Engine(tiny_target, max_batch=3), prompts, params)
+    assert [request.output_ids for request in got] == wanted
+    assert [request.finish_reason for request in got] == [
+        "stop" if w[-1] in tiny_target.stop_ids else "length" for w in wanted
+    ]
+
+
+@pytest.mark.parametrize(("shape", "max_batch"), [("4,1,5", 1), ("4,4,16", 1), *((shape, 3) for shape in SHAPES)])
+def test_random_head_changes_nothing(tiny_target, tiny_draft, reference, shape, max_batch):
+    """A head that is nearly always wrong: rejected nodes must leave no trace in the caches."""
+    prompts = ragged_prompts(tiny_target.vocab_size)
+    engine = Engine(tiny_target, tiny_draft, DraftShape.parse(shape), max_batch=max_batch)
+    got = run_checked(engine, prompts, SamplingParams(max_tokens=24))
+    engine.close()
+    assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_often_right_head_changes_nothing(small_target, small_draft, shape, temperature):
+    """On 24 tokens the head is often right, so paths, compaction and draft-extend run for real, greedy and sampled."""
+    prompts = ragged_prompts(24)
+    params = [
+        SamplingParams(max_tokens=60, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(prompts))
+    ]
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=3)
+    plain = run_checked(engine, prompts, params, speculative=False)
+    got = run_checked(engine, prompts, params)
+    engine.close()
+    assert [request.output_ids for request in got] == [request.output_ids for request in plain]
+    assert sum(event.accepted for request in got for event in request.events) > 10
+    assert all(event.offered == 0 for request in plain for event in request.events)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_oracle_drafts_change_nothing(tiny_target, oracle, reference, tree, max_batch):
+    """Long accepted runs at scattered tree nodes: a key moved to a wrong place would change later tokens."""
+    prompts = ragged_prompts(tiny_target.vocab_size)
+    answers = [(prompt, reference(tiny_target, prompt, 50)) for prompt in prompts]
+    engine = oracle_engine(tiny_target, oracle, answers, right=0.8, tree=tree, max_batch=max_batch)
+    got = run_checked(engine, prompts, [SamplingParams(max_tokens=50)] * len(prompts), speculative=True)
+    assert [request.output_ids for request in got] == [answer for _, answer in answers]
+    assert summarise(event for request in got for event in request.events).accept_length > 2
+
+
+def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, oracle, reference):
+    """After compaction the target's cache must hold what plain decoding would have written, place by place."""
+    prompts = ragged_prompts(tiny_target.vocab_size, (6, 11, 4))
+    answers = [(prompt, reference(tiny_target, prompt, 40)) for prompt in prompts]
+    spec = oracle_engine(tiny_target, oracle, answers, right=0.8, tree=True)
+    requests = [spec.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True)) for prompt in prompts]
+    for request in requests:
+        request.speculative = True
+    for _ in range(5):
+        spec.step()
+    assert max(event.accepted for request in requests for event in request.events) > 1
+    for row, request in enumerate(requests):
+        plain = Engine(tiny_target, max_batch=1)
+        twin = plain.add_request(request.prompt_ids, SamplingParams(max_tokens=40, ignore_eos=True))
+        while twin.length < request.length:
+            plain.step()
+        kept = request.length - 1
+        for layer in range(spec.target.n_layers):
+            for name in ("home_keys", "home_values"):
+                ours, wanted = getattr(spec._cache, name)[layer], getattr(plain._cache, name)[layer]
+                assert torch.allclose(ours[row, :kept], wanted[0, :kept], atol=2e-4)
+
+
+def test_mixed_batch_of_plain_and_speculative(small_target, small_draft):
+    """A plain row beside speculative ones is padded with nodes that must not count, nor be seen."""
+    prompts = ragged_prompts(24)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine = Engine(small_target, small_draft, DraftShape.parse("4,3,12"), max_batch=4)
+    wanted = [request.output_ids for request in engine.generate(prompts, params, speculative=False)]
+    requests = [engine.add_request(prompt, params, speculative=i % 2 == 0) for i, prompt in enumerate(prompts)]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert [request.output_ids for request in requests] == wanted
+    assert {event.offered for request in requests[1::2] for event in request.events} == {0}
+    assert {event.offered for request in requests[::2] for event in request.events} == {11}
+
+
+def test_shape_can_change_between_steps(small_target, small_draft):
+    """What the drafter keeps between rounds must not depend on the shape."""
+    prompts = ragged_prompts(24, (5, 8))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine = Engine(small_target, small_draft, max_batch=2)
+    wanted = [request.output_ids for request in engine.generate(prompts, params, speculative=False)]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    for shape in ["1,1,2", "5,3,20", "6,1,7", "2,4,9"] * 20:
+        engine.set_shape(DraftShape.parse(shape))
+        engine.step()
+    engine.close()
+    assert [request.output_ids for request in requests] == wanted
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_stop_id_and_limit_inside_an_accepted_run(tiny_target, oracle, reference, tree):
+    """Every possible cut: the answer ends exactly at the stop id or limit, and only cut events are truncated."""
+    prompt = ragged_prompts(tiny_target.vocab_size, (7,))[0]
+    answer = reference(tiny_target, prompt, 40)
+    for cut in range(1, 12):
+        for by_stop in (False, True):
+            stop = answer[cut - 1]
+            end = answer.index(stop) + 1 if by_stop else cut
+            params = SamplingParams(
+                max_tokens=40 if by_stop else cut, stop_ids=(stop,) if by_stop else (), ignore_eos=True
+            )
+            engine = oracle_engine(tiny_target, oracle, [(prompt, answer)], right=1.0, tree=tree, max_batch=1)
+            request = engine.add_request(prompt, params)
+            request.speculative = True
+            while engine.has_work():
+                engine.step()
+                engine.check_integrity()
+            assert request.output_ids == answer[:end]
+            assert request.finish_reason == ("stop" if by_stop else "length")
+            assert [event.truncated for event in request.events[:-1]] == [False] * (len(request.events) - 1)
+            assert all((event.committed < event.accepted + 1) == event.truncated for event in request.events)
+            assert len(request.token_from_draft) == end and not request.token_from_draft[0]
+
+
+def test_event_log_equals_a_hand_count(tiny_target, oracle, reference):
+    """With drafts that are always right a chain of 4 commits 5 a step; 1 + 5 + 5 + 5 tokens, then a cut at 18."""
+    prompts = ragged_prompts(tiny_target.vocab_size)
+    prompt, answer = next((p, a) for p in prompts if len(a := reference(tiny_target, p, 40)) > 20)
+    engine = oracle_engine(tiny_target, oracle, [(prompt, answer)], right=1.0, tree=False, max_batch=1)
+    request = engine.add_request(prompt, SamplingParams(max_tokens=18))
+    request.speculative = True
+    while engine.has_work():
+        engine.step()
+    assert [event.committed for event in request.events] == [5, 5, 5, 2]
+    assert [event.accepted for event in request.events] == [4, 4, 4, 4]
+    assert request.token_from_draft == ([False] + [True] * 4) * 3 + [False] + [True] * 2
+    stats = summarise(request.events)
+    assert (stats.verify_steps, stats.truncated_steps, stats.accept_length) == (3, 1, 5.0)
+    assert all(event.batch == 1 and event.verify_s > 0 for event in request.events)
+
+
+def test_answer_ends_at_the_context_limit(tiny_target, tiny_draft):
+    """Drafted nodes past the context must not be committed, and positions stay in range."""
+    prompt = ragged_prompts(tiny_target.vocab_size, (10,))[0]
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    plain = Engine(tiny_target, max_context=24).generate([prompt], params)[0]
+    engine = Engine(tiny_target, tiny_draft, max_context=24)
+    spec = engine.generate([prompt], params)[0]
+    engine.close()
+    assert plain.output_ids == spec.output_ids and len(spec.output_ids) == 14 and spec.finish_reason == "length"
+
+
+def test_bad_requests_are_refused(tiny_target):
+    """Each message names what came and what is possible; nothing is queued."""
+    engine = Engine(tiny_target, max_context=20)
+    with pytest.raises(PromptTooLongError, match="25 tokens.*holds 20.*at most 19"):
+        engine.add_request([1] * 25, SamplingParams())
+    with pytest.raises(EngineError, match="no tokens"):
+        engine.add_request([], SamplingParams())
+    with pytest.raises(EngineError, match="ids from 1 to 100000"):
+        engine.add_request([1, 100000], SamplingParams())
+    with pytest.raises(EngineError, match="no draft head"):
+        engine.set_shape(DraftShape.chain(2))
+    with pytest.raises(EngineError, match="without a draft head"):
+        Engine(tiny_target, None, DraftShape.chain(2))
+    assert not engine.has_work()
+
+
+def test_generate_leaves_nothing_behind_when_the_callback_raises(tiny_target):
+    """An interrupted bulk run must free its rows and its queue."""
+    engine = Engine(tiny_target, max_batch=2)
+
+    def fail(_request):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ragged_prompts(tiny_target.vocab_size), SamplingParams(max_tokens=3), on_finish=fail)
+    assert not engine.has_work()
+
+
+def test_prompts_beyond_the_token_budget_are_read_in_groups(tiny_target, reference):
+    """Groups are cut by padded tokens; a single prompt above the budget is read in chunks."""
+    prompts = ragged_prompts(tiny_target.vocab_size)
+    got = run_checked(
+        Engine(tiny_target, max_batch=8, memory=MemorySettings(chunked_prefill_size=12)),
+        prompts,
+        SamplingParams(max_tokens=8),
+    )
+    assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 8) for prompt in prompts]
+
+
+def test_logit_rows_are_split_without_a_trace(small_target, small_draft, monkeypatch):
+    """Many nodes at a large vocabulary are scored in parts."""
+    prompts = ragged_prompts(24)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
+    engine = Engine(small_target, small_draft, DraftShape.parse("4,4,16"), max_batch=3)
+    wanted = [request.output_ids for request in engine.generate(prompts, params)]
+    monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 10)
+    got = [request.output_ids for request in engine.generate(prompts, params)]
+    engine.close()
+    assert got == wanted
+
+
+def test_other_users_of_the_model_keep_their_attention(tiny_target, tiny_draft):
+    """Training runs the same model with sdpa in the same process."""
+    engine = Engine(tiny_target, tiny_draft)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+    engine.close()
+    assert tiny_target.model.config._attn_implementation == "sdpa"
+    assert torch.isfinite(tiny_target.model(input_ids=torch.tensor([[5, 6, 7]])).logits).all()

@@ -1,0 +1,422 @@
+"""Pages, prefixes, chunks and preemption: none of them may change a token, or lose a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.infer.cache import cache_manager as kv_memory
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.prefill import chunk_of
+from toolkit.infer.request.params import SamplingParams
+
+TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240}
+LAYOUTS = {
+    "homes": MemorySettings(scattered_pages=False),
+    "scattered": MemorySettings(scattered_pages=True),
+    "tight": MemorySettings(**TIGHT),
+    "tight-scattered": MemorySettings(**TIGHT, scattered_pages=True),
+    "tight-no-prefixes": MemorySettings(**TIGHT, prefix_cache=False),
+}
+NO_PREFIXES = MemorySettings(prefix_cache=False)
+
+
+def families(seed: int, count: int, chance: random.Random) -> list[list[int]]:
+    """Prompts that share beginnings of various lengths, some of them whole prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    stems = [torch.randint(1, 24, (n,), generator=generator).tolist() for n in (60, 33, 16)]
+    prompts = []
+    for _ in range(count):
+        stem = chance.choice(stems)
+        tail = [chance.randrange(1, 24) for _ in range(chance.randint(1, 20))]
+        prompts.append(stem[: chance.randint(1, len(stem))] + (tail if chance.random() < 0.8 else []))
+    return prompts
+
+
+def run_checked(engine: Engine, prompts, params, *, at_once: int) -> list:
+    """All prompts, `at_once` of them queued at a time, with the integrity check after every step."""
+    requests, left = [], list(zip(prompts, params, strict=True))
+    while left or engine.has_work():
+        while left and len(engine.scheduler.waiting) < at_once:
+            requests.append(engine.add_request(*left.pop(0)))
+        engine.step()
+        engine.check_integrity()
+    return requests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["none", "eagle3", "eagle2", "mtp-three-layers", "ngram"])
+def test_tokens_are_those_of_plain_decoding(small_target, build, name, layout):
+    """Every drafter, chain and tree, greedy and sampled, on shared prefixes, in chunks, with too few pages."""
+    chance = random.Random(5)
+    prompts = families(1, 24, chance)
+    params = [
+        SamplingParams(max_tokens=chance.randint(1, 70), temperature=chance.choice((0.0, 0.9)), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    plain = Engine(small_target, max_batch=4, memory=NO_PREFIXES)
+    wanted = [one.output_ids for one in plain.generate(prompts, params)]
+    for shape in ("3,1,4", "3,3,8"):
+        draft = None if name == "none" else build(name)
+        engine = Engine(
+            small_target,
+            draft,
+            None if draft is None else DraftShape.parse(shape),
+            max_batch=4,
+            max_context=150,
+            memory=LAYOUTS[layout],
+        )
+        requests = run_checked(engine, prompts, params, at_once=6)
+        engine.close()
+        assert [request.output_ids for request in requests] == wanted
+        reused = sum(request.cached_tokens for request in requests)
+        assert (reused == 0) == (layout == "tight-no-prefixes")
+        if layout.startswith("tight"):
+            assert sum(request.preemptions for request in requests) > 0
+        if name in ("eagle3", "mtp-three-layers"):  # heads that were fed wrong entries would still be lossless
+            fresh = Engine(
+                small_target, draft, DraftShape.parse(shape), max_batch=4, max_context=150, memory=NO_PREFIXES
+            )
+            again = fresh.generate(prompts, params)
+            fresh.close()
+            if layout in ("homes", "scattered"):
+                ours, theirs = ([[e.accepted for e in one.events] for one in many] for many in (requests, again))
+                assert ours == theirs
+
+
+def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
+    """The conversation so far, answer included, is found again: all whole pages but those the head had not read."""
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), max_batch=2)
+    prompt = families(2, 1, random.Random(1))[0][:1] * 3 + [5, 6, 7] * 12
+    first = engine.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    turn = prompt + first.output_ids + [3, 4]
+    second = engine.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    engine.close()
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= (len(turn) - 2 - 5) // 16 * 16 > len(prompt)
+    plain = Engine(small_target, max_batch=1, memory=NO_PREFIXES)
+    assert second.output_ids == plain.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
+
+
+def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, small_draft):
+    """A page of the same tokens before another successor must not be used: its draft entries would be wrong."""
+    stem = [(7 * i) % 23 + 1 for i in range(48)]
+    prompts = [stem + [1, 2, 3], stem + [9, 8, 7]]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    shared = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1)
+    ours = [shared.generate([prompt], params)[0] for prompt in prompts]
+    shared.close()
+    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1, memory=NO_PREFIXES)
+    wanted = [fresh.generate([prompt], params)[0] for prompt in prompts]
+    fresh.close()
+    assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
+    assert [[e.accepted for e in one.events] for one in ours] == [[e.accepted for e in one.events] for one in wanted]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers"])
+def test_requests_without_drafts_share_prefixes(small_target, build, name, scattered):
+    """Beside a head: they find what is known of their text, and what they leave is not taken for the head's."""
+    memory = MemorySettings(scattered_pages=scattered)
+    stem, params = [(7 * i) % 23 + 1 for i in range(64)], SamplingParams(max_tokens=30, ignore_eos=True)
+    engine, fresh = (
+        Engine(small_target, build(name), DraftShape.chain(3), max_batch=2, memory=one) for one in (memory, NO_PREFIXES)
+    )
+    # (what follows the stem, whether drafts are wanted, tokens found)
+    turns = [
+        ([1], False, 0),
+        ([2], False, 64),
+        ([3], True, 0),
+        ([3, 4], False, 64),
+        ([3, 5], True, 64),
+        ([2, 6], True, 48),
+    ]
+    for tail, drafted, found in turns:
+        prompt = stem + tail
+        done, wanted = (one.generate([prompt], params, speculative=drafted)[0] for one in (engine, fresh))
+        engine.check_integrity()
+        assert (done.output_ids, done.cached_tokens) == (
+            wanted.output_ids,
+            found if name == "eagle3" else done.cached_tokens,
+        )
+        assert (done.cached_tokens > 0) == (found > 0)
+        assert [event.accepted for event in done.events] == [event.accepted for event in wanted.events]
+    engine.close()
+    fresh.close()
+
+
+def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
+    """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
+    engine = Engine(small_target, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = engine.add_request([5, 6, 7], params)
+    engine.step()
+    second = engine.add_request([3] * 50, params)
+    written = len(first.output_ids)
+    seen = []
+    while not second.output_ids:
+        engine.step()
+        engine.check_integrity()
+        seen.append(second.n_read)
+    assert seen == [8, 16, 24, 32, 40, 48, 50]
+    assert len(first.output_ids) == written + len(seen)
+
+
+def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
+    """Its row and pages are free at once, and nothing half-read is ever found again."""
+    engine = Engine(small_target, small_draft, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.add_request([5, 6, 7], params)
+    engine.step()
+    long = engine.add_request([3] * 90, params)
+    engine.step()
+    assert 0 < long.n_read < 90
+    engine.abort(long)
+    engine.check_integrity()
+    assert long.finish_reason == "abort" and engine.scheduler.reading is None
+    again = engine.add_request([3] * 90, params)
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert again.cached_tokens == 0 and len(again.output_ids) == 30
+
+
+def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
+    """Else a request could stop for ever; the message says what to change."""
+    with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
+        Engine(small_target, max_context=128, memory=MemorySettings(100))
+    engine = Engine(small_target, small_draft, max_context=128, memory=MemorySettings(288))
+    with pytest.raises(EngineError, match="draft less"):
+        engine.set_shape(DraftShape.parse("8,20,200"))
+    assert engine.shape == DraftShape.chain(4)
+    engine.close()
+
+
+def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
+    """A token of this target takes 1,024 bytes of it."""
+    monkeypatch.setattr(kv_memory, "usable_memory", lambda: 8 * 2**20)
+    held = []
+    for fraction in (None, 0.25, 0.5):
+        engine = Engine(small_target, max_batch=64, memory=MemorySettings(fraction=fraction))
+        assert engine._cache.shape.bytes_per_token == 1024
+        held.append(engine._cache.pool.capacity * 16)
+    assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
+    for wrong in ({"fraction": 0.0}, {"fraction": 1.5}, {"fraction": 0.5, "max_total_tokens": 4096}):
+        with pytest.raises(EngineError, match="mem_fraction"):
+            MemorySettings(**wrong)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
+@pytest.mark.parametrize("failing", range(3))
+def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, build, monkeypatch, name, failing):
+    """The error that comes is the forward's own; afterwards the same engine answers as ever."""
+    prompts = families(4, 6, random.Random(2))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    engine = Engine(
+        small_target, build(name), DraftShape.chain(3), max_batch=3, memory=MemorySettings(prefix_cache=False)
+    )
+    wanted = [request.output_ids for request in engine.generate(prompts, params)]
+    forward, calls = engine._prompts._forward, iter(range(100))
+
+    def broken(*given):
+        if next(calls) == failing:
+            raise MemoryError("no memory for this forward")
+        return forward(*given)
+
+    broken.max_context = forward.max_context
+    monkeypatch.setattr(engine._prompts, "_forward", broken)
+    monkeypatch.setattr(engine.scheduler, "chunk", 60)
+    with pytest.raises(MemoryError, match="no memory for this forward"):
+        engine.generate(prompts, params)
+    assert not engine.has_work()
+    engine.check_integrity()
+    assert [request.output_ids for request in engine.generate(prompts, params)] == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
+    """The row being read gets its pages for the new shape too, before it drafts for the first time."""
+    prompt, params = [3, 9, 4] * 11, SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = Engine(small_target, memory=NO_PREFIXES)
+    answer = plain.generate([prompt], params)[0].output_ids
+    memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
+    engine = Engine(small_target, max_batch=2, memory=memory)
+    engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
+    engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
+    engine.drafter.levels = 36
+    engine.add_request([5], params, speculative=False)
+    engine.step()
+    request = engine.add_request(prompt, params)
+    request.speculative = True
+    engine.step()
+    assert engine.scheduler.reading is request
+    engine._memory.slack = 40
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert request.output_ids == answer and max(event.accepted for event in request.events) > 30
+
+
+def test_a_request_that_does_not_fit_costs_no_prefix(small_target):
+    """While it waits for room that evicting cannot make, what is kept stays."""
+    engine = Engine(small_target, max_batch=2, max_context=200, memory=MemorySettings(224))
+    engine.generate([[7] * 40], SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.add_request([5] * 150, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    kept = len(engine._memory._prefixes.pages)
+    assert kept >= 2
+    engine.add_request([9] * 100, SamplingParams(max_tokens=3, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+        engine.check_integrity()
+    assert len(engine.scheduler.waiting) == 1 and len(engine._memory._prefixes.pages) >= kept
+
+
+@pytest.mark.parametrize(("unread", "most", "lookahead", "read"), [
+    (20, 8, 0, 8), (8, 8, 3, 8), (9, 8, 1, 8), (9, 8, 3, 6), (10, 8, 3, 7), (3, 2, 3, 3), (5, 1, 3, 1), (2, 1, 3, 2),
+])  # fmt: skip
+def test_the_last_chunk_holds_what_the_drafter_sees_together(unread, most, lookahead, read):
+    """Entries before it would else depend on tokens that are not known to the chunk."""
+    assert chunk_of(unread, most, lookahead) == read
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class AnyChoice:
+    """In the place of the adaptive drafter's own, which a clock leads: shapes, nothing and looks, drawn by lot."""
+
+    widest = 3
+
+    def __init__(self, chance: random.Random, most: DraftShape) -> None:
+        self._chance = chance
+        own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
+        self._shapes = (None, *(shape.within(most) for shape in own))
+
+    def choose(self, requests):
+        self.look_due = self._chance.random() < 0.2
+        return None if self.look_due else self._chance.choice(self._shapes)
+
+    def looked(self, requests, ranks) -> None:
+        pass
+
+    def record(self, *seen) -> None:
+        pass
+
+
+def check_answer(request, wanted, *, same: bool) -> None:
+    """`same`: it is plain decoding's answer, or the beginning of it."""
+    assert len(request.output_ids) <= request.token_limit <= request.params.max_tokens
+    if not same:
+        assert request.finish_reason != "length" or len(request.output_ids) == request.token_limit
+        assert (request.finish_reason == "stop") == (request.stop_reason is not None)
+        return
+    assert request.output_ids == wanted.output_ids[: len(request.output_ids)]
+    assert [one.token_id for one in request.logprobs] == (request.output_ids if wanted.logprobs else [])
+    for ours, theirs in zip(request.logprobs, wanted.logprobs, strict=False):
+        assert abs(ours.logprob - theirs.logprob) < 1e-3 and len(ours.top) == len(theirs.top)
+    if request.finish_reason != "abort":
+        ended = (request.output_ids, request.finish_reason, request.stop_reason)
+        assert ended == (wanted.output_ids, wanted.finish_reason, wanted.stop_reason)
+
+
+def any_settings(chance: random.Random, seed: int) -> SamplingParams:
+    """Of one short request. Every fourth forty come with all further settings mixed: each costs its whole batch."""
+
+    def now_and_then(*values):
+        return chance.choice(values) if seed // 40 % 4 == 0 and chance.random() < 0.3 else values[0]
+
+    most = chance.choice((1, 4, 8, 12, 40, 80))
+    return SamplingParams(
+        temperature=chance.choice((0.0, 0.7)), top_p=chance.choice((1.0, 0.9)), seed=seed, ignore_eos=seed % 2 == 0,
+        max_tokens=most, min_tokens=min(most, now_and_then(0, 6)), top_k=now_and_then(0, 5),
+        min_p=now_and_then(0.0, 0.05), repetition_penalty=now_and_then(1.0, 1.3),
+        presence_penalty=now_and_then(0.0, 0.8), frequency_penalty=now_and_then(0.0, 0.5),
+        logit_bias=now_and_then({}, {5: 3.0, 9: -100.0}), stop_ids=now_and_then((), (7, 19)),
+        stop=now_and_then((), ("w12", "w5"), "w3 w"), logprobs=now_and_then(None, 0, 3),
+    )  # fmt: skip
+
+
+def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
+    """Most requests draft what the engine does; some chains or smaller trees of their own, some nothing."""
+    if chance.random() < 0.2:
+        return {"speculative": False}
+    own = (DraftShape.chain(1), DraftShape.chain(3), DraftShape(2, 2, 4), widest)
+    return {"shape": chance.choice([one for one in own if one.fits_in(widest)]) if chance.random() < 0.3 else None}
+
+
+@pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
+    (False, 200, "follow", "3,3,8"),
+    (True, 100, "rejection", "3,1,4"),
+    (False, 100, "block", "3,1,4"),
+    (True, 100, "auto", "3,1,4"),
+    pytest.param(True, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):
+    """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page
+    leaks, no answer changes (drafts that are drawn change those with a temperature, as do seeds of the engine's own,
+    which half of the requests have under auto: these end as they must), and of the last 4,000 of 5,000 at most 16 MiB
+    stay in memory, 4 KiB a request."""
+    chance, widest = random.Random(11), DraftShape.parse(shape)
+    prompts = families(3, count, chance)
+    params = [any_settings(chance, i) for i in range(len(prompts))]
+    plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
+    wanted = plain.generate(prompts, params)
+    if verify == "auto":
+        seeds = iter(range(count))
+        monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
+        params = [dataclasses.replace(one, seed=None) if i % 4 < 2 else one for i, one in enumerate(params)]
+    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
+    engine = Engine(
+        small_target, small_draft, widest, max_batch=16, max_context=168, adaptive=True, verify=verify,
+        memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
+    )  # fmt: skip
+    engine.drafter.chooser = AnyChoice(chance, widest)
+    left, live = list(range(len(prompts))), {}  # by number: those that have not ended
+    seen: Counter[str] = Counter()
+    while left or engine.has_work():
+        for _ in range(min(len(left), chance.randint(0, 6))):
+            i = left.pop(0)
+            live[i] = engine.add_request(prompts[i], params[i], **any_drafts(chance, widest))
+        if live and chance.random() < 0.12:
+            engine.abort(chance.choice(list(live.values())[-24:]))
+        engine.step()
+        engine.check_integrity()
+        for i, request in [(i, request) for i, request in live.items() if request.finished]:
+            other = params[i].seed is None or (verify in ("rejection", "block") and request.speculative)
+            check_answer(live.pop(i), wanted[i], same=not (other and params[i].temperature > 0))
+            seen["aborted"] += request.finish_reason == "abort"
+            seen["preempted"] += request.preemptions
+            seen["cached"] += request.cached_tokens
+            seen["chains"] += any(event.offered == event.depth_offered > 0 for event in request.events)
+            seen["trees"] += any(event.offered > event.depth_offered for event in request.events)
+            seen["stop strings"] += isinstance(request.stop_reason, str)
+            seen["ended"] += 1
+            if seen["ended"] == count // 5:
+                before = resident_bytes()
+    assert seen["ended"] == count and seen["aborted"] > count / 50 and seen["cached"] > count / 5
+    assert seen["preempted"] > count / 200 and seen["chains"] > count / 10 and seen["stop strings"] > 0
+    assert (seen["trees"] > count / 10) == (widest.top_k > 1)
+    if count >= 5000:
+        assert resident_bytes() - before < 16 * 2**20
+    engine.close()
+    held = engine._memory.pool.held
+    assert engine._memory._prefixes is not None
+    engine._memory._prefixes.evict(engine._memory.pool.capacity)
+    assert held <= 18 and engine._memory.pool.held == 0

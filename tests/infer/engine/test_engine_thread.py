@@ -1,0 +1,171 @@
+"""The thread between asyncio and the engine: nothing hangs, whatever the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from toolkit.infer.request.request import PromptTooLongError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread
+
+PARAMS = SamplingParams(max_tokens=20)
+LIMIT_S = 20  # a hang is a failure, not a slow test
+
+
+def echo(prompt_ids):
+    return [i + 10 for i in prompt_ids]
+
+
+def with_thread(engine, work):
+    """Runs `work(thread)` with a started thread, under a time limit, and closes it."""
+    thread = EngineThread(engine)
+    thread.start()
+    try:
+        return asyncio.run(asyncio.wait_for(work(thread), LIMIT_S))
+    finally:
+        engine.allow.set()
+        thread.close()
+
+
+async def read(ticket):
+    return [token async for update in ticket.updates() for token in update.token_ids]
+
+
+def test_concurrent_requests_get_their_own_tokens(scripted):
+    """Twelve clients over a batch of four: updates must not be mixed up, and every stream must end."""
+
+    async def work(thread):
+        tickets = [await thread.submit([n, n + 1, n + 2], PARAMS) for n in range(12)]
+        return await asyncio.gather(*(read(ticket) for ticket in tickets))
+
+    answers = with_thread(scripted(echo, run=2), work)
+    assert answers == [[n + 10, n + 11, n + 12, 2] for n in range(12)]
+
+
+def test_updates_carry_the_draft_flags(scripted):
+    """The chat colours by these flags: a shifted one would colour the wrong token."""
+
+    async def work(thread):
+        ticket = await thread.submit([1, 2, 3, 4, 5, 6, 7], PARAMS)
+        return [flag async for update in ticket.updates() for flag in update.from_draft]
+
+    assert with_thread(scripted(echo, run=3), work) == [False, True, True, False, True, True, False, True]
+
+
+def test_too_long_prompt_fails_its_submit_only(scripted):
+    """A user's mistake must not reach the thread's failure handling."""
+
+    async def work(thread):
+        with pytest.raises(PromptTooLongError):
+            await thread.submit([1] * 600, PARAMS)
+        return await read(await thread.submit([1], PARAMS))
+
+    assert with_thread(scripted(echo), work) == [11, 2]
+
+
+def test_failing_step_fails_the_requests_in_flight_and_the_next_one_works(scripted):
+    """An exception in the model must reach every waiting client; the server goes on."""
+    engine = scripted(lambda prompt_ids: [7] * 400 if prompt_ids == [1] else echo(prompt_ids))
+    engine.step_seconds = 0.002
+
+    async def work(thread):
+        tickets = [await thread.submit([1], SamplingParams(max_tokens=400)) for _ in range(3)]
+        engine.fail_next_step = RuntimeError("out of pages")
+        for ticket in tickets:
+            with pytest.raises(EngineFailure, match="out of pages"):
+                await read(ticket)
+        assert thread.alive
+        return await read(await thread.submit([5], PARAMS))
+
+    assert with_thread(engine, work) == [15, 2]
+    assert len(engine.aborted) == 3
+
+
+def test_engine_that_cannot_forget_its_requests_is_declared_dead(scripted):
+    """A broken engine must turn /health red and refuse requests instead of letting them wait for ever."""
+    engine = scripted(echo)
+
+    async def work(thread):
+        engine.allow.clear()
+        ticket = await thread.submit([1], PARAMS)
+        engine.fail_next_step = RuntimeError("device lost")
+        engine.has_work = lambda: True
+        engine.allow.set()
+        with pytest.raises(EngineFailure):
+            await read(ticket)
+        await asyncio.to_thread(thread._thread.join, LIMIT_S)
+        assert not thread.alive
+        with pytest.raises(EngineFailure, match="does not run"):
+            await thread.submit([1], PARAMS)
+
+    with_thread(engine, work)
+
+
+def test_engine_that_loses_a_request_is_noticed(scripted):
+    """has_work() False with a request open would be a stream that never ends."""
+    engine = scripted(echo)
+    engine.step = lambda: []
+    engine.has_work = lambda: False
+
+    async def work(thread):
+        with pytest.raises(EngineFailure):
+            await read(await thread.submit([1], PARAMS))
+
+    with_thread(engine, work)
+
+
+def test_abort_frees_the_engine(scripted):
+    """A client that goes away must not keep a row of the batch until its answer is done."""
+    engine = scripted(lambda prompt_ids: [7] * 400)
+    engine.step_seconds = 0.002
+
+    async def work(thread):
+        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
+        async for _ in ticket.updates():
+            break
+        thread.abort(ticket)
+        async for update in ticket.updates():
+            last = update
+        assert last.finish_reason == "abort"
+        assert thread.in_flight == 0
+
+    with_thread(engine, work)
+    assert len(engine.aborted) == 1 and not engine.has_work()
+    assert len(engine.aborted[0].output_ids) < 400
+
+
+def test_submit_cancelled_while_waiting_is_aborted(scripted):
+    """A client that leaves before its request was taken must not leave it behind in the engine."""
+    engine = scripted(lambda prompt_ids: [7] * 100 if prompt_ids == [1] else echo(prompt_ids))
+    engine.step_seconds = 0.002
+
+    async def work(thread):
+        first = await thread.submit([1], SamplingParams(max_tokens=100))
+        engine.allow.clear()
+        await asyncio.sleep(0.05)  # the thread is inside a step now, and takes no commands
+        waiting = asyncio.ensure_future(thread.submit([2, 3, 4], PARAMS))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        engine.allow.set()
+        await read(first)
+        return await read(await thread.submit([9], PARAMS))
+
+    assert with_thread(engine, work) == [19, 2]
+    assert [request.prompt_ids for request in engine.aborted] == [[2, 3, 4]] and not engine.has_work()
+
+
+def test_close_fails_what_is_in_flight(scripted):
+    """Ending the server with a request open must end that request too."""
+    engine = scripted(lambda prompt_ids: [7] * 400)
+    engine.step_seconds = 0.002
+
+    async def work(thread):
+        ticket = await thread.submit([1], SamplingParams(max_tokens=400))
+        await asyncio.to_thread(thread.close)
+        with pytest.raises(EngineFailure, match="stopped"):
+            await read(ticket)
+
+    with_thread(engine, work)

@@ -1,0 +1,140 @@
+"""Rows and queue: who is admitted when, which rows move when requests end, who steps back when pages run out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import KVMemory
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.engine.scheduler import Scheduler
+
+ARRIVALS = itertools.count()
+
+
+def request(name: str, tokens: int = 3) -> Request:
+    return Request(name, [1] * tokens, SamplingParams(), arrival=next(ARRIVALS), token_limit=99)
+
+
+def names(requests) -> str:
+    return "".join(one.id for one in requests)
+
+
+def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, even: bool = False) -> Scheduler:
+    pool = PagePool(max_batch, 64, capacity, page_size=4)
+    memory = KVMemory(pool, max_context=20, lookahead=0, slack=1, reuse=False)
+    return Scheduler(max_batch, chunk, memory, even=even)
+
+
+def scheduler(waiting: str, running: str, max_batch: int) -> Scheduler:
+    made = empty(max_batch)
+    made.waiting.extend(request(name) for name in running)
+    while made.waiting:
+        run_all(made, made.next_group(64))
+    made.waiting.extend(request(name) for name in waiting)
+    return made
+
+
+def run_all(made: Scheduler, requests) -> None:
+    """As if their prompts were read and their first tokens sampled."""
+    for one in requests:
+        one.n_read, one.ready = len(one.prompt_ids), True
+        one.append_run([5], 0)
+
+
+def test_first_come_first_served_up_to_the_rows():
+    """Order of arrival decides; the rest waits."""
+    made = scheduler("cdef", "ab", 4)
+    assert names(made.next_group(64)) == "cd" and made.next_group(64) == []
+    assert names(made.running) == "abcd" and names(made.waiting) == "ef"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "rows", "group"), [("xyz", 15, 16, ""), ("xyz", 14, 16, "xy"), ("x", 15, 16, "x")]
+)
+def test_a_queue_deeper_than_the_free_rows_waits_for_an_eighth(waiting, running, rows, group):
+    """One prompt a step would read the weights once more per request; a lone request is still admitted at once."""
+    assert names(scheduler(waiting, "a" * running, rows).next_group(64)) == group
+
+
+def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
+    """Padded size counts: 2 prompts of 6 are 12 tokens; one above the budget is read in chunks, others wait for it."""
+    made = empty(8)
+    made.waiting.extend([request("a", 6), request("b", 2), request("c", 2), request("d", 50), request("e", 1)])
+    assert [names(made.next_group(12)) for _ in range(3)] == ["ab", "c", ""]
+    assert made.reading is not None and made.reading.id == "d" and names(made.waiting) == "e"
+    assert made.next_group(12) == []
+    assert names([made.reading_is_complete()]) == "d" and names(made.running) == "abcd"
+    assert names(made.next_group(12)) == "e"
+
+
+@pytest.mark.parametrize(("even", "groups"), [(True, ["ab", "cd", "e"]), (False, ["abcde", "", ""])])
+def test_prompts_of_about_one_length_are_read_together(monkeypatch, even, groups):
+    """Where padding costs as much as tokens do; order of arrival stays."""
+    monkeypatch.setattr("toolkit.infer.engine.scheduler.LEAST_PADDING", 2)
+    made = empty(8, even=even)
+    made.waiting.extend(request(name, tokens) for name, tokens in zip("abcde", (6, 5, 2, 3, 9), strict=True))
+    assert [names(made.next_group(64)) for _ in range(3)] == groups
+    assert names(made.running) == "abcde" and made.memory.pool.held > 0
+
+
+@pytest.mark.parametrize(("ended", "rows", "moves"), [("b", "adc", [(1, 3)]), ("d", "abc", []), ("abcd", "", [])])
+def test_the_last_row_fills_a_hole(ended, rows, moves):
+    """A wrong move would hand one request another's cache."""
+    made, kept = scheduler("", "abcd", 4), []
+    for one in made.running:
+        if one.id in ended:
+            one.finish_reason = "stop"
+    assert made.retire(lambda row, one: kept.append((row, one.id))) == moves and names(made.running) == rows
+    assert kept == [(row, name) for row, name in enumerate("abcd") if name in ended]
+    made.check_integrity()
+
+
+def test_several_holes_are_filled_by_rows_that_go_on():
+    """A row that ended itself must never move into a hole; the one being read stays behind all."""
+    made = scheduler("", "abcdef", 8)
+    made.waiting.append(request("r", 40))
+    assert made.next_group(12) == [] and made.reading is not None
+    for one in made.running:
+        if one.id in "acf":
+            one.finish_reason = "stop"
+    assert made.retire(lambda row, one: None) == [(2, 4), (0, 3)] and names(made.running) == "dbe"
+    assert len(made.memory.pool.tables[3]) == 11 and not made.memory.pool.tables[6]
+    made.check_integrity()
+
+
+def test_the_youngest_steps_back_when_pages_run_out():
+    """Pages of 4, 6 in all: three requests of 4 tokens and a step take them, and at 9 tokens two of them do."""
+    made = empty(4, capacity=6)
+    made.waiting.extend(request(name) for name in "abcd")
+    run_all(made, made.next_group(64))
+    assert names(made.running) == "abc"  # a page more for everyone who runs is left over
+    assert made.make_room() == [] and made.memory.pool.free == 0 and made.next_group(64) == []
+    for one in made.running:
+        one.append_run([5] * 5, 0)
+    assert made.make_room() == []
+    assert names(made.running) == "ab" and names(made.waiting) == "cd" and made.waiting[0].preemptions == 1
+    assert not made.waiting[0].ready
+    assert all(len(table) == 3 for table in made.memory.pool.tables[:2])
+    made.memory.check_integrity()
+
+
+def test_a_prompt_being_read_steps_back_first():
+    """It is the youngest, and has written nothing yet."""
+    made = empty(3, capacity=14)
+    made.waiting.extend([request("a"), request("r", 40)])
+    run_all(made, made.next_group(12))
+    assert made.next_group(12) == [] and made.reading is not None
+    made.running[0].append_run([5] * 12, 0)
+    assert made.make_room() == [] and made.reading is None
+    assert names(made.waiting) == "r" and names(made.running) == "a"
+    made.memory.check_integrity()
+
+
+def test_a_chunk_must_hold_a_token():
+    with pytest.raises(EngineError, match="chunked_prefill_size is 0"):
+        empty(2, chunk=0)

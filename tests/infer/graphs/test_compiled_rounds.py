@@ -1,0 +1,153 @@
+"""Rounds whose layers are compiled for their recording write the tokens of eager rounds; the bound is kept.
+
+On a CPU, by Dynamo and AOTAutograd without Inductor, and with a capture that runs the round again in the place of a
+graph: sizes, guards, operators and hooks are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.load.load_engine import compile_settings
+from toolkit.infer.request.params import SamplingParams
+
+LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill every bucket
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def compiling():
+    """A training with Muon on a CPU tells torch to compile nothing in its process, which tests share."""
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def again(run):
+    run()
+    return run
+
+
+def engine_with(target, draft, shape, compiled, capture=again) -> Engine:
+    memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
+    graphs = GraphSettings(4, capture, compiled)
+    wanted = None if draft is None else DraftShape.parse(shape)
+    return Engine(target, draft, wanted, max_batch=4, graphs=graphs, memory=memory)
+
+
+def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in LENGTHS]
+    params = [SamplingParams(max_tokens=8 + 3 * i) for i in range(len(LENGTHS))]
+    try:
+        done = engine.generate(prompts, params)
+    finally:
+        engine.close()
+    return [(one.output_ids, [event.accepted for event in one.events]) for one in done]
+
+
+@pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
+def test_compiled_rounds_write_what_eager_rounds_write(small_target, build, name, shape):
+    """Features reach the head by hooks on the compiled layers, and every stage of the head attends by its own plan:
+    one wrong plan, layer number or row would show in tokens or in what is accepted."""
+    draft = None if name == "none" else build(name)
+    compiled = answers(engine_with(small_target, draft, shape, CompileSettings(4, "aot_eager")))
+    assert compiled == answers(engine_with(small_target, draft, shape, None))
+    assert draft is None or any(max(accepted) > 0 for _, accepted in compiled)
+    assert all("forward" not in vars(layer) for layer in small_target.layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
+def test_graphs_of_compiled_layers_write_what_eager_rounds_write(small_target, build, name, shape):
+    """The same by Inductor, with real graphs, on kernels: fp32, where tokens are equal."""
+    draft = None if name == "none" else build(name)
+    if draft is not None:
+        draft = replace(draft, head=copy.deepcopy(draft.head).cuda())
+    target = replace(small_target, model=copy.deepcopy(small_target.model).cuda())
+    compiled = answers(engine_with(target, draft, shape, CompileSettings(4), None))
+    assert compiled == answers(engine_with(target, draft, shape, None, None))
+
+
+def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, monkeypatch):
+    """Each recording up to the bound, and none above, is of compiled layers, of the target and of the head. They are
+    made before the first request, and nothing is compiled afterwards."""
+    compiled_now: list[bool] = []
+    recorded: dict[int, bool] = {}
+
+    def noting(run):
+        compiled_now.clear()
+        run()
+        recorded[len(recorded)] = bool(compiled_now)
+        return run
+
+    def ran(self, layer, *inputs, **keywords):
+        compiled_now.append(True)
+        kinds.add(type(layer).__name__)
+        return own(self, layer, *inputs, **keywords)
+
+    own, kinds = CompiledRounds._run, set()
+    monkeypatch.setattr(CompiledRounds, "_run", ran)
+    engine = engine_with(small_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
+    assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
+    compiled = counters["stats"]["unique_graphs"]
+    answers(engine)
+    rows = [kind.bucket for kind in engine._launches.graphs._recordings._made]
+    assert list(recorded.values()) == [bucket <= 2 for bucket in rows] and set(rows) == {1, 2, 4}
+    assert kinds == {"LlamaDecoderLayer", "DraftLayer"}
+    assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"
+
+
+def test_layers_of_one_kind_share_what_was_compiled(small_target):
+    """Compiled layer by layer, an 8B target would start for minutes."""
+    before = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    engine = engine_with(small_target, None, "", CompileSettings(1, "eager"))
+    engine.close()
+    assert counters["stats"]["unique_graphs"] == before + 2, "not the check's size and the round's, each once"
+
+
+def test_layers_that_come_out_different_are_refused(small_target):
+    """A compiler that computes something else must never answer."""
+
+    def wrong(graph, _inputs):
+        return lambda *inputs: [out * 1.01 for out in graph(*inputs)]
+
+    def broken(graph, _inputs):
+        raise NotImplementedError("no such instruction")
+
+    torch._dynamo.reset()
+    with pytest.raises(CompileError, match="logits differ.* leave --torch-compile out"):
+        engine_with(small_target, None, "", CompileSettings(4, wrong))
+    torch._dynamo.reset()
+    with pytest.raises(CompileError, match="LlamaDecoderLayer cannot be compiled .*no such instruction"):
+        engine_with(small_target, None, "", CompileSettings(4, broken))
+
+
+def test_where_nothing_would_be_compiled(small_target):
+    with pytest.raises(CompileError, match="no round is recorded, since NgramDrafter"):
+        engine_with(small_target, NgramLookup(), "3,1,4", CompileSettings(4, "eager"))
+    with pytest.raises(EngineError, match="torch_compile_max_bs is 8 and cuda_graph_max_bs 4"):
+        engine_with(small_target, None, "", CompileSettings(8, "eager"))
+    with pytest.raises(CompileError, match="torch_compile_max_bs is 0"):
+        CompileSettings(0)
+    with pytest.raises(CompileError, match="no CUDA graphs.* add --cuda-graph-max-bs"):
+        compile_settings(True, None, None, CUDA)
+
+
+@pytest.mark.parametrize("max_rows, graph_rows, bound", [(None, 64, 32), (None, 8, 8), (4, 64, 4)])
+def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
+    assert compile_settings(True, max_rows, graph_rows, CUDA) == CompileSettings(bound, "inductor")
+    assert compile_settings(True, None, graph_rows, torch.device("cpu")) is None

@@ -1,0 +1,94 @@
+"""From what a user types to an engine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from toolkit.checkpoint.draft_dir import DraftDirError
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.load.load_engine import OpenError, open_engine
+from toolkit.infer.request.params import SamplingParams
+from toolkit.weights import read_json, write_json
+
+
+@pytest.fixture
+def draft(tiny_draft_directory, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(tiny_draft_directory, tmp_path / "ckpt")
+
+
+def test_a_draft_directory_is_enough(draft):
+    """`toolkit serve --draft ./ckpt` needs nothing else: target, shape and dtype come from it."""
+    opened = open_engine(draft=draft)
+    assert opened.shape == DraftShape.chain(4) and opened.draft is not None
+    assert next(opened.draft.head.parameters()).dtype == opened.target.dtype
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0]
+    assert len(request.output_ids) == 8 and request.events
+    opened.engine.close()
+
+
+def test_best_measured_shape_is_the_default(draft):
+    """A measurement must be used, and a given --shape must win over it."""
+    write_json(draft / "measured.json", {"best_shape": "3,2,6"})
+    assert open_engine(draft=draft).shape == DraftShape(3, 2, 6)
+    assert open_engine(draft=draft, shape="2,1,3").shape == DraftShape.chain(2)
+
+
+def test_a_given_shape_is_drafted_as_it_is(draft):
+    """Without --shape the engine adapts; who names a shape gets it in every step, unless --adaptive asks for more."""
+    cases = [({}, True), ({"shape": "2,1,3"}, False), ({"adaptive": False}, False)]
+    for arguments, adapts in [*cases, ({"shape": "2,1,3", "adaptive": True}, True)]:
+        opened = open_engine(draft=draft, **arguments)
+        assert isinstance(opened.engine.drafter, AdaptiveDrafter) == opened.adaptive == adapts
+        assert opened.shape_name.startswith("adaptive up to chain") == adapts
+        opened.engine.close()
+
+
+def test_no_draft_keeps_the_target(draft):
+    """--no-draft on the same directory is the plain baseline."""
+    opened = open_engine(draft=draft, use_draft=False)
+    assert opened.draft is None and opened.shape is None
+    assert not opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].speculative
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "--draft runs/NAME/ckpt"),
+        ({"target": "x", "shape": "4,1,5"}, "without a draft head"),
+        ({"target": "x", "shape": "4,1"}, "shape: .*4,1,5"),
+        ({"draft": "x", "revision": "main"}, "revision 'main' came without a target"),
+        ({"target": "x", "adaptive": True}, "--adaptive came without a draft head"),
+        ({"target": "x", "device": "toaster"}, "--device toaster"),
+        ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
+        ({"target": "x", "max_batch": 0}, "max_batch is 0"),
+        ({"target": "x", "device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
+        ({"target": "x", "torch_compile_max_bs": 4}, "--torch-compile-max-bs 4 came without --torch-compile"),
+        (
+            {"target": "x", "device": "cpu", "torch_compile": True, "torch_compile_max_bs": 4},
+            "came with cpu as device.* saves nothing",
+        ),
+        ({"target": "x", "overlap_schedule": False}, "only rounds that run as graphs overlap"),
+        ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
+        ({"target": "x", "verify": "block"}, "no draft head"),
+        ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
+        ({"target": "x", "verify": "luck"}, "auto, follow, rejection, block"),
+    ],
+)
+def test_what_cannot_be_opened(arguments, says):
+    """Said before anything is loaded: no target named x exists."""
+    with pytest.raises((OpenError, EngineError), match=says):
+        open_engine(**arguments)
+
+
+def test_draft_that_names_no_target(draft):
+    """A head from elsewhere can still be served, when the user says for which target."""
+    config = read_json(draft / "config.json")
+    del config["toolkit"]["target"]
+    write_json(draft / "config.json", config)
+    with pytest.raises(DraftDirError, match="--target"):
+        open_engine(draft=draft)

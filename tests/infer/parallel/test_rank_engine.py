@@ -1,0 +1,210 @@
+"""Rank 0 and its follower: what they answer together, what is refused, and how either ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+
+from toolkit.cli import main
+from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.load.llm import LLM
+from toolkit.infer.load.load_engine import Opened, open_engine
+from toolkit.infer.parallel.driver import FOLLOWER
+from toolkit.infer.parallel.rank_engine import LeadersShape, RankEngine
+from toolkit.infer.load.open_parallel import interrupted_by_loss
+from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=12)
+
+
+class Told(Ranks):
+    """A follower's place without a group."""
+
+    def __init__(self, decisions=()):
+        self.rank, self.size, self.decisions = 1, 2, iter(decisions)
+
+    def join(self):
+        raise AssertionError("the group was joined though something was wrong")
+
+    def agree(self, decide):
+        return next(self.decisions)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quantization": "int8"}, "2 ranks does not go with int8 weights"),
+        ({"torch_compile": True}, "2 ranks does not go with compiled layers"),
+    ],
+)
+def test_what_it_does_not_go_with(family, options, says):
+    """Half of an int8 matrix, or a compiled layer without its sums, would answer wrongly."""
+    with pytest.raises(ParallelError, match=says):
+        open_engine(target=family("llama"), device="cpu", ranks=Told(), **options)
+
+
+def test_gpus_are_counted():
+    """A rank without a GPU of its own would hang in NCCL."""
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ParallelError, match=rf"cuda:0 to cuda:{torch.cuda.device_count() + 1}"):
+            ranks = Told()
+            ranks.size = torch.cuda.device_count() + 2
+            ranks.place(torch.device(device), quantization=None, torch_compile=False, graphs=False)
+
+
+def test_no_ranks(family, capsys):
+    assert main(["serve", "--target", family("llama"), "--port", "0", "--tp", "0"]) == 2
+    assert "tensor_parallel_size is 0" in capsys.readouterr().err
+
+
+def test_a_follower_drafts_what_rank_0_chose():
+    """Its own rounds take other times: with them it would draft other shapes, or look when rank 0 does not, and wait in
+    other collectives."""
+    most = DraftShape.chain(4)
+    chooser = LeadersShape(most, Told([(most, False), (None, True), (None, False)]))
+    assert [(chooser.choose([]), chooser.look_due) for _ in range(3)] == [(most, False), (None, True), (None, False)]
+    chooser.record([], most, [], 1e9, 1e9)  # says nothing
+    with pytest.raises(AssertionError, match="no plain round was measured"):
+        chooser._costs.seconds(1, most)
+
+
+def test_caches_are_of_one_size():
+    """Who is let in follows from the pages: each rank would admit by its own free memory. Ranks share a CPU's."""
+    shape = KVShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    ranks = Told()
+    ranks.least = lambda pages: pages - 7
+    given = MemorySettings(max_total_tokens=16000)
+    assert ranks.memory(given).pool(shape, 1, 64).page_count == given.pool(shape, 1, 64).page_count - 7
+    assert ranks.memory(MemorySettings(fraction=0.5)).fraction == 0.25
+
+
+def test_other_tokens_than_rank_0():
+    """Ranks that parted would add up forwards of different texts, and answer nonsense without a word."""
+    request = Request("r", [4, 5], GREEDY, arrival=3, output_ids=[7, 8])
+    own = SimpleNamespace(_running=[request])
+    RankEngine.check_written(own, ((3, 2, 8),))
+    for other in ((), ((3, 2, 9),), ((3, 1, 8),), ((2, 2, 8),)):
+        with pytest.raises(RankLostError, match="do not compute the same"):
+            RankEngine.check_written(own, other)
+
+
+def test_offline(family, head_for, prompts):
+    """The same tokens in two processes, step by step with requests that come, are refused and are aborted; an adaptive
+    drafter on each. Then the follower dies in the middle of a step: the step must not wait for it for ever, what serves
+    is told, and nothing runs afterwards. A follower that took a seed of rank 0's making for a stated one would follow
+    where rank 0 draws, and be found to write other tokens."""
+    options = {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu", "max_batch": 3}
+    with LLM(**options) as alone:
+        wanted = [answer.token_ids for answer in alone.generate(prompts, GREEDY)]
+    llm = LLM(**options, tensor_parallel_size=2)
+    engine = llm.engine
+    assert isinstance(engine.drafter.chooser, LeadersShape)
+    assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
+    hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptiveShape, "choose", lambda self, requests: DraftShape.chain(4))  # as rank 0 tells the other
+        drawn = llm.generate([*prompts, *prompts], hot)
+    assert engine.verifier.name == "auto" and sum(answer.acceptance.accepted for answer in drawn) > 0
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    with pytest.raises(EngineError, match="vocabulary"):
+        engine.add_request([999], GREEDY)
+    engine.step()
+    engine.step()
+    engine.abort(requests[0])  # its row is taken by another one, on both ranks
+    engine.set_shape(DraftShape.chain(2))
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert [request.output_ids for request in requests[1:]] == wanted[1:]
+
+    process = engine.leader._processes[0]
+    heard, before = threading.Event(), signal.signal(signal.SIGINT, lambda *_: heard.set())
+    try:
+        lost = r"rank 1 of 2 has ended \(killed by signal 9\)"
+        opened = Opened(engine, llm.target, None, None)
+        with pytest.raises(ParallelError, match=lost), interrupted_by_loss(opened):
+            process.send_signal(signal.SIGSTOP)  # rank 0 waits for it
+            timer = threading.Timer(0.5, process.kill)
+            timer.start()
+            with pytest.raises(RankLostError, match=lost):
+                llm.generate(prompts, GREEDY)
+            assert heard.wait(10), "what serves was not interrupted"
+            with pytest.raises(RankLostError, match=lost):
+                llm.generate(prompts, GREEDY)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        llm.close()
+
+
+def test_a_follower_ends_with_rank_0():
+    """Its pipe closes when rank 0 is killed; it may wait for orders or in a collective then."""
+    command = [sys.executable, "-m", FOLLOWER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and "rank 0 has gone" in error
+
+
+def children(pid):
+    """Its child processes."""
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        return [int(child) for child in file.read().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_server(family, head_for, prompts):
+    """HTTP answers are those of one process, greedy and sampled; Ctrl-C ends both processes in order."""
+    paths = {"target": family("gemma2"), "draft": head_for("eagle3", "gemma2")}
+    sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
+    with LLM(**paths, device="cpu") as alone:
+        wanted = [answer.text for answer in alone.generate(prompts[:2], [GREEDY, sampled])]
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "serve",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--tensor-parallel-size",
+        "2",
+    ]
+    command += [part for name, path in paths.items() for part in (f"--{name}", path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as running:
+        try:
+            url = running.stdout.readline().split()[-1:]
+            assert url, running.communicate(timeout=60)[1]
+            followers = children(running.pid)
+            assert len(followers) == 1
+            name = httpx.get(f"{url[0]}/models", timeout=60).json()["data"][0]["id"]
+            fields = {"model": name, "max_tokens": 12, "top_p": 1.0}
+            settings = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}]
+            bodies = [{**fields, "prompt": prompt, **one} for prompt, one in zip(prompts, settings, strict=False)]
+            answers = [httpx.post(f"{url[0]}/completions", json=body, timeout=60).json() for body in bodies]
+            assert [answer["choices"][0]["text"] for answer in answers] == wanted
+            running.send_signal(signal.SIGINT)
+            _, error = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode == 0, error
+    assert "the server has ended" in error and "Traceback" not in error and "has gone" not in error
+    for pid in followers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,138 @@
+"""Text as it streams: whole characters, exact stop strings, and nothing that is taken back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.infer.request.detokenize import Detokenizer, StopStrings
+
+TEXTS = [
+    "plain words",
+    "naïve café",
+    "漢字かな交じり文",
+    "👩‍👩‍👧 family 🏳️‍🌈",
+    "  spaces \n\n\ttabs ",
+    "e\u0301 combining",
+    "a\ufffdb",
+]
+
+
+def pieces(stream, ids):
+    return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_and_hold_whole_characters(tiny_target, text):
+    """A piece with half a character would put U+FFFD on the screen; the tiny tokenizer splits these into bytes."""
+    ids = tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = pieces(Detokenizer(tiny_target.tokenizer).stream(), ids)
+    assert "".join(shown) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_unfinished_character_at_the_end_is_shown_once(tiny_target):
+    """An answer cut inside a character must end with U+FFFD, not lose its text or raise."""
+    ids = tiny_target.tokenizer("ok 漢", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(Detokenizer(tiny_target.tokenizer).stream(), ids[:-1])) == "ok \ufffd"
+
+
+def test_special_tokens_give_no_text(tiny_target):
+    """With ignore_eos the answer goes on after <|im_end|>, which must not be printed."""
+    tokenizer = tiny_target.tokenizer
+    ids = tokenizer("one<|im_end|>two", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(Detokenizer(tokenizer).stream(), ids)) == "onetwo"
+
+
+def test_random_bytes_never_come_back(tiny_target):
+    """Any id sequence, also invalid UTF-8: pieces join to the tokenizer's own decoding of the whole."""
+    tokenizer, draw = tiny_target.tokenizer, random.Random(0)
+    for _ in range(50):
+        ids = [draw.randrange(3, len(tokenizer)) for _ in range(40)]
+        shown = "".join(pieces(Detokenizer(tokenizer).stream(), ids))
+        assert shown == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def metaspace():
+    """A Llama-2 style decoder: words begin with ▁, unknown characters are byte tokens."""
+    words = ["<unk>", "<s>", "</s>", "▁Hello", "▁world", "▁", *(f"<0x{b:02X}>" for b in range(256))]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_sentencepiece_spaces_and_bytes(metaspace):
+    """Decoding token by token would lose every space between words and break byte characters."""
+    words = ["▁Hello", "▁world", "▁", *(f"<0x{byte:02X}>" for byte in "漢字".encode())]
+    ids = metaspace.convert_tokens_to_ids(words)
+    shown = pieces(Detokenizer(metaspace).stream(), ids)
+    assert "".join(shown) == "Hello world 漢字" and not any("\ufffd" in piece for piece in shown)
+
+
+def test_raw_completion_keeps_its_first_space(metaspace):
+    """A completion goes on in the middle of a text: without the prompt as context its first space would vanish."""
+    prompt, ids = metaspace.convert_tokens_to_ids(["▁Hello"]), metaspace.convert_tokens_to_ids(["▁world"])
+    assert "".join(pieces(Detokenizer(metaspace).stream((), prompt), ids)) == " world"
+
+
+def through(stops, chunks):
+    checker = StopStrings(stops)
+    shown = [checker.push(chunk) for chunk in chunks]
+    return "".join(shown) + checker.finish(), checker.hit
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "shown", "hit"),
+    [
+        (["END"], "abcENDxyz", "abc", "END"),
+        (["END"], "abcEN", "abcEN", None),
+        (["aab"], "aaab", "a", "aab"),
+        (["abcd", "bc"], "abcd", "a", "bc"),  # the one that is complete first
+        (["b", "ab"], "xab", "x", "ab"),  # complete together: the longer one
+        (["\n\n"], "one\n\ntwo", "one", "\n\n"),
+        (["漢字"], "text 漢字", "text ", "漢字"),
+        ([], "abc", "abc", None),
+    ],
+)
+def test_stop_cut_does_not_depend_on_the_chunks(stops, text, shown, hit):
+    """Plain decoding and a run of five accepted tokens must cut at the same character."""
+    draw = random.Random(1)
+    assert through(stops, [text]) == (shown, hit)
+    assert through(stops, list(text)) == (shown, hit)
+    for _ in range(20):
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(3))
+        assert through(stops, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == (shown, hit)
+
+
+def test_held_text_is_only_a_possible_beginning():
+    """Holding back more than needed would make streaming stutter; less would retract text."""
+    checker = StopStrings(["STOP"])
+    assert [checker.push("abST"), checker.push("x"), checker.push("ST"), checker.push("OP")] == ["ab", "STx", "", ""]
+    assert checker.hit == "STOP"
+
+
+def test_stop_string_across_tokens_of_a_stream(tiny_target):
+    """The stream reports the stop at the very token that completes it, so that later tokens are not counted."""
+    tokenizer = tiny_target.tokenizer
+    ids = tokenizer("say 漢字 now", add_special_tokens=False)["input_ids"]
+    stream = Detokenizer(tokenizer).stream(["字"])
+    shown = ""
+    used: list[int] = []
+    while not stream.stopped:
+        used.append(ids[len(used)])
+        shown += stream.push(used[-1])
+    assert shown + stream.finish() == "say 漢"
+    assert tokenizer.decode(used) == "say 漢字"
+
+
+def test_empty_stop_string_is_refused():
+    """An empty stop string would end every answer before its first character."""
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings([""])

@@ -1,0 +1,124 @@
+"""Draws and written-out laws: both equal a brute-force definition of temperature, top-k, top-p and min-p."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.token_distribution import RowLaws, draw_from, weights_left, widths_for
+
+
+def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The law after top-k, top-p and min-p by plain sorting, in float64."""
+    law = torch.softmax(logits.double(), dim=-1)
+    if top_k:
+        law[law < law.sort(descending=True).values[min(top_k, len(law)) - 1]] = 0
+        law /= law.sum()
+    if top_p < 1:
+        ordered = law.sort(descending=True).values
+        law[law < ordered[int((ordered.cumsum(0) < top_p).sum())]] = 0
+        law /= law.sum()
+    law[law < min_p * law.max()] = 0
+    return law / law.sum()
+
+
+def columns(settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top_k, top_p, min_p = zip(*settings, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float32)
+
+
+def drawn_with(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, u: torch.Tensor) -> torch.Tensor:
+    """Draws with one setting for all rows. A GPU looks at as many tokens, and finds the same ones left."""
+    rows, size = logits.shape
+    settings = columns([(top_k, top_p, min_p)] * rows)
+    lazy, at_once = (
+        weights_left(logits, *settings, widths_for(size, top_k, top_p < 1 and not top_k, torch.device(name)))
+        for name in ("cpu", "cuda")
+    )
+    assert torch.equal(lazy, at_once)
+    return draw_from(lazy, u)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (9, 0.6, 0.0), (0, 0.9999, 0.0), (300, 0.99, 0.0),
+        (2000, 1.0, 0.0), (0, 1.0, 0.2), (0, 1.0, 0.001), (5, 1.0, 0.5), (0, 0.7, 0.3), (0, 0.999, 0.05),
+        (300, 0.99, 0.01), (900, 1.0, 0.4), (0, 1.0, 1.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_draw_equals_brute_force(top_k, top_p, min_p, spread):
+    """Flat laws need the wide passes, peaked ones the narrow: all must equal sorting the whole vocabulary."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(24, 1500, generator=generator) * spread
+    u = torch.rand(24, generator=generator, dtype=torch.float64)
+    drawn = drawn_with(logits, top_k, top_p, min_p, u)
+    for row in range(24):
+        sums = filtered(logits[row], top_k, top_p, min_p).cumsum(0)
+        assert drawn[row].item() == int((sums <= u[row] * sums[-1]).sum())
+
+
+def test_tokens_equal_to_the_last_kept_are_kept():
+    """With ties the kept set does not depend on how a sort breaks them."""
+    u = torch.linspace(0, 1 - 1e-9, 64, dtype=torch.float64)
+    for k, p, floor in ((3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)):
+        assert drawn_with(torch.zeros(64, 300), k, p, floor, u).tolist() == (u * 300).long().tolist()
+
+
+def test_impossible_tokens_are_never_drawn():
+    """u = 0 and u just below 1 at laws with zeros at both ends, in one piece and over several blocks."""
+    for size, first in ((700, 300), (1700, 1300)):
+        never_outside(size, first)
+
+
+def never_outside(size: int, first: int) -> None:
+    logits = torch.full((2, size), -torch.inf)
+    logits[:, first : first + 10] = 0.0
+    u = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    for k, p, floor in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.99, 0.0), (0, 1.0, 0.1)):
+        assert drawn_with(logits, k, p, floor, u).tolist() == [first, first + 9]
+
+
+def test_law_equals_brute_force():
+    """The verifiers' p and q: written out, every setting must give the law that `draw` draws from."""
+    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(3)) * 2
+    settings = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (300, 0.99, 0.0), (0, 1.0, 0.2), (0, 0.999, 0.05)]
+    got = weights_left(logits, *columns(settings), widths_for(1500, 300, True, torch.device("cpu")))
+    got = got / got.sum(dim=-1, keepdim=True)
+    for row, setting in enumerate(settings):
+        wanted = filtered(logits[row], *setting)
+        assert torch.equal(got[row] > 0, wanted.float() > 0)
+        assert torch.allclose(got[row].double(), wanted, atol=1e-6)
+    assert torch.allclose(got.sum(dim=-1), torch.ones(6), atol=1e-5)
+
+
+def test_a_rows_draw_does_not_depend_on_its_neighbours():
+    """Else a seed's text would depend on what else runs: rows that cut nothing, and rows that need a wider look."""
+    logits = torch.randn(4, 1, 3000, generator=torch.Generator().manual_seed(5))
+    logits[2] *= 6
+    params = [SamplingParams(temperature=1.0, seed=i, **more) for i, more in enumerate(
+        ({}, {"top_p": 0.9}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.5, "min_p": 0.01})
+    )]  # fmt: skip
+    positions = torch.arange(7, 11)[:, None]
+    together = RowLaws(params, torch.device("cpu"))
+    for row, one in enumerate(params):
+        alone = RowLaws([one], torch.device("cpu"))
+        here = slice(row, row + 1)
+        assert torch.equal(alone.written_out(logits[here]) > 0, (together.written_out(logits) > 0)[here])
+        assert torch.equal(alone.draw(logits[here], positions[here]), together.draw(logits, positions)[here])
+
+
+def test_every_request_has_its_own_law():
+    """A batch of requests: the temperature and filters of one must not reach another's nodes."""
+    params = [SamplingParams(temperature=0.5, top_k=3, seed=0), SamplingParams(temperature=2.0, seed=4)]
+    logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(4))
+    laws = RowLaws(params, torch.device("cpu"))
+    got = laws.written_out(logits)
+    for node in range(3):
+        assert torch.allclose(got[0, node].double(), filtered(logits[0, node] / 0.5, 3, 1.0, 0.0), atol=1e-6)
+        assert torch.allclose(got[1, node].double(), filtered(logits[1, node] / 2.0, 0, 1.0, 0.0), atol=1e-6)
+    positions = torch.tensor([[5, 6, 7], [9, 10, 11]])
+    again = draw_from(got.flatten(0, 1), laws.target_uniform(positions).flatten()).view(2, 3)
+    assert torch.equal(laws.draw(logits, positions), again)

@@ -1,0 +1,140 @@
+"""The walk through a tree, against following it by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from toolkit.infer.request.draft_tree import DraftTree, chain_tree, rerank, root_only
+from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.infer.verify.walk import moved_entries, walk
+
+
+def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> DraftTree:
+    """Trees in level order whose siblings differ."""
+    every = []
+    for _ in range(rows):
+        depths = [0] + sorted(chance.randint(1, 4) for _ in range(nodes - 1))
+        for node in range(1, nodes):
+            depths[node] = min(depths[node], depths[node - 1] + 1)
+        parents = [-1] + [
+            chance.choice([p for p in range(node) if depths[p] == depths[node] - 1]) for node in range(1, nodes)
+        ]
+        tokens: list[int] = [0]
+        for node in range(1, nodes):
+            taken = {tokens[other] for other in range(1, node) if parents[other] == parents[node]}
+            tokens.append(chance.choice([token for token in range(vocab) if token not in taken]))
+        every.append((tokens, parents, depths))
+    tokens, parents, depths = (torch.tensor(part) for part in zip(*every, strict=True))
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    return DraftTree(tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, 4, False)
+
+
+def follow(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
+    """The definition: step to the child that carries the target's choice until there is none."""
+    path = [0]
+    while True:
+        child = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == choices[path[-1]]]
+        if not child:
+            return path
+        path += child
+
+
+def test_walk_equals_following_children():
+    """Random trees over a tiny vocabulary, where long paths are common."""
+    chance = random.Random(0)
+    deepest = 0
+    for _ in range(200):
+        tree = random_tree(3, 9, 12, chance)
+        choices = torch.tensor([[chance.choice(row) for _ in row] for row in tree.tokens.tolist()])
+        found = walk(tree, choices)
+        for row in range(3):
+            path = follow(tree.tokens[row].tolist(), tree.parents[row].tolist(), choices[row].tolist())
+            assert found.accepted[row] == len(path) - 1
+            assert found.path[row, : len(path)].tolist() == path
+            assert found.tokens[row, : len(path)].tolist() == [choices[row, node] for node in path]
+            assert found.path_nodes[row] == path
+            assert found.path_tokens[row] == [choices[row, node] for node in path]
+            deepest = max(deepest, len(path) - 1)
+    assert deepest >= 3
+
+
+def test_a_chain_is_followed_as_the_tree_that_it_is():
+    """By its own way and by that of all trees: every field, of rows that keep fewer drafts too."""
+    torch.manual_seed(0)
+    accepted = set()
+    for _ in range(100):
+        roots, drafts, choices = (torch.randint(3, size) for size in ((4,), (4, 5), (4, 6)))
+        tree = chain_tree(roots, drafts, [5, 0, 3, 5])
+        chain, general = walk(tree, choices), walk(replace(tree, is_chain=False), choices)
+        for name, mine in vars(chain).items():
+            wanted = getattr(general, name)
+            assert torch.equal(mine, wanted) if isinstance(mine, torch.Tensor) else mine == wanted, name
+        accepted |= {*chain.accepted}
+    assert accepted >= {0, 1, 2, 3, 4}
+
+
+def test_padding_nodes_are_never_accepted():
+    """A padding node that happens to carry the target's choice is no draft."""
+    chance = random.Random(1)
+    tree = random_tree(2, 6, 12, chance)
+    tree.valid[1, 1:] = False
+    choices = tree.tokens.roll(-1, dims=1)
+    choices[1, 0] = tree.tokens[1, 1]
+    assert walk(tree, choices).accepted[1] == 0
+
+
+def test_plain_step_commits_the_choice():
+    """A tree of one node: the target's choice and nothing else."""
+    found = walk(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]]))
+    assert found.accepted == [0, 0] and found.tokens.tolist() == [[7], [8]]
+
+
+def test_moved_entries_name_the_places_of_accepted_nodes():
+    """Row 0 (length 10) accepted nodes 2 and 5: they go from places 12, 15 to 11, 12. Row 1 accepted node 1: stays."""
+    chance = random.Random(2)
+    tree = random_tree(2, 6, 12, chance)
+    tree.parents[:] = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 0, 1, 1, 2]])
+    tree.tokens[:] = torch.tensor([[0, 3, 4, 5, 6, 7], [0, 3, 4, 5, 6, 7]])
+    tree.mask = ancestor_mask(tree.parents[:, 1:], 2)
+    choices = torch.tensor([[4, 0, 7, 0, 0, 9], [3, 9, 0, 0, 0, 0]])
+    found = walk(tree, choices)
+    assert found.accepted == [2, 1] and found.path_tokens == [[4, 7, 9], [3, 9]]
+    assert moved_entries(found, [10, 3]) == [(0, 11, 12), (0, 12, 15)]
+
+
+def test_ranks_of_accepted_nodes():
+    """Children are numbered in the drafter's order, whatever stands between them; padding is nobody's sibling.
+
+    root 0 ── 1, 2, 3;  1 ── 4;  3 ── 5, 6
+    """
+    parents = torch.tensor([[0, 0, 0, 1, 3, 3]] * 2)
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2)
+    depths = torch.tensor([[0, 1, 1, 1, 2, 2, 2]] * 2)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 1] = valid[1, 4] = False
+    tree = DraftTree(
+        tokens=tokens,
+        parents=torch.nn.functional.pad(parents, (1, 0), value=-1),
+        depths=depths,
+        mask=without_padding(ancestor_mask(parents, 2), valid),
+        valid=valid,
+        deepest=2,
+        is_chain=False,
+    )
+    choices = torch.tensor([[3, 0, 0, 6, 0, 0, 8], [3, 0, 0, 7, 0, 0, 0]])
+    found = walk(tree, choices)
+    assert found.accepted == [2, 1]
+    assert found.ranks == [[2, 1], [1]] and found.offered == [6, 4] and found.depth_offered == [2, 2]
+
+
+def test_a_walk_through_a_tree_of_fewer_nodes_than_levels():
+    """The path then has a place for every node, not for every level."""
+    roots, levels = torch.tensor([5]), torch.tensor([1, 1, 2, 2, 2, 2])
+    tokens, parents = torch.tensor([[6, 7, 8, 9, 10, 11]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    scores = torch.tensor([[-0.1, -0.2, -0.9, -3.0, -4.0, -5.0]])
+    tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
+    found = walk(tree, torch.tensor([[7, 1, 2]]))
+    assert (found.path_nodes, found.path_tokens, found.ranks) == ([[0, 2]], [[7, 2]], [[1]])

@@ -1,0 +1,32 @@
+"""Models whose weights are packed or quantised: what cannot be done with them is refused by a message."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from toolkit.targets.errors import TargetError
+from toolkit.targets.load import load_target
+
+LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
+
+
+@pytest.mark.parametrize("quantization", LAYERS)
+def test_a_fixed_model_is_neither_copied_nor_saved(tiny_target_directory, tmp_path, quantization):
+    """Its weights stand in no state dict: what was written would be a model without them, found out much later."""
+    target = load_target(tiny_target_directory, quantization=quantization)
+    target.pack()
+    model = target.model
+    for what, act in (
+        ("copied or pickled", lambda: copy.deepcopy(model)),
+        ("copied or pickled", lambda: pickle.dumps(model)),
+        ("saved", lambda: model.state_dict()),
+        ("saved", lambda: model.save_pretrained(tmp_path / "out")),
+        ("loaded into", lambda: model.load_state_dict({})),
+    ):
+        says = rf"a {LAYERS[quantization]} \(in_features=.*\) cannot be {what}: .* Load the target anew"
+        with pytest.raises(TargetError, match=says):
+            act()
+    assert not list(tmp_path.glob("out/*.safetensors"))

@@ -1,0 +1,185 @@
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaModel, T5Config
+
+from toolkit.recipe import load_recipe
+from toolkit.targets import load
+from toolkit.targets.load import TargetError, load_target, load_tokenizer
+from toolkit.weights import load_tensors, save_tensors
+
+
+@pytest.fixture
+def directory(tiny_target_directory, tmp_path):
+    """A copy of the tiny target's directory to spoil."""
+    return shutil.copytree(tiny_target_directory, tmp_path / "model")
+
+
+def edit_config(directory, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_directory_loads_as_it_was_saved(directory, tiny_target, sample_ids):
+    """The plainest way in."""
+    target = load_target(directory)
+    assert torch.equal(target.model(sample_ids).logits, tiny_target.model(sample_ids).logits)
+    assert target.name == str(directory) and target.revision is None and target.stop_ids == tiny_target.stop_ids
+    assert target.model.config._attn_implementation == "sdpa"
+    assert load_tokenizer(directory)("the fox")["input_ids"] == tiny_target.tokenizer("the fox")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "stated, asked, expected",
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+        ("float16", "auto", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+    ],
+)
+def test_dtype(directory, stated, asked, expected):
+    """auto follows a bf16 config; float16 has no place on a CPU. Casting after loading would round the rotary table."""
+    edit_config(directory, dtype=stated)
+    target = load_target(directory, dtype=asked)
+    assert target.dtype == expected and {p.dtype for p in target.model.parameters()} == {expected}
+    assert target.body.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_relative_path_names_the_same_target(directory, monkeypatch):
+    """A head trained on ./target must not be called another target's head when it is served from elsewhere."""
+    monkeypatch.chdir(directory.parent)
+    relative, full = load_target(directory.name), load_target(directory)
+    assert relative.name == full.name and relative.fingerprint == full.fingerprint
+
+
+def test_unknown_dtype_is_an_error(directory):
+    """A misspelt dtype must not fall back to another precision."""
+    with pytest.raises(TargetError, match="auto, bfloat16, float32"):
+        load_target(directory, dtype="bf8")
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("./nowhere", "does not exist"),
+        ("/nowhere/at/all", "does not exist"),
+        ("smollm2-135", "the demo is called 'smollm2-135m'"),
+        ("SmolLM2-135M", "the demo is called 'smollm2-135m'"),
+    ],
+)
+def test_a_name_that_is_no_target_fails_without_a_network(name, words):
+    """Asking the hub for a mistyped path takes half a minute of retries before it fails."""
+    with pytest.raises(TargetError, match=words):
+        load_target(name)
+
+
+def test_paths_of_other_kinds(directory, tmp_path):
+    """A weights file or an empty folder is the usual slip."""
+    with pytest.raises(TargetError, match="file of an unknown kind"):
+        load_target(directory / "model.safetensors")
+    with pytest.raises(TargetError, match="no config.json"):
+        load_target(tmp_path)
+    with pytest.raises(TargetError, match="only hub ids have revisions"):
+        load_target(directory, revision="main")
+
+
+def test_an_unreachable_hub_is_a_clear_error(monkeypatch):
+    """One line for an absent, private or unreachable repository alike."""
+
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to the hub\nlong advice")
+
+    monkeypatch.setattr(load, "hf_hub_download", unreachable)
+    with pytest.raises(TargetError, match="'org/name': We couldn't connect to the hub. A directory"):
+        load_target("org/name")
+
+
+def test_models_of_other_kinds_are_refused(tmp_path):
+    """An encoder or a translator loads under AutoModelForCausalLM with an untrained head and talks at random."""
+    small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    BertForMaskedLM(BertConfig(**small)).save_pretrained(tmp_path / "bert")
+    T5Config().save_pretrained(tmp_path / "t5")
+    for name in ("bert", "t5"):
+        with pytest.raises(TargetError, match=f"{name}.*decoder-only causal LM"):
+            load_target(tmp_path / name)
+
+
+def test_an_architecture_transformers_does_not_know(directory):
+    """Remote code is never run."""
+    edit_config(directory, model_type="newest", auto_map={"AutoConfig": "config.Newest"})
+    with pytest.raises(TargetError, match="which is not run here"):
+        load_target(directory)
+
+
+def test_no_tokenizer(directory):
+    """Without its tokenizer a target can neither read a prompt nor end an answer."""
+    for path in directory.glob("*token*"):
+        path.unlink()
+    with pytest.raises(TargetError, match="tokenizer"):
+        load_target(directory)
+
+
+def test_weights_without_an_output_head_are_refused(directory, tiny_target):
+    """transformers only warns and fills the head with random numbers."""
+    LlamaModel(copy.deepcopy(tiny_target.config)).save_pretrained(directory)
+    with pytest.raises(TargetError, match="missing lm_head.weight"):
+        load_target(directory)
+
+
+def test_weights_of_another_shape_are_refused(directory):
+    """A config edited by hand must not load a model that is partly random."""
+    tensors = load_tensors(directory / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(32)
+    save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    with pytest.raises(TargetError, match="model.norm.weight|mismatched"):
+        load_target(directory)
+
+
+def test_weights_nobody_takes_are_named(directory, monkeypatch):
+    """Extra tensors (MTP layers, a vision tower) are common in good checkpoints: they are said, not refused."""
+    tensors = load_tensors(directory / "model.safetensors")
+    tensors["model.mtp.weight"] = torch.ones(3)
+    save_tensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    messages = []
+    monkeypatch.setattr(load.log, "warning", lambda text, *args: messages.append(text % args))
+    load_target(directory)
+    assert len(messages) == 1 and "model.mtp.weight" in messages[0]
+
+
+def test_a_truncated_weights_file_is_a_clear_error(directory):
+    """A copy cut short is common with large files."""
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(TargetError, match="cannot be loaded"):
+        load_target(directory)
+
+
+def test_a_family_that_changes_its_logits_is_refused(directory, monkeypatch):
+    """The engine reads logits off the body; an unknown last step would make its tokens differ from the model's own."""
+    forward = load.Target.logits
+    monkeypatch.setattr(load.Target, "logits", lambda self, hidden: forward(self, hidden) * 1.5)
+    with pytest.raises(TargetError, match="changes its logits"):
+        load_target(directory)
+
+
+def test_the_demo_recipe_names_a_target_that_exists(monkeypatch, tiny_target_directory):
+    """The README's first command starts with this name."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "smollm2-135m.yaml")
+    monkeypatch.setattr(load, "demo_directory", lambda: tiny_target_directory)
+    assert load_target(recipe.target.model, dtype=recipe.target.dtype).name == recipe.target.model
+
+
+def test_loading_shows_no_bar_and_leaves_the_switch(tiny_target_directory, capsys):
+    """Every command loads a target; a bar of transformers for one second of work would bury our own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    load_target(tiny_target_directory)
+    assert "Loading weights" not in capsys.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled() == before

@@ -1,0 +1,138 @@
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.targets.load import Target, TargetError
+from toolkit.targets.target import end_of_turn_id
+
+
+def rebuilt(target: Target, **changes) -> Target:
+    parts = {"model": target.model, "tokenizer": target.tokenizer, "name": target.name, "revision": None}
+    return Target(**{**parts, **changes})
+
+
+def with_template(target: Target, template: str | None):
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_body_norm_and_head_are_the_model_s_own_forward(tiny_target, sample_ids):
+    """The engine and the teacher take logits from these parts; a second norm, or none, changes every token."""
+    hidden = tiny_target.body(input_ids=sample_ids, use_cache=False).last_hidden_state
+    assert torch.equal(tiny_target.logits(hidden), tiny_target.model(sample_ids).logits)
+    outputs = tiny_target.model(sample_ids, output_hidden_states=True)
+    assert torch.equal(outputs.hidden_states[-1], hidden)
+
+
+def test_sizes(tiny_target):
+    """Draft heads are shaped by these numbers."""
+    assert (tiny_target.n_layers, tiny_target.hidden_size, tiny_target.max_context) == (7, 64, 512)
+    assert tiny_target.vocab_size == tiny_target.embed_tokens.num_embeddings == tiny_target.lm_head.out_features
+    assert tiny_target.device.type == "cpu" and tiny_target.dtype == torch.float32
+
+
+def test_the_target_is_frozen_and_in_eval_mode(tiny_target):
+    """A gradient or a dropout in the target would change the model whose output must be reproduced."""
+    model = copy.deepcopy(tiny_target.model).train().requires_grad_(True)
+    target = rebuilt(tiny_target, model=model)
+    assert not any(module.training for module in target.model.modules())
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_stop_ids_come_from_all_four_places(tiny_target):
+    """Hub models state their ends in different places; one that is missed makes answers run to the length limit."""
+    model = copy.deepcopy(tiny_target.model)
+    model.generation_config.eos_token_id = [5, 6]
+    model.config.eos_token_id = 7
+    tokenizer = with_template(tiny_target, "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}")
+    target = rebuilt(tiny_target, model=model, tokenizer=tokenizer)
+    assert target.stop_ids == {0, 2, 5, 6, 7}  # 2 is the tokenizer's eos, 0 the template's end of turn
+
+
+def test_stop_ids_without_template_or_eos_are_empty(tiny_target):
+    """A base model may have no end; None must not become an id."""
+    model = copy.deepcopy(tiny_target.model)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    tokenizer = with_template(tiny_target, None)
+    tokenizer.eos_token = None
+    assert rebuilt(tiny_target, model=model, tokenizer=tokenizer).stop_ids == frozenset()
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}", 2),
+        ("{% for m in messages %}{{ m['content'] }} \n <|endoftext|><|im_end|>{% endfor %}", 0),
+        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None),
+        ("{% for m in messages %}{{ m['content'] }} end{% endfor %}", None),
+    ],
+)
+def test_end_of_turn_is_the_special_token_right_after_the_answer(tiny_target, template, expected):
+    """Found by rendering, not by a list of names; a plain word or the next speaker's tag must not become a stop id."""
+    assert end_of_turn_id(with_template(tiny_target, template)) == expected
+
+
+def test_a_template_that_drops_the_answer_has_no_end_of_turn(tiny_target):
+    """Whatever stands first in such a rendering is the prompt's own opening tag, not an end."""
+    assert end_of_turn_id(with_template(tiny_target, "<|im_start|>{{ messages[0]['content'] }}")) is None
+
+
+def test_a_template_that_cannot_render_is_a_clear_error(tiny_target):
+    """Templates of multimodal models may want lists of parts; jinja's message alone names no template."""
+    with pytest.raises(TargetError, match="cannot render a question and its answer .*no strings here"):
+        end_of_turn_id(with_template(tiny_target, "{{ raise_exception('no strings here') }}"))
+
+
+def test_template_hash_follows_the_template(tiny_target):
+    """A draft head warns when it was trained under another template."""
+    other = rebuilt(tiny_target, tokenizer=with_template(tiny_target, tiny_target.tokenizer.chat_template + " "))
+    assert len(tiny_target.template_sha256) == 64 and other.template_sha256 != tiny_target.template_sha256
+    assert rebuilt(tiny_target, tokenizer=with_template(tiny_target, None)).template_sha256 == ""
+
+
+def test_fingerprint_names_the_weights_not_the_dtype(tiny_target):
+    """A head trained against bf16 serves the same model in fp32; another revision is another model."""
+    model = copy.deepcopy(tiny_target.model)
+    model.config.dtype = torch.bfloat16
+    assert rebuilt(tiny_target, model=model).fingerprint == tiny_target.fingerprint
+    assert rebuilt(tiny_target, revision="abc").fingerprint != tiny_target.fingerprint
+    model.config.rms_norm_eps = 0.5
+    assert rebuilt(tiny_target, model=model).fingerprint != tiny_target.fingerprint
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tiny_target):
+    """Its last ids would index past the embedding in the middle of a run."""
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    tokenizer.add_tokens(["one-more"])
+    with pytest.raises(
+        TargetError, match=f"{len(tokenizer)} ids and the model {tiny_target.vocab_size} embedding rows"
+    ):
+        rebuilt(tiny_target, tokenizer=tokenizer)
+
+
+def test_a_body_of_unknown_shape_is_refused_at_once(tiny_target):
+    """Hooks and features need layers, a norm and a linear head; a missing part must name itself at load time."""
+    model = copy.deepcopy(tiny_target.model)
+    model.model.norm = None
+    with pytest.raises(TargetError, match="no final norm"):
+        rebuilt(tiny_target, model=model)
+    model = copy.deepcopy(tiny_target.model)
+    model.model.layers = nn.ModuleList(list(model.model.layers)[:-1])
+    with pytest.raises(TargetError, match="no list of 7 decoder layers"):
+        rebuilt(tiny_target, model=model)
+    model = copy.deepcopy(tiny_target.model)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(TargetError, match="output embedding is Sequential"):
+        rebuilt(tiny_target, model=model)
+
+
+def test_a_model_that_states_no_context_is_refused(tiny_target, monkeypatch):
+    """Without a limit a long prompt would run into positions the model never saw."""
+    config = SimpleNamespace(num_hidden_layers=7)
+    monkeypatch.setattr(Target, "config", property(lambda self: config))
+    with pytest.raises(TargetError, match="no max_position_embeddings"):
+        rebuilt(tiny_target)

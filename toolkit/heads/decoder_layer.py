@@ -1,0 +1,84 @@
+"""The parts that draft heads share: a Llama-like decoder layer whose attention is handed in.
+
+Token-major, no caches, no masks, no step counters.
+
+Shapes: T tokens, H hidden size, hd head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.rope import rotate
+
+# q [T, heads, hd], k and v [T, kv_heads, hd], rotated -> [T, heads, hd]; the scale 1/sqrt(hd) is the attention's job.
+# Called once for every attention layer of a pass, in order.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; reads vectors of `input_size`, writes H. `bias`: q, k and v have one.
+
+    `qk_norm`: each head's query and key are normed before they are rotated (Qwen3).
+    """
+
+    def __init__(self, config: HeadConfig, input_size: int, bias: bool = False, *, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, q_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Llama's decoder layer; without `input_norm` its attention reads the residual stream as it is."""
+
+    def __init__(
+        self, config: HeadConfig, *, attention_bias: bool, input_norm: bool = True, qk_norm: bool = False
+    ) -> None:
+        super().__init__()
+        if input_norm:
+            self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_norm = input_norm
+        self.self_attn = Attention(config, config.hidden_size, attention_bias, qk_norm=qk_norm)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        read = self.input_layernorm(x) if self.input_norm else x
+        x = x + self.self_attn(read, cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))

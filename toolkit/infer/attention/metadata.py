@@ -1,0 +1,193 @@
+"""What one forward needs to know about the cache: where its keys go, and who sees whom. Built once for all layers.
+
+Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
+heads, D head dim of queries and keys, Dv of values.
+
+A row of the cache during a tree forward (prefix committed, nodes not yet):
+
+    position   0 .. len-1   len .. len+M-1
+    entry      prefix       node 0 .. M-1         the N new ones are the last of the M
+    seen by    all nodes    itself and descendants
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.cache.kv_cache import KVCache, Window
+from toolkit.infer.attention.paged import PagedPromptPlan, PagedTreePlan
+from toolkit.infer.kernels.dispatch import Ops, ops_for
+from toolkit.infer.cpu.attention import RowAttention, row_attention
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
+
+# New nodes of a row up to which one pass over its keys for every few of them beats a product of matrices.
+FEW = 16
+
+
+class AttentionPlan(Protocol):
+    """Stores a layer's new keys and values and attends over what its queries may see."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
+        ...
+
+
+class PromptPlan:
+    """Prompts that start at position 0 of rows first_row .. first_row+B-1, padded on the right to N tokens.
+
+    What padding writes behind a prompt is overwritten by the row's next tokens before anybody sees it.
+    """
+
+    def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
+        self._window = cache.window(first_row, [0] * rows, tokens, tokens)
+        self._tokens = tokens
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        scaling, window, softcap, sinks = scoring
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        if softcap is None and sinks is None and (window is None or window >= self._tokens):
+            return attend_causal(q, k, v, scaling=scaling)
+        if window not in self._masks:
+            at = torch.arange(self._tokens, device=q.device)
+            distance = at[:, None] - at
+            allowed = (distance >= 0) & (distance < (window or self._tokens))
+            self._masks[window] = additive_mask(allowed[None], q.shape[1] // k.shape[1], q.dtype)
+        return attend(q, k, v, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+class TreePlan:
+    """N new nodes per row behind prefixes of `lengths` tokens, in rows first_row .. first_row+B-1.
+
+    node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
+    depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        lengths: Sequence[int],
+        node_mask: Tensor,
+        depths: Tensor | None = None,
+        first_row: int = 0,
+    ) -> None:
+        rows, new, nodes = node_mask.shape
+        longest = max(lengths)
+        self._rows, self._new, self._span = rows, new, longest + nodes
+        self._starts = [length + nodes - new for length in lengths]
+        self._one_for_all = nodes == 1 and min(lengths) == longest  # every query sees every key
+        self._node_mask, self._depths = node_mask, depths
+        self._lengths = torch.tensor(lengths, device=node_mask.device)
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._allowed: Tensor | None = None
+        self._at_home = _row_attention(cache, self._lengths, node_mask)
+        self._homes = (cache, first_row)
+
+    @cached_property
+    def _window(self) -> Window:
+        cache, first_row = self._homes
+        return cache.window(first_row, self._starts, self._new, self._span)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        scaling, window, softcap, sinks = scoring
+        if window is not None and window >= self._span:
+            window = None
+        cache, first_row = self._homes
+        plain = window is None and softcap is None and sinks is None
+        if self._at_home is not None and plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
+            return self._at_home(q, k, v, *cache.home_addresses(layer, first_row), cache.row_numbers, scaling)
+        self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+        keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
+        if window not in self._masks:
+            self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
+        return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
+
+    def for_cpp(self) -> dict[str, int | None]:
+        """The fields of an `AttentionCall`, where attention is one call of C++; none where it is not."""
+        if self._at_home is None:
+            return {}
+        cache, first_row = self._homes
+        self._begin = keys, values = cache.homes_begin(first_row)  # held: C++ is handed their addresses
+        fields = {"row_numbers": cache.row_numbers, "bfloat16": cache.shape.dtype == torch.bfloat16, "span": self._span}
+        return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._at_home.for_cpp()}
+
+    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+        if window is None and self._one_for_all:
+            return None
+        allowed = self._allowed_keys()
+        if window is not None:
+            allowed = allowed & (self._distances() < window)
+        return additive_mask(allowed, groups, dtype)
+
+    def _allowed_keys(self) -> Tensor:
+        """[B, N, S] bool: the prefix, and the nodes that `node_mask` names."""
+        if self._allowed is None:
+            at = torch.arange(self._span, device=self._lengths.device)
+            prefix = at < self._lengths[:, None]
+            allowed = prefix[:, None].expand(self._rows, self._new, self._span).contiguous()
+            self._allowed = allowed.scatter_(2, self._node_places().expand(self._node_mask.shape), self._node_mask)
+        return self._allowed
+
+    def _node_places(self) -> Tensor:
+        """[B, 1, M]: the position in its row where each node's entry lies."""
+        nodes = torch.arange(self._node_mask.shape[2], device=self._lengths.device)
+        return (self._lengths[:, None] + nodes)[:, None]
+
+    def _distances(self) -> Tensor:
+        """[B, N, S]: how many positions before each query a key stands; a node stands at length + depth."""
+        assert self._depths is not None, "a target with windows needs the nodes' depths"
+        stands = torch.arange(self._span, device=self._lengths.device).expand(self._rows, 1, self._span).clone()
+        at = self._lengths[:, None] + self._depths
+        stands.scatter_(2, self._node_places(), at[:, None])
+        return at[:, -self._new :, None] - stands
+
+
+def prompt_plan(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionPlan:
+    """The next `tokens` tokens (padded on the right) of prompts of which the first starts[b] are in the cache already.
+
+    Rows first_row .. first_row+B-1.
+    """
+    kernels = _paged_kernels(cache)
+    if kernels is not None:
+        return PagedPromptPlan(cache, kernels, first_row, starts, tokens)
+    if max(starts) == 0:
+        return PromptPlan(cache, first_row, len(starts), tokens)
+    device = cache.shape.device
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
+    depths = torch.arange(tokens, device=device).expand(len(starts), -1)
+    return TreePlan(cache, starts, causal, depths, first_row)
+
+
+def tree_plan(
+    cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None, first_row: int = 0
+) -> AttentionPlan:
+    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreePlan`."""
+    kernels = _paged_kernels(cache)
+    if kernels is not None:
+        span, device = max(lengths) + node_mask.shape[2], node_mask.device
+        table = cache.pool.table(first_row, len(lengths), cache.pool.pages_of(span), device)
+        begin = torch.tensor(lengths, device=device)
+        return PagedTreePlan(cache, kernels, table, begin, span, node_mask, depths)
+    return TreePlan(cache, lengths, node_mask, depths, first_row)
+
+
+def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
+    """One call for a layer's attention, where rows lie side by side on a CPU and few nodes are new."""
+    shape = cache.shape
+    if not cache.pool.homes or shape.device.type != "cpu" or node_mask.shape[1] > FEW:
+        return None
+    return row_attention(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
+
+
+def _paged_kernels(cache: KVCache) -> Ops | None:
+    """What reads this cache through its page tables; None: rows lie side by side, or are gathered first."""
+    shape = cache.shape
+    ops = ops_for(shape.device.type)
+    fits = max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width
+    return ops if fits and not cache.pool.homes else None

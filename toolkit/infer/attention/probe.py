@@ -1,0 +1,123 @@
+"""Finds out, once, what a target's layers ask of their attention, and refuses what the engine would not honour.
+
+transformers asks twice who attends to whom: a mask is built for each kind of layer, and the layer's own keywords
+(`sliding_window`) repeat it for kernels that take no mask. The engine goes by the keywords. So the probe lets
+transformers build its masks, takes their rules, and compares them with the keywords over the whole context: a chunked,
+bidirectional or forgotten window is found although the probe reads only a few tokens.
+
+Shapes: B rows, N tokens a row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+
+from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.kernels.reference import attend_causal
+
+PROBE = "toolkit-probe"
+# Keywords that say nothing about who attends to whom; any other one that is set is refused.
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+    | {"output_router_logits", "position_embeddings", "num_items_in_batch", "is_causal"}
+)
+SPREAD = 48  # positions of the context at which mask rules are compared, besides those around a window's edge
+
+
+class AttentionProbe:
+    """Stands in for a plan: caches nothing, and writes down each layer's keys and values. max_context in tokens."""
+
+    def __init__(self, max_context: int) -> None:
+        self.max_context = max_context
+        self.seen: list[tuple[int, tuple[int, int, int], torch.dtype]] = []  # layer, (Hkv, D, Dv), dtype
+
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], sinks [Hq]."""
+        fits = q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3] and q.shape[1] % k.shape[1] == 0
+        if not fits or (sinks is not None and sinks.shape != (q.shape[1],)):
+            sunk = "" if sinks is None else f" and sinks {tuple(sinks.shape)}"
+            raise UnsupportedTargetError(
+                f"layer {layer} has queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}{sunk} "
+                "[rows, heads, tokens, width]; the engine needs keys as wide as queries, as many values as keys, query "
+                "heads a multiple of key heads, and one sink a query head"
+            )
+        self.seen.append((layer, (k.shape[1], k.shape[3], v.shape[3]), k.dtype))
+
+    def kv_shape(self, name: str, layers: int, device: torch.device) -> KVShape:
+        """What the cache of a target of `layers` layers has to hold. Raises UnsupportedTargetError."""
+        called = [layer for layer, _, _ in self.seen]
+        kinds = {kind for _, kind, _ in self.seen}
+        if called != list(range(layers)) or len(kinds) != 1:
+            raise UnsupportedTargetError(
+                f"{name}: the engine's attention was called for layers {called} with (key heads, key width, value "
+                f"width) {sorted(kinds)}; the engine needs one call in each of {layers} layers, all of one shape"
+            )
+        (kv_heads, key_dim, value_dim), dtype = self.seen[0][1], self.seen[0][2]
+        return KVShape(layers, kv_heads, key_dim, dtype, device, value_dim)
+
+
+def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
+    """What a layer asks for that is neither in `scoring` nor harmless is not honoured, so it is refused."""
+    name, others = type(module).__name__, dict(call.others)
+    plan: AttentionProbe | None = others.pop("plan", None)
+    if plan is None:
+        raise UnsupportedTargetError(
+            f"{name} does not hand the keywords of the model's forward on to its attention, so the engine's cache does "
+            "not reach it; use a target of another family, or Hugging Face's generate"
+        )
+    unknown = [key for key, setting in others.items() if setting is not None and key not in HARMLESS]
+    if unknown or call.dropout:
+        raise UnsupportedTargetError(
+            f"{name} calls its attention with {', '.join(unknown) or f'dropout {call.dropout}'}, which the engine does "
+            "not implement; use a target without it, or Hugging Face's generate"
+        )
+    _check_mask(module, call.mask, scoring.window, plan.max_context)
+    plan.see(module.layer_idx, q, k, v, scoring.sinks)
+    return attend_causal(q, k, v, scaling=scoring.scaling)
+
+
+def _noted_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **settings: Any) -> Tensor:
+    """Called by transformers where a body builds a mask: an empty one that carries its rule to the layers."""
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=settings.get("device"))
+    mask.rule = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+register_attention(PROBE, _probe)
+AttentionMaskInterface.register(PROBE, _noted_mask)
+
+
+def _check_mask(module: Any, mask: Tensor | None, window: int | None, max_context: int) -> None:
+    """The model's own mask must be what the engine makes of the keywords: causal, less than `window` places back."""
+    name = type(module).__name__
+    if mask is not None and not hasattr(mask, "rule"):
+        raise UnsupportedTargetError(
+            f"{name} attends under a mask of its own making, which the engine does not know; use a target whose masks "
+            "are causal or sliding windows, or Hugging Face's generate"
+        )
+    at = _compared_positions(window, max_context)
+    q, k = at[:, None], at[None, :]
+    ours = (k <= q) & (q - k < (window or max_context))
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    theirs = k <= q if mask is None else mask.rule(zero, zero, q[None, None], k[None, None])
+    if not torch.equal(ours, torch.as_tensor(theirs).expand(1, 1, *ours.shape)[0, 0]):
+        kind = "causal attention" if window is None else f"a window of {window}"
+        raise UnsupportedTargetError(
+            f"layer {module.layer_idx} ({name}) says {kind}, but the model masks it in another way, which the engine "
+            "does not implement; use a target whose masks are causal or sliding windows, or Hugging Face's generate"
+        )
+
+
+def _compared_positions(window: int | None, max_context: int) -> Tensor:
+    """Positions over the whole context, ascending, with those a window apart from others."""
+    spread = torch.linspace(0, max_context - 1, SPREAD).long()
+    edges = [spread] if window is None else [spread, *(spread + window + step for step in (-1, 0, 1))]
+    at = torch.cat(edges)
+    return at[at < max_context].unique()

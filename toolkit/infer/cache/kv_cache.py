@@ -1,0 +1,172 @@
+"""Keys and values at the addresses of a page pool, and windows: what one forward writes and reads of them.
+
+Shapes: L layers, E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values; of a window B
+rows, N new positions a row, S positions read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.kernels.paged_reference import gather_pages, write_kv
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone do not count as memory
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one cache entry holds; value_dim None: values are as wide as keys."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    value_dim: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        width = self.head_dim + (self.value_dim or self.head_dim)
+        return self.layers * self.kv_heads * width * self.dtype.itemsize
+
+
+class Window(Protocol):
+    """Rows of a cache as one forward sees them, built once for all its layers."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] at the window's new positions."""
+        ...
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Positions 0..S-1 of the rows: [B, S, Hkv, D] and [B, S, Hkv, Dv]."""
+        ...
+
+
+class KVCache:
+    """keys and values: per layer [E, Hkv, D or Dv]."""
+
+    def __init__(self, shape: KVShape, pool: PagePool) -> None:
+        self.shape, self.pool = shape, pool
+        widths = (shape.head_dim, shape.value_dim or shape.head_dim)
+        entries = pool.page_count * pool.page_size
+        # One allocation a layer: a system that limits single ones would refuse all layers in one.
+        self._memory: dict[int, mmap.mmap] = {}  # by id of the tensor: where it comes on touch
+        self.keys, self.values = (
+            [self._zeros((entries, shape.kv_heads, width)) for _ in range(shape.layers)] for width in widths
+        )
+        rows, size = pool.rows, pool.pages_per_row * pool.page_size
+        # [R, S, Hkv, D or Dv] of rows at home, made once: 60 views a step would be felt at batch 1.
+        self.home_keys, self.home_values = (
+            [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.homes else []
+            for stores in (self.keys, self.values)
+        )
+        # Numbers of a key row at home, and where the homes of each layer begin.
+        self.row_numbers = size * shape.kv_heads * shape.head_dim
+        self._homes_begin = [
+            (keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.home_keys, self.home_values, strict=True)
+        ]
+        # The same for C++, which is handed an address of all layers' ones.
+        self._first_homes = torch.tensor(self._homes_begin, dtype=torch.int64).view(-1, 2).T.contiguous()
+        pool.attach(self)
+
+    def home_addresses(self, layer: int, row: int) -> tuple[int, int]:
+        """Where a row's keys and values begin, of a cache whose values are as wide as its keys."""
+        keys, values = self._homes_begin[layer]
+        skipped = row * self.row_numbers * self.shape.dtype.itemsize
+        return keys + skipped, values + skipped
+
+    def homes_begin(self, row: int) -> tuple[Tensor, Tensor]:
+        """`home_addresses` of all layers: keys' and values' [L] int64."""
+        skipped = row * self.row_numbers * self.shape.dtype.itemsize
+        keys, values = self._first_homes + skipped if skipped else self._first_homes
+        return keys, values
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""
+        dtype, device = self.shape.dtype, self.shape.device
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or sys.platform != "linux" or size == 0:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        zeros = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self._memory[id(zeros)] = memory
+        return zeros
+
+    def window(self, first_row: int, starts: Sequence[int], new: int, span: int) -> Window:
+        """Rows first_row .. first_row+B-1, of which row b is written at starts[b] .. starts[b]+new-1; S = span."""
+        kind = HomeWindow if self.pool.homes else PagedWindow
+        return kind(self, first_row, starts, new, span)
+
+    def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
+        """Copy whole pages, all layers."""
+        to, of = (torch.tensor(pages, device=self.shape.device) for pages in (destination, source))
+        for store in (*self.keys, *self.values):
+            pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
+            pages.index_copy_(0, to, pages.index_select(0, of))
+
+    def forget_pages(self, first: int, count: int) -> None:
+        """Give the memory of pages first .. first+count-1 back to the system; they read as zeros then."""
+        for store in (*self.keys, *self.values):
+            memory = self._memory.get(id(store))
+            if memory is None:
+                continue
+            size = self.pool.page_size * store[0].nbytes
+            start, end = first * size, (first + count) * size
+            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            if end - start >= mmap.PAGESIZE:
+                memory.madvise(mmap.MADV_DONTNEED, start, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+    def move_entries(self, destination: Tensor, source: Tensor) -> None:
+        """Copy entries between places [M] of all layers; all are read before any is written."""
+        for store in (*self.keys, *self.values):
+            store.index_copy_(0, destination, store.index_select(0, source))
+
+
+class HomeWindow:
+    """Rows that lie side by side at their homes: reading is a view."""
+
+    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
+        self._cache = cache
+        rows = slice(first_row, first_row + len(starts))
+        self._seen = (rows, slice(0, span))
+        self._new = (rows, slice(starts[0], starts[0] + new))
+        ragged = min(starts) != max(starts)
+        self._places = cache.pool.places(first_row, starts, new, cache.shape.device) if ragged else None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self._places is None:
+            self._cache.home_keys[layer][self._new] = keys
+            self._cache.home_values[layer][self._new] = values
+        else:
+            write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._cache.home_keys[layer][self._seen], self._cache.home_values[layer][self._seen]
+
+
+class PagedWindow:
+    """Rows whose pages lie anywhere: reading gathers them. What reads through the table instead has to equal it."""
+
+    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
+        pool, device = cache.pool, cache.shape.device
+        self._cache, self._span = cache, span
+        self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
+        self._places = pool.places(first_row, starts, new, device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._gather(self._cache.keys[layer]), self._gather(self._cache.values[layer])
+
+    def _gather(self, store: Tensor) -> Tensor:
+        return gather_pages(store, self._table, self._cache.pool.page_size, self._span)

@@ -1,0 +1,148 @@
+"""C++ of ours as a library of this process: compiled once a machine, kept in the cache, loaded by the next start.
+
+Python hands such a library addresses. It uses the OpenMP that PyTorch uses, so that both share one set of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from toolkit.log import get_logger
+from toolkit.targets.cache import build_once, cache_root
+from toolkit.targets.errors import TargetError
+
+log = get_logger(__name__)
+
+LIBRARY = "library.so"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+TORCH = Path(torch.__file__).parent
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "vectors.h"))  # that our files may include
+INSTEAD = "PyTorch's own operators take its place, slower"
+
+
+def compiler_name() -> str:
+    """The C++ compiler that $CXX names, else the system's, there or not."""
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def compiler() -> str | None:
+    """The file of the C++ compiler; None where it is not there."""
+    return shutil.which(compiler_name())
+
+
+@functools.cache
+def cpu_flags() -> tuple[str, ...]:
+    """The instructions that this CPU has; none where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return tuple(sorted(flags.partition(":")[2].split()))
+
+
+def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
+    """The library of one C++ file; None, and the log says why and what `instead`, where it cannot be made.
+
+    Its symbols are seen by libraries that are loaded later, as the compiled layers' programs are.
+    """
+    openmp = openmp_of_torch()
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in (source, *HEADERS)]
+        decides = (texts, torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
+        key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
+        folder = cache_root() / "compiled" / f"{source.stem}-{key}"
+        if not folder.is_dir() and not _may_compile(source, folder, instead):
+            return None
+        build_once(folder, lambda made: _compile(source, made / LIBRARY, openmp))
+        return ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    except subprocess.CalledProcessError as error:
+        why = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
+        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, instead)
+        with suppress(OSError):
+            _failure(folder).write_text(_identity(), encoding="utf-8")
+    except (OSError, TargetError) as error:
+        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, instead)
+    return None
+
+
+def has_vectors() -> bool:
+    """Whether this CPU has the vectors that vectors.h is written for (AVX2, or AVX512)."""
+    return all(flag in cpu_flags() for flag in ("avx2", "fma"))
+
+
+def load_vectorised(source: Path) -> ctypes.CDLL | None:
+    """As load_cpp, of a file that includes vectors.h; None also on a CPU without them."""
+    return load_cpp(source) if has_vectors() else None
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int | None:
+    """Of one of its functions, for other C++."""
+    # Not the attribute, in whose place a measurement may have put a function of Python.
+    return ctypes.cast(library[name], ctypes.c_void_p).value
+
+
+def _may_compile(source: Path, folder: Path, instead: str) -> bool:
+    """Whether there is a compiler, and not one that failed before."""
+    if compiler() is None:
+        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, instead)
+        return False
+    failure = _failure(folder)
+    if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
+        log.info(
+            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), instead, failure
+        )
+        return False
+    return True
+
+
+def _failure(folder: Path) -> Path:
+    """What says that a compiler failed: not each start should try again."""
+    return folder.with_name(f"{folder.name}.failed")
+
+
+def _identity() -> str:
+    """Of the compiler: its file and that file's age."""
+    path = Path(compiler() or "").resolve()
+    return f"{path} {path.stat().st_mtime_ns}"
+
+
+def _compile(source: Path, library: Path, openmp: str | None) -> None:
+    program = compiler()
+    assert program is not None, "who calls has looked"
+    log.info("compiling %s for this CPU, once", source.name)
+    compiled = library.with_suffix(".o")
+    folders = (f"-I{folder}" for folder in (TORCH / "include", *{header.parent for header in HEADERS}))
+    _run(program, *FLAGS, *folders, "-c", str(source), "-o", str(compiled))
+    links = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", openmp or "-fopenmp", "-Wl,-z,defs"]
+    _run(program, "-shared", str(compiled), *links, "-o", str(library))
+    compiled.unlink()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def openmp_of_torch() -> str | None:
+    """The file of the OpenMP library that PyTorch runs on; None where none is to be seen.
+
+    Other packages bring libraries of their own; PyTorch's lies beside it, or is the only one.
+    """
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", mapped, re.MULTILINE)
+    beside = [path for path in found if Path(path).parent in (TORCH / "lib", TORCH.with_name("torch.libs"))]
+    return next(iter(beside or found), None)

@@ -1,0 +1,89 @@
+"""A linear layer that keeps half a byte a weight: 16 levels between the least and the largest weight of each group.
+
+The law is that of a float layer whose weight is `(level - 8) * step + middle`, with a step and a middle, in the layer's
+dtype, for every GROUP weights of a row. PyTorch's kernel brings the levels back to floats in registers and adds in
+float32, so a row's result does not depend on how many rows go beside it. (torchao's int4 layout for CPUs calls the same
+kernel.) It is made for few rows: prompts are read about as fast as by the float layer; and for bfloat16: in float32 it
+is slow.
+
+Shapes: K input features, N output features, G = K / GROUP groups a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.infer.cpu.joined_linear import JoinedLinear, biases_of, join
+
+GROUP = 32
+LEVELS = 16
+ROWS_MULTIPLE = 16  # of N, for the kernel
+SMALLEST = 1e-30
+
+
+class Int4Linear(JoinedLinear):
+    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU. `int4_layers` makes them."""
+
+    levels: Tensor
+    steps: Tensor
+    joint_bias: Tensor | None  # of all that lies in `levels`
+
+    def hold(self, levels: Tensor, steps: Tensor, bias: Tensor | None) -> None:
+        """levels [N, K/2] in the kernel's order; steps [G, N, 2]: step and middle."""
+        self.register_buffer("levels", levels, persistent=False)
+        self.register_buffer("steps", steps, persistent=False)
+        self.register_buffer("joint_bias", bias, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, K] as a float layer would hold it, rounded to the dtype; made anew at every call."""
+        one = torch.eye(self.in_features, dtype=self.steps.dtype)
+        return int4_product(one, self.levels, self.steps)[:, self.rows].t().contiguous()
+
+    def product(self, inputs: Tensor) -> Tensor:
+        out = int4_product(inputs.reshape(-1, self.in_features), self.levels, self.steps)
+        if self.joint_bias is not None:
+            out = out + self.joint_bias
+        return out.view(*inputs.shape[:-1], out.shape[-1])
+
+    def nbytes(self) -> int:
+        """Of its own rows."""
+        return (self.levels.nbytes + self.steps.nbytes) * self.out_features // self.levels.shape[0]
+
+
+def takes_int4(linears: Sequence[nn.Linear]) -> bool:
+    """Whether the kernel takes these, lying together."""
+    rows = sum(linear.out_features for linear in linears)
+    return rows % ROWS_MULTIPLE == 0 and all(linear.in_features % GROUP == 0 for linear in linears)
+
+
+def int4_layers(linears: Sequence[nn.Linear]) -> list[Int4Linear]:
+    """A layer for each, all in one weight; they read the same input, or there is only one."""
+    levels, steps = round_to_levels(torch.cat([linear.weight.detach() for linear in linears]))
+    packed, bias = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), biases_of(linears)
+    layers = [Int4Linear(linear) for linear in linears]
+    for layer in layers:
+        layer.hold(packed, steps, bias)
+    if len(layers) > 1:
+        join(layers)
+    return layers
+
+
+def int4_product(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
+    """rows [M, K], levels and steps as `Int4Linear` holds them -> [M, N]."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), levels, GROUP, steps)
+
+
+def round_to_levels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> levels [N, K] int32 in 0..15, and steps [G, N, 2] in the weight's dtype."""
+    groups = weight.float().unflatten(1, (-1, GROUP))  # [N, G, GROUP]
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    # Rounded to the dtype before they are used: the levels are those nearest under what will be multiplied by.
+    step = ((high - low) / (LEVELS - 1)).clamp_min(SMALLEST).to(weight.dtype)
+    middle = (low + LEVELS // 2 * step.float()).to(weight.dtype)
+    levels = (groups - middle.float()[..., None]).div_(step.float()[..., None]).round_().add_(LEVELS // 2)
+    levels = levels.clamp_(0, LEVELS - 1).to(torch.int32).flatten(1)
+    return levels, torch.stack((step, middle), dim=-1).transpose(0, 1).contiguous()

@@ -1,0 +1,164 @@
+"""One round of drafting: the positions a head reads, level by level, each behind its true ancestors.
+
+Shapes: B rows, P pending positions a row, M nodes a row (pending ones first, then drafted ones as they are added),
+n nodes added at a time, H head hidden size.
+
+A node is a token with the position before it, whose hidden state it is read with. With L tokens committed, x_{L-1} the
+root, and k the stage (MTP layer) from 0:
+
+    node (token)     ..  x_{L-2}   x_{L-1}   level 1   level 2
+    position         ..  L-3-k     L-2-k     L-1-k     L-k       in stage k
+    hidden           its parent's: for stage 0 the target's feature up to x_{L-1}, for stage k > 0 what stage k-1 left
+                     at the parent, and past the last stage what the last stage itself left there
+    predicts         ..  level 1+k of the chain behind it
+
+So level 1 is drafted by stage 0 at x_{L-1}, level 2 by stage 1 at the nodes of level 1, and stage 1 first has to read
+all nodes that stage 0 has read. A head of one stage only ever reads its new nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.infer.attention.metadata import AttentionPlan, tree_plan
+from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cpu.compiled_head import CompiledHead
+from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, stage_shape
+
+
+class HeadReader:
+    """A head with its caches, one for each stage: what is read is also remembered. compiled: what its passes run in."""
+
+    def __init__(
+        self,
+        head: DraftingHead,
+        embed: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: PagePool,
+        compiled: CompiledHead | None = None,
+    ) -> None:
+        self.head, self.compiled = head, compiled
+        self._embed = embed
+        self._scoring = head_scoring(head)
+        self.dtype = dtype
+        shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
+        self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
+
+    def read(
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
+    ) -> Tensor:
+        """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
+        if self.compiled is not None:
+            return self.compiled.read(stage, tokens, hidden, positions, plan, reach)
+        rows, new = tokens.shape
+        layers = count()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            return plan.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
+
+        embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
+        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        return out.view(rows, new, -1)
+
+
+class Expansion:
+    """The nodes of one round.
+
+    tokens, positions (those of stage 0) and parents (node numbers; -1: the position before the first node): [B, M].
+    sees [B, M, M]: which nodes each one attends to, beside everything committed before the round.
+    states [B, M, H]: what the newest stage left at each node it has read. stage: that stage's number.
+    """
+
+    def __init__(
+        self,
+        reader: HeadReader,
+        tokens: Tensor,
+        hidden: Tensor,
+        carry: Tensor,
+        before: Sequence[int] | Tensor,
+        counts: Sequence[int] | Tensor,
+        room: int,
+    ) -> None:
+        """tokens [B, P] and hidden [B, P, H]: the pending positions, counts[b] of row b, which follow before[b]
+        committed ones. carry [B, S-1, H] as `Pending` has it. room: nodes that will be added at most."""
+        rows, pending = tokens.shape
+        device = tokens.device
+        self._reader, self._before, self._old_carry = reader, before, carry
+        self.nodes, self.depth, self.stage = pending, 0, 0
+        self.tokens = torch.nn.functional.pad(tokens, (0, room))
+        at = torch.arange(pending + room, device=device)
+        self._begin = torch.as_tensor(before, device=device)  # [B]
+        self.positions = self._begin[:, None] + at
+        self.parents = (at - 1).repeat(rows, 1)
+        # A row with fewer pending positions has padding behind them, which no drafted node descends from.
+        self.sees = torch.zeros(rows, pending + room, pending + room, dtype=torch.bool, device=device)
+        self.sees[:, :pending, :pending] = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
+        self.roots = torch.as_tensor(counts, device=device)[:, None] - 1  # [B, 1]: the node of each row's last token
+        self._carries: list[Tensor] = []
+        self.states = self._read(hidden, pending)
+
+    def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Add a level: tokens [B, n] below the nodes `parents` [B, n]. Returns the head's states there, [B, n, H]."""
+        added, start = tokens.shape[1], self.nodes
+        new = slice(start, start + added)
+        self.tokens[:, new] = tokens
+        self.parents[:, new] = parents
+        self.positions[:, new] = self.positions.gather(1, parents) + 1
+        self.sees[:, new] = self.sees.gather(1, parents[:, :, None].expand(-1, -1, self.sees.shape[2]))
+        self.sees[:, new, new] |= torch.eye(added, dtype=torch.bool, device=tokens.device)
+        self.nodes, self.depth = start + added, self.depth + 1
+        if self.stage + 1 < self._reader.head.stages:
+            self._next_stage()
+        else:
+            out = self._read(_rows_of(self.states, parents), added)
+            self.states = torch.cat((self.states, out), dim=1)
+        return self.states[:, new]
+
+    def at_roots(self) -> Tensor:
+        """The newest stage's states at each row's last committed token, [B, H]."""
+        return _rows_of(self.states, self.roots)[:, 0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Scores [..., D] of the tokens that follow, by the stage that left `states` [..., H]."""
+        return self._reader.head.logits(self.stage, states)
+
+    def finish(self) -> Tensor:
+        """Let stages that drafted no level read the committed positions too; the next round's carry, [B, S-1, H]."""
+        while self.stage + 1 < self._reader.head.stages:
+            self._next_stage()
+        return torch.stack(self._carries, dim=1) if self._carries else self._old_carry
+
+    def _next_stage(self) -> None:
+        """All nodes so far, read by a stage that has read none of them."""
+        self._carries.append(self.at_roots())
+        below = torch.cat((self._old_carry[:, self.stage, None], self.states), dim=1)
+        hidden = _rows_of(below, self.parents[:, : self.nodes] + 1)
+        self.stage += 1
+        self.states = self._read(hidden, self.nodes)
+
+    def _read(self, hidden: Tensor, new: int) -> Tensor:
+        """The newest `new` nodes with hidden [B, new, H], in the current stage."""
+        newest = slice(self.nodes - new, self.nodes)
+        depths = self.positions[:, : self.nodes] - self._begin[:, None]
+        plan, reach = self._plan(self.sees[:, newest, : self.nodes], depths)
+        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
+        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, plan, reach)
+
+    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionPlan, int]:
+        """How the newest n of M nodes attend: sees [B, n, M], depths [B, M]; and what no position reaches."""
+        # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
+        before = [max(0, held - self.stage) for held in self._before]
+        # Pending nodes stand in a line, so no position lies further out than this.
+        return tree_plan(self._reader.caches[self.stage], before, sees, depths), max(self._before) + self.nodes
+
+
+def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
+    """states [B, M, H] at the node numbers [B, n] -> [B, n, H]."""
+    return states.gather(1, numbers[:, :, None].expand(-1, -1, states.shape[2]))

@@ -1,0 +1,81 @@
+"""Which token of a head's scores is drafted next in a chain: the most probable one, or one drawn from the head's law.
+
+Shapes: B rows, R of them draw, n levels drafted, D ids drafted from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.request.draft_tree import Proposal
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.seeded_uniform import Stream
+from toolkit.infer.verify.token_distribution import RowLaws, draw_from
+
+Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
+
+
+class Picks(Protocol):
+    """The picks of one round: called once for each level, then asked for the laws that were drawn from."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Scores [B, 1, D] -> places in the draft vocabulary, [B, 1]."""
+        ...
+
+    def proposal(self) -> Proposal | None:
+        """None where nothing was drawn."""
+        ...
+
+
+class BestPicks:
+    """The most probable token in every row."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.max(dim=-1).indices
+
+    def proposal(self) -> None:
+        return None
+
+
+class DrawnPicks:
+    """Rows that `draws` draw from the head's law under their own settings; the others take the most probable. ids [D]:
+    the target ids of the draft vocabulary.
+
+    Any q keeps the answers' law; with top-k, top-p and min-p in it too it lies nearer to the target's p. The draws
+    share nothing with those of the target, nor with those of other rounds.
+    """
+
+    def __init__(self, requests: Sequence[Request], ids: Tensor, draws: Draws) -> None:
+        hot = [row for row, request in enumerate(requests) if draws(request)]
+        self._ids, self._batch = ids, len(requests)
+        self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
+        self._hot = torch.tensor(hot, dtype=torch.long, device=ids.device)
+        self._laws = RowLaws([requests[row].params for row in hot], ids.device)
+        self._roots = torch.tensor([requests[row].length for row in hot], dtype=torch.long, device=ids.device)[:, None]
+        self._drawn_from: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        best = logits.max(dim=-1).indices
+        q = self._laws.written_out(logits[self._hot])
+        positions = self._roots + len(self._drawn_from)
+        self._drawn_from.append(q)
+        drawn = draw_from(q[:, 0], self._laws.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])
+        return best.index_copy(0, self._hot, drawn[:, None])
+
+    def proposal(self) -> Proposal:
+        q = torch.cat(self._drawn_from, dim=1)
+        drawn = None if self._all else torch.zeros(self._batch, dtype=torch.bool, device=q.device)
+        if drawn is not None:
+            drawn[self._hot] = True
+        return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._hot, q), self._ids, drawn)
+
+
+def picks_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> Picks:
+    """Of one round; draws None: no request ever draws. A round in which none does is a round of best tokens."""
+    if draws is None or not any(map(draws, requests)):
+        return BestPicks()
+    return DrawnPicks(requests, ids, draws)

@@ -1,0 +1,306 @@
+"""Drafting with a head that is fed its own output (EAGLE-3, EAGLE-1/2, MTP): chains, and EAGLE-2's dynamic trees.
+
+Shapes: B rows, H head hidden size, k beams, D ids drafted from.
+
+At position i the head reads (feature of i, embedding of token i+1) and predicts token i+2. With L tokens committed and
+the last one, x_{L-1}, as the tree's root:
+
+    position      ..  L-3      L-2        L-1        L        ..
+    token next    ..  x_{L-2}  x_{L-1}    level 1    level 2
+    predicts      ..  x_{L-1}  level 1    level 2    level 3
+    feature       ..  target's target's   the head's own hidden state of the parent
+
+Positions up to L-2 are computed from the target's features once those are known ("pending" until the next propose, or
+until so many wait that skip reads them); what drafted nodes left behind L-2 is overwritten. A drafted node sees the
+committed positions and its true ancestors. `expansion.py` says what changes where a head has several MTP layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.infer.attention.metadata import prompt_plan
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cpu.compiled_head import CompiledHead
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
+from toolkit.infer.drafters.beams import draft_beams, levels_of
+from toolkit.infer.drafters.draft_sampling import BestPicks, Draws, Picks, picks_for
+from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
+from toolkit.infer.drafters.drafting_head import drafting_head
+from toolkit.infer.drafters.draft_rollout import Expansion, HeadReader
+from toolkit.infer.drafters.shadow_acceptance import ranks_in_hindsight
+from toolkit.infer.drafters.draft_inputs import Pending, Unread
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.walk import Walk
+from toolkit.targets.load import Target
+
+CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
+
+
+class AutoregressiveDrafter:
+    """Owns the head's caches, the features it still has to read, and the hooks that bring them. module: the head."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftCheckpoint,
+        shape: DraftShape,
+        pool: PagePool,
+        *,
+        draws: Draws | None = None,
+        torch_compile: bool = False,
+    ) -> None:
+        """As choose_drafter has them."""
+        check_draft_matches(draft, target)
+        self.module = draft.head
+        self._head = drafting_head(draft, target)
+        # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
+        self._unhook = weakref.finalize(self, self._head.remove)
+        self._device = target.device
+        self._dtype = next(draft.head.parameters()).dtype
+        self.to_target = draft.token_map.ids.to(self._device)
+        compiled = CompiledHead(self._head, target.embed_tokens, self.to_target, self._dtype) if torch_compile else None
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, compiled)
+        width, hidden_size = self._head.width, self._head.config.hidden_size
+        self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self._read: list[int] = []  # by row: positions that every stage has read
+        self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
+        self._draws = draws
+        self.set_shape(shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        if shape.top_k > len(self.to_target):
+            raise DraftShapeError(
+                f"draft shape {shape.name}: top_k exceeds the draft vocabulary of {len(self.to_target)} tokens; "
+                "draft with fewer branches"
+            )
+        self.shape = shape
+
+    def close(self) -> None:
+        self._unhook()
+
+    @property
+    def lookahead(self) -> int:
+        return self._head.stages
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # behind the longest pending row
+
+    def _drafts(self, request: Request) -> bool:
+        """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
+        return request.speculative and len(request.prompt_ids) >= self._head.stages
+
+    # -- following the target ------------------------------------------------------------------------------------------
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        """Read what the target has read; of the last position what follows is only known when something was sampled."""
+        pending, rows, stages = self.pending, len(requests), self._head.stages
+        here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
+        whole = requests[0].unread <= tokens
+        drafted = any(map(self._drafts, requests))
+        if whole:
+            pending.hold(first_row + rows, 1)
+            pending.counts[first_row:] = [1] * rows
+            # A row that nothing is drafted for may stand on pages that the head has never read.
+            read = [max(0, len(one.context_ids) - stages) if self._drafts(one) else 0 for one in requests]
+            self._read[first_row:] = read
+        if not drafted:
+            return
+        features = self._head.features().to(self._dtype)
+        last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
+        if whole:
+            pending.features[here, 0] = features[every, last]
+            for row, request in enumerate(requests, start=first_row):
+                if request.output_ids:  # it comes back after it had lost its pages
+                    pending.tokens[row, 0] = request.output_ids[-1]
+        starts = [request.n_read for request in requests]
+        texts = unread_tokens(requests, tokens + stages, self._device)
+        at = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
+        hidden = self._head.first_hidden(features)
+        for stage, cache in enumerate(self.reader.caches):
+            count = tokens - 1 - stage if whole else tokens  # the token after position i of stage k is i + 1 + k
+            if count < 1:
+                break
+            after = texts[:, 1 + stage : 1 + stage + count]
+            plan = prompt_plan(cache, first_row, starts, count)
+            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], plan, max(starts) + count)
+            if whole and stage + 1 < stages:
+                pending.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return self._read[row]
+
+    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+        """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
+        if not any(map(self._drafts, requests)):
+            return
+        pending = self.pending
+        if self._next_carry is not None:
+            pending.clear(len(requests), self._next_carry)
+            self._next_carry = None
+        for row, request in enumerate(requests):
+            if not self._drafts(request):
+                pending.counts[row] = 0  # it is never read for; the newest position keeps its place
+        features = self._head.features().to(self._dtype)
+        if all(node == place for path in found.path_nodes for place, node in enumerate(path)):
+            features = features[:, : found.path.shape[1]]  # as of a chain: nothing to pick
+        else:
+            features = features.gather(1, found.path[:, :, None].expand(-1, -1, features.shape[2]))
+        pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
+
+    def move_row(self, destination: int, source: int) -> None:
+        self.pending.move_row(destination, source)
+        self._read[destination] = self._read[source]
+
+    # -- drafting ------------------------------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request]) -> DraftTree:
+        roots = root_tokens(requests, self._device)
+        own = [self.shape_of(request) for request in requests]
+        drafted = [shape for shape in own if shape is not None]
+        if not drafted:
+            return root_only(roots)
+        shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
+        picks = picks_for(requests, self.to_target, self._draws)
+        unread = self._unread(requests)
+        if (tree := self._drafted_at_once(requests, unread, roots, shape, own, picks)) is not None:
+            return tree
+        nodes = self._read_pending(unread, room=room_for(shape))
+        tree = self.tree_from(nodes, roots, shape, own, picks)
+        self._finish(nodes, requests)
+        return tree
+
+    def tree_from(
+        self, nodes: Expansion, roots: Tensor, shape: DraftShape, own: Sequence[DraftShape | None], picks: Picks
+    ) -> DraftTree:
+        """Expand the pending positions `nodes` and build trees on roots [B]. own: the part of `shape` that each row
+        keeps, None the root only."""
+        if shape.is_chain:
+            drafts = self._draft_chain(nodes, shape, picks)
+            return chain_tree(roots, drafts, kept_of_chain(own), picks.proposal())
+        found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
+        return rerank(roots, *found, kept_of_tree(own), shape.num_steps)
+
+    def skip(self, requests: Sequence[Request]) -> DraftTree:
+        """Roots only. Now and then the head reads what was committed meanwhile."""
+        roots = root_tokens(requests, self._device)
+        self._next_carry = None
+        self.first_tokens(requests)
+        if any(map(self._drafts, requests)) and max(self.pending.counts[: len(requests)]) >= CATCH_UP:
+            self._finish(self._read_pending(self._unread(requests), room=0), requests)
+        return root_only(roots)
+
+    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        """The pending positions are read, and drafted from where the token that followed is pending too."""
+        roots = root_tokens(requests, self._device)
+        self._next_carry = None
+        if not any(map(self._drafts, requests)):
+            return root_only(roots), [[] for _ in requests]
+        nodes = self._read_pending(self._unread(requests), room=0)
+        ranks = ranks_in_hindsight(nodes, self.pending.counts[: len(requests)], self.to_target, width)
+        self._finish(nodes, requests)
+        return root_only(roots), ranks
+
+    def shape_of(self, request: Request) -> DraftShape | None:
+        """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
+        if not self._drafts(request):
+            return None
+        return self.shape if request.shape is None else request.shape.within(self.shape)
+
+    def first_tokens(self, requests: Sequence[Request]) -> None:
+        """What follows a prompt's last position was not known when the prompt was admitted."""
+        for row, request in enumerate(requests):
+            if len(request.output_ids) == 1:
+                self.pending.tokens[row, 0] = request.output_ids[0]
+
+    def _unread(self, requests: Sequence[Request]) -> Unread:
+        rows, pending = len(requests), self.pending
+        self.first_tokens(requests)
+        counts = pending.counts[:rows]
+        before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
+        held = (slice(rows), slice(max(counts)))
+        # Torch multiplies a part of a store row by row, with a copy of the weights for each.
+        return Unread(pending.tokens[held], pending.features[held].contiguous(), before, counts)
+
+    def _read_pending(self, unread: Unread, room: int) -> Expansion:
+        """The pending positions of every row; `room` nodes more can be added."""
+        tokens, features, before, counts = unread
+        hidden = self._head.first_hidden(features)
+        return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(tokens)], before, counts, room)
+
+    def _drafted_at_once(
+        self,
+        requests: Sequence[Request],
+        unread: Unread,
+        roots: Tensor,
+        shape: DraftShape,
+        own: Sequence[DraftShape | None],
+        picks: Picks,
+    ) -> DraftTree | None:
+        """As tree_from, read and drafted in one call; None where that is not to be had."""
+        compiled = self.reader.compiled
+        if compiled is None or (shape.is_chain and not isinstance(picks, BestPicks)):
+            return None
+        limits = None if shape.is_chain else limits_of(own, shape)
+        found = compiled.drafts(unread, self.reader.caches[0], shape, limits)
+        if found is None:
+            return None
+        self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
+        self._note_read(requests)
+        tokens, parents, scores = found
+        if shape.is_chain:
+            return chain_tree(roots, tokens, kept_of_chain(own))
+        levels = levels_of(shape, self._device)
+        return rerank(roots, tokens, parents, levels, scores, kept_of_tree(own), shape.num_steps)
+
+    def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
+        """All stages have read what was pending."""
+        self._next_carry = nodes.finish()
+        self._note_read(requests)
+
+    def _note_read(self, requests: Sequence[Request]) -> None:
+        for row, request in enumerate(requests):
+            if self._drafts(request):
+                self._read[row] = request.length - self._head.stages
+
+    def note_round(self, requests: Sequence[Request], found: Walk) -> None:
+        """In the place of propose and observe: a recorded round read all that was pending and left its own path there,
+        with the stages' carry."""
+        self._note_read(requests)
+        self.pending.counts[: len(requests)] = [accepted + 1 for accepted in found.accepted]
+
+    def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
+        """Drafts [B, num_steps], target ids."""
+        hidden, last = nodes.at_roots()[:, None], nodes.roots
+        drafts = [self.to_target[picks(nodes.logits(hidden))]]
+        for _ in range(1, shape.num_steps):
+            hidden = nodes.grow(drafts[-1], last)
+            last = torch.full_like(last, nodes.nodes - 1)
+            drafts.append(self.to_target[picks(nodes.logits(hidden))])
+        return torch.cat(drafts, dim=1)
+
+
+def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
+    """How many drafts of a chain each row keeps."""
+    return [0 if one is None else one.num_steps for one in own]
+
+
+def kept_of_tree(own: Sequence[DraftShape | None]) -> list[int]:
+    """How many nodes of a tree each row keeps, its root included."""
+    return [1 if one is None else one.num_draft_tokens for one in own]
+
+
+def limits_of(own: Sequence[DraftShape | None], shape: DraftShape) -> Sequence[DraftShape | None] | None:
+    """What each row keeps of `shape`; None where none that is drafted for keeps less."""
+    return None if all(one in (None, shape) for one in own) else own
+
+
+def room_for(shape: DraftShape) -> int:
+    """Nodes that the head reads beyond the pending positions: every level but the last."""
+    return shape.top_k * (shape.num_steps - 1)

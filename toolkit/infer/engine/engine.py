@@ -1,0 +1,308 @@
+"""The speculative engine: many requests, one target forward per step, exactly the target's own tokens.
+
+A row whose sequence has L tokens holds the target's keys of the first L-1; the last token is the root of its next tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.engine.commit import commit
+from toolkit.infer.request.detokenize import Detokenizer
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.graphs.overlap import Launches
+from toolkit.infer.graphs.recordings import GraphSettings
+from toolkit.infer.kernels.dispatch import use_device
+from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
+from toolkit.infer.engine.prefill import PromptReader
+from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
+from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.verify.logprobs import NodeLogprobs
+from toolkit.infer.verify.sampler import Choices
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.engine.scheduler import Move, Scheduler
+from toolkit.infer.engine.verify_step import TreeVerifier
+from toolkit.infer.verify.walk import Walk
+from toolkit.targets.load import Target
+
+__all__ = ["Engine", "PromptTooLongError"]
+
+DEFAULT_SHAPE = DraftShape.chain(4)
+
+
+class Engine:
+    """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it.
+
+    draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
+    at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
+    made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
+    and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
+    the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
+    no seed, follow for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
+    adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see
+    adaptive.py); False: always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile:
+    compiled layers (CPU). graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which
+    defines what they do.
+    Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None = None,
+        shape: DraftShape | None = None,
+        *,
+        max_batch: int = 16,
+        max_context: int | None = None,
+        verify: str = "follow",
+        adaptive: bool = False,
+        memory: MemorySettings = DEFAULT_MEMORY,
+        torch_compile: bool = False,
+        graphs: GraphSettings | None = None,
+    ) -> None:
+        if shape is not None and draft is None:
+            raise EngineError(
+                f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
+            )
+        if max_batch < 1:
+            raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
+        if max_context is not None and max_context < 2:
+            raise EngineError(f"max_context is {max_context}; a prompt's token and one of the answer need 2")
+        self.target = target
+        use_device(target.device)
+        with torch.inference_mode():
+            self._forward = TargetForward(target, torch_compile=torch_compile)
+            limit = self._forward.max_context
+            self.max_context = limit if max_context is None else min(max_context, limit)
+            pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
+            self._cache = KVCache(self._forward.kv_shape, pool)
+            self.shape = None if draft is None else shape or DEFAULT_SHAPE
+            self.verifier = choose_verifier(verify, draft, self.shape)
+            draws = self.verifier.draws_for if self.verifier.draws_drafts else None
+            self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws, torch_compile=torch_compile)
+        if adaptive and self.shape is not None:
+            self.drafter = AdaptiveDrafter(self.drafter, self.shape)
+        self._memory = KVMemory(
+            pool, self.max_context, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
+        )
+        even = target.device.type == "cpu"
+        self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory, even=even)
+        self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
+        self._verifying = TreeVerifier(self._forward, self._cache, self.verifier, self.max_context)
+        parts = (self._forward, self._cache, self.drafter, self.verifier, max_batch, self.max_context)
+        recorded = None if graphs is None else GraphRounds(graphs, target, *parts)
+        self._launches = Launches(recorded, self.scheduler)
+        self._detokenizer = Detokenizer(target.tokenizer)
+        self._names, self._arrivals = itertools.count(), itertools.count()
+
+    # -- for callers ---------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        speculative: bool = True,
+        shape: DraftShape | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """Queue a prompt. `shape`: what is drafted for it alone, at most what the engine drafts; None: the same.
+
+        Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary,
+        SamplingError if a stop id or a biased id is outside.
+        """
+        prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.max_context)
+        if shape is not None:
+            shape.check_asked(self.shape, speculative)
+        params.check_ids(self.target.vocab_size)
+        request = Request(
+            id=request_id if request_id is not None else f"request-{next(self._names)}",
+            prompt_ids=prompt,
+            params=params.seeded(),
+            states_seed=params.seed is not None,
+            speculative=speculative and self.shape is not None,
+            shape=shape,
+            arrival=next(self._arrivals),
+            stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
+            token_limit=min(params.max_tokens, self.max_context - len(prompt)),
+            text=self._detokenizer.stream(params.stop, unsearched=params.min_tokens) if params.stop else None,
+        )
+        self.scheduler.waiting.append(request)
+        return request
+
+    @torch.inference_mode()
+    def abort(self, request: Request) -> None:
+        """End a request now; its finish_reason becomes "abort" and its cache row is free in the next step."""
+        if request.finished:
+            return
+        request.finish_reason, request.finished_at = "abort", time.perf_counter()
+        if not self.scheduler.drop_unstarted(request):
+            self._finish()
+
+    @property
+    def max_batch(self) -> int:
+        """Requests running at once."""
+        return self.scheduler.max_batch
+
+    @property
+    def _running(self) -> list[Request]:
+        return self.scheduler.running
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether rounds run as recorded graphs, beside whose forwards no code of the host runs."""
+        return self._launches.graphs is not None
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def set_shape(self, shape: DraftShape) -> None:
+        """Draft with another shape from the next step on.
+
+        Raises `EngineError` when there is no draft head, DraftShapeError for one that head or verifier cannot do."""
+        self.verifier.check_shape(shape)
+        slack = self._slack(shape)
+        self._memory.check_slack(slack)
+        self.drafter.set_shape(shape)
+        # What the old shape left to read may be more than the new one leaves.
+        self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
+
+    def close(self) -> None:
+        """Take the engine's hooks off the target. The engine must not be stepped afterwards."""
+        self.drafter.close()
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One round. Returns the requests that got tokens or ended in it; a round in flight gives them one step later
+        (see overlap.py)."""
+        use_device(self.target.device)
+        touched = self._land()
+        if not self._launches.in_flight:
+            touched += self._schedule()
+            if self._running:
+                touched += self._round()
+        return list(dict.fromkeys(touched))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_finish: Callable[[Request], None] | None = None,
+        speculative: bool = True,
+        shape: DraftShape | None | Sequence[DraftShape | None] = None,
+    ) -> list[Request]:
+        """Run prompts to their ends; the answers come back in the prompts' order. `on_finish` sees each as it ends.
+
+        params, shape: one for all prompts, or one for each. Raises what add_request raises, before anything has run.
+        """
+        settings = one_for_each(params, SamplingParams, len(prompts), "sampling settings")
+        shapes = one_for_each(shape, DraftShape | None, len(prompts), "draft shapes")
+        requests: list[Request] = []
+        try:
+            for place, (prompt, one, asked) in enumerate(zip(prompts, settings, shapes, strict=True)):
+                try:
+                    requests.append(self.add_request(prompt, one, speculative=speculative, shape=asked))
+                except ValueError as error:
+                    error.add_note(f"this was prompt {place} of {len(prompts)} (counted from 0)")
+                    raise
+            mine = set(requests)
+            while any(not request.finished for request in mine):
+                ended = [request for request in self.step() if request.finished]
+                for request in ended:
+                    if request in mine and on_finish is not None:
+                        on_finish(request)
+                mine.difference_update(ended)
+        finally:
+            for request in requests:
+                self.abort(request)
+        return requests
+
+    # -- the five verbs ------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[Request]:
+        """Pages for every row; then prompts are read, and their first tokens sampled, as far as it is due."""
+        self._change_rows(self.scheduler.make_room)
+        before = len(self._running)
+        try:
+            begun = self._prompts.read_due(self.drafter, self._keep)
+        except BaseException:
+            self.scheduler.put_back()
+            self._verifying.rows_changed()  # prompts read before the failure hold rows now
+            raise
+        if len(self._running) > before:
+            self._verifying.rows_changed()
+            self._finish()
+        return begun
+
+    def _propose(self) -> DraftTree:
+        return self.drafter.propose(self._running)
+
+    def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
+        found, choices = self._verifying(self._running, tree)
+        self.drafter.observe(self._running, found)
+        return found, choices
+
+    def _commit(self, found: Walk, logprobs: NodeLogprobs | None, started: float, proposed: float) -> list[Request]:
+        touched = commit(self._running, found, logprobs, started, proposed)
+        self._finish()
+        return touched
+
+    def _finish(self) -> None:
+        """Free the rows of ended requests: the last row moves into each hole."""
+        if self._launches.may_take_rows():
+            self._change_rows(lambda: self.scheduler.retire(self._keep))
+
+    # -- their parts ---------------------------------------------------------------------------------------------------
+
+    def _round(self) -> list[Request]:
+        """Propose, verify and commit; or launch all that as a graph, which lands in the next step."""
+        if self._launches.launch():
+            return [] if self._launches.overlap else self._land()
+        started = time.perf_counter()
+        tree = self._propose()
+        proposed = time.perf_counter()
+        found, choices = self._verify(tree)
+        return self._commit(found, choices.logprobs, started, proposed)
+
+    def _land(self) -> list[Request]:
+        """Commit what a launched round has found, if there is one."""
+        landed = self._launches.land()
+        if landed is None:
+            return []
+        found, began = landed  # its parts cannot be told apart: the round counts as verification
+        return self._commit(found, None, began, began)
+
+    def _keep(self, row: int, request: Request) -> None:
+        """Let what a row has read be found again."""
+        if request.ready:
+            drafted = self.drafter.positions_read(row, request)
+            read = min(request.length - 1, drafted or request.length)
+            self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)
+
+    def _change_rows(self, change: Callable[[], list[Move]]) -> None:
+        """Let the scheduler take rows away; the drafter and the sampler follow."""
+        before = len(self._running)
+        for row, source in change():
+            self.drafter.move_row(row, source)
+        if len(self._running) < before:
+            self._verifying.rows_changed()
+
+    def _slack(self, shape: DraftShape | None) -> int:
+        """Positions that a step may write behind a row's tokens."""
+        return 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
+
+    def check_integrity(self) -> None:
+        """Assert that queue, rows, pages and caches agree; tests call it after every step."""
+        self.scheduler.check_integrity(self._launches.in_flight)
+        longest = max((request.length for request in self._running), default=0)
+        assert longest <= self.max_context, "a request outgrew the context"

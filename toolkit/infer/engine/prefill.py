@@ -1,0 +1,121 @@
+"""Reads prompts into their rows, whole or in chunks, and samples the first tokens.
+
+Shapes: B rows, N tokens read of each (padded on the right), H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.attention.metadata import prompt_plan
+from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.request.draft_tree import root_only
+from toolkit.infer.drafters.drafter import Drafter, unread_tokens
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.sampler import Sampler
+from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.verify.walk import walk
+from toolkit.targets.load import Target
+
+
+class PromptReader:
+    """Takes from the scheduler what is due; target and drafter read it."""
+
+    def __init__(self, target: Target, forward: TargetForward, cache: KVCache, scheduler: Scheduler) -> None:
+        self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
+
+    def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
+        """A chunk of prompts, more only as long as nobody runs. Returns the requests that got their first token.
+
+        keep(row, request) is called for each as soon as its text is in the cache.
+        """
+        begun: list[Request] = []
+        running, left = self._scheduler.running, self._scheduler.chunk
+        while True:
+            complete, fresh, tokens = self._read_some(left, drafter)
+            if not tokens:
+                return begun
+            for request in complete:
+                request.ready = True
+                keep(running.index(request), request)
+            begun += fresh
+            left = left - tokens if running else self._scheduler.chunk
+            if left < self._scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
+                return begun
+
+    def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
+        """Read prompts of `most` padded tokens together, or that much of a long one.
+
+        Returns the requests that are complete now, those of them that got their first token (others come back after
+        they had lost their pages), and the padded tokens read: 0 when none are due.
+        """
+        scheduler = self._scheduler
+        group = scheduler.next_group(most)
+        if group:
+            tokens = max(request.unread for request in group)
+            fresh = self._read(len(scheduler.running) - len(group), group, tokens, drafter)
+            return group, fresh, tokens * len(group)
+        request = scheduler.reading
+        if request is None:
+            return [], [], 0
+        tokens = chunk_of(request.unread, most, drafter.lookahead)
+        row = len(scheduler.running)
+        if tokens == request.unread:
+            group = [scheduler.reading_is_complete()]
+        return group, self._read(row, [request], tokens, drafter), tokens
+
+    def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> list[Request]:
+        """The next `tokens` tokens of the rows from first_row on: to the end of all their texts, or of none.
+
+        Returns the requests that got their first token."""
+        device = self._target.device
+        starts = [request.n_read for request in group]
+        input_ids = unread_tokens(group, tokens, device)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
+        plan = prompt_plan(self._cache, first_row, starts, tokens)
+        # Padding may lie past the context; clamping only keeps learned position tables in range.
+        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), plan)
+        drafter.admit(first_row, group, tokens)
+        last = [request.unread - 1 for request in group]
+        for request in group:
+            request.n_read += min(tokens, request.unread)
+        return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
+
+    def _first_tokens(
+        self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]
+    ) -> list[Request]:
+        """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
+
+        Returns the requests it was for: those that had lost their pages have tokens already.
+        """
+        fresh = [row for row, request in enumerate(group) if not request.output_ids]
+        if not fresh:
+            return []
+        device = hidden.device
+        rows, ends = torch.tensor(fresh, device=device), torch.tensor([last[row] for row in fresh], device=device)
+        requests = [group[row] for row in fresh]
+        positions = torch.tensor([[len(request.prompt_ids)] for request in requests], device=device)
+        roots = root_only(input_ids[rows, ends])
+        logits = self._target.logits(hidden[rows, ends])[:, None]
+        first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
+        found = walk(roots, first.tokens, first.along)
+        for request, tokens in zip(requests, found.path_tokens, strict=True):
+            request.append_run(tokens, 0)
+        if first.logprobs is not None:
+            first.logprobs.record(requests, found)
+        return requests
+
+
+def chunk_of(unread: int, most: int, lookahead: int) -> int:
+    """How many of `unread` tokens are read now; `most` unless the rest is too little.
+
+    The last part needs `lookahead` tokens: the drafter's entries before it depend on as many behind them.
+    """
+    if unread <= most:
+        return unread
+    behind = max(unread - most, lookahead)
+    return unread - behind if unread > behind else unread

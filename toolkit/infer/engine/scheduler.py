@@ -1,0 +1,194 @@
+"""Which request holds which row and its pages, who comes next, and who steps back when pages run out. Knows no tensors.
+
+Running requests hold rows 0..B-1; new ones are appended, and the last row moves into the hole of an ended one. A prompt
+too long for one forward is read in chunks; until it is complete its request, `reading`, holds row B.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.cache.cache_manager import KVMemory
+from toolkit.infer.request.request import Request
+
+# Padding in a forward of prompts that are to be of about one length: tokens that hardly cost, and a share of the rest.
+LEAST_PADDING, MOST_PADDING = 32, 0.1
+Move = tuple[int, int]  # row, and the row whose place it takes over
+
+
+class Scheduler:
+    """The queue and the rows of one engine. chunk: padded prompt tokens read in one forward, at most. even: prompts of
+    about one length are read together, because padding costs as much as tokens do (a CPU); else as many as fit."""
+
+    def __init__(self, max_batch: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
+        if chunk < 1:
+            raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 token must be read at a time")
+        self.max_batch, self.chunk, self.memory, self._even = max_batch, chunk, memory, even
+        self.waiting: deque[Request] = deque()  # by arrival
+        self.running: list[Request] = []  # the request of row i at index i
+        self.reading: Request | None = None
+        self._refused: tuple[Request, int] | None = None  # who had no room, after how many releases of pages
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.reading)
+
+    def next_group(self, budget: int) -> list[Request]:
+        """Waiting requests whose prompts are read together now, first come first served, put into rows.
+
+        Together they take `budget` padded tokens at most. A single one that takes more becomes `reading` instead.
+        While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
+        """
+        free = self.max_batch - len(self.running)
+        if self.reading is not None or free < self._gathered():
+            return []
+        group: list[Request] = []
+        longest = tokens = 0
+        while self.waiting and len(group) < free and self._admit(self.waiting[0]):
+            longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
+            padded = longest * (len(group) + 1)
+            uneven = self._even and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
+            if padded > budget or uneven:
+                if group:
+                    self.memory.release(len(self.running))
+                else:
+                    self.reading = self.waiting.popleft()
+                break
+            group.append(self.waiting.popleft())
+            self.running.append(group[-1])
+        return group
+
+    def _gathered(self) -> int:
+        """Rows that must be free for prompts to be read."""
+        return min(len(self.waiting), max(1, self.max_batch // 8))
+
+    def prompts_due(self) -> bool:
+        """Whether there may be something of a prompt to read now."""
+        if self.reading is not None:
+            return True
+        if not self.waiting or self.max_batch - len(self.running) < self._gathered():
+            return False
+        return (self.waiting[0], self.memory.releases) != self._refused
+
+    def _admit(self, request: Request) -> bool:
+        """Give the next row's pages to a request. A page more for everyone who runs is left over."""
+        row = len(self.running)
+        known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
+        if known is None:
+            self._refused = (request, self.memory.releases)
+            return False
+        request.n_read, request.ready = known, False
+        request.cached_tokens = max(request.cached_tokens, min(known, len(request.prompt_ids)))
+        return True
+
+    def reading_is_complete(self) -> Request:
+        """The request that was being read runs from now on, in the row it holds."""
+        assert self.reading is not None
+        request, self.reading = self.reading, None
+        self.running.append(request)
+        return request
+
+    def put_back(self) -> None:
+        """After a failed forward: those whose prompts were being read hold the last rows, and wait again."""
+        while self.running and not self.running[-1].ready:
+            self.memory.release(len(self.running) - 1)
+            self.waiting.appendleft(self.running.pop())
+
+    def drop_unstarted(self, request: Request) -> bool:
+        """Take a request out that waits or is being read; False if it does neither."""
+        if request is self.reading:
+            self.memory.release(len(self.running))
+            self.reading = None
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            return False
+        return True
+
+    def retire(self, keep: Callable[[int, Request], None]) -> list[Move]:
+        """Free the rows of ended requests, after `keep(row, request)`. Returns which running rows moved, in order."""
+        before = len(self.running)
+        for row, request in enumerate(self.running):
+            if request.finished:
+                keep(row, request)
+                self.memory.release(row)
+        moves = [move for row in reversed(range(before)) if self.running[row].finished for move in self._close(row)]
+        self._follow(before)
+        return moves
+
+    def make_room(self) -> list[Move]:
+        """Pages for the next step of every row. Where they do not suffice the youngest requests are preempted.
+
+        They go back into the queue, and what they have read is read again later. Returns which rows moved, in order.
+        """
+        moves: list[Move] = []
+        row = 0
+        while row < len(self.running) + (self.reading is not None):
+            request = self.running[row] if row < len(self.running) else self.reading
+            assert request is not None
+            if self.memory.grow(row, max(request.length, len(request.prompt_ids) + 1)):
+                row += 1
+            else:
+                moves += self._preempt()
+                row = 0  # another request may be here now
+        return moves
+
+    def make_room_ahead(self, tokens: int) -> bool:
+        """Pages for the step behind one that has not said yet which of `tokens` tokens at most it has written.
+
+        A row that this leads past its limit has ended, and needs none for what it writes behind. False, and nothing
+        has changed, where they do not suffice.
+        """
+        most = [min(one.length + tokens, len(one.prompt_ids) + one.token_limit) for one in self.running]
+        return self.memory.grow_all(most)
+
+    def _preempt(self) -> list[Move]:
+        before = len(self.running)
+        if self.reading is not None:
+            victim, row, self.reading = self.reading, before, None
+        else:
+            row = max(range(before), key=lambda number: self.running[number].arrival)
+            victim = self.running[row]
+            assert before > 1, "one request alone has no room: the engine let in more than its memory holds"
+        victim.n_read, victim.ready = 0, False
+        victim.preemptions += 1
+        self.memory.release(row)
+        self.waiting.appendleft(victim)  # it is older than all that wait
+        return self._close(row) if row < before else []
+
+    def _close(self, row: int) -> list[Move]:
+        """The last row moves into the hole."""
+        last = self.running.pop()
+        if row == len(self.running):
+            return []
+        self.running[row] = last
+        self.memory.move(row, len(self.running))
+        return [(row, len(self.running))]
+
+    def _follow(self, before: int) -> None:
+        """The request that is being read stays behind the running ones, of which there were `before`."""
+        if self.reading is not None and len(self.running) < before:
+            self.memory.move(len(self.running), before)
+
+    def check_integrity(self, in_flight: bool = False) -> None:
+        """Assert that every request is in one place, with pages for its tokens, and that its log accounts for them.
+
+        in_flight: a round runs, so that ended requests may hold their rows until it is over."""
+        running, waiting = self.running, list(self.waiting)
+        held = running if self.reading is None else [*running, self.reading]
+        assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
+        assert len(set(held) | set(waiting)) == len(held) + len(waiting), "a request is in two places"
+        settled = waiting if in_flight else held + waiting
+        assert not any(request.finished for request in settled), "an ended request still holds a place"
+        assert all(request.output_ids and request.ready for request in running), "a running request has no token"
+        assert [one.arrival for one in waiting] == sorted(one.arrival for one in waiting), "the queue is out of order"
+        for request in running:
+            assert len(request.output_ids) == len(request.token_from_draft), "tokens and their origins differ in number"
+            assert 1 + sum(event.committed for event in request.events) == len(request.output_ids), "events miss tokens"
+        pool = self.memory.pool
+        for row in range(pool.rows):
+            length = held[row].length - 1 if row < len(running) else held[row].n_read if row < len(held) else 0
+            enough = len(pool.tables[row]) >= pool.pages_of(length)
+            assert enough and (row < len(held) or not pool.tables[row]), f"row {row} has not the pages it needs"
+        self.memory.check_integrity()

@@ -1,0 +1,42 @@
+"""A head's attention as compilers see it: one opaque operator, which finds what the layer was handed in this module.
+
+Shapes: T tokens of all rows, Hq/Hkv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.heads.decoder_layer import Attend, DecoderLayer
+from toolkit.heads.eagle3 import DraftLayer
+
+
+class _Drafting(threading.local):
+    """The attention that the head's layer which runs in this thread was handed."""
+
+    attend: Attend
+
+
+drafting = _Drafting()
+
+
+HeadLayer = DraftLayer | DecoderLayer
+
+
+def drafting_layers(head: nn.Module) -> list[HeadLayer]:
+    """Those whose attention is handed in."""
+    return [one for one in head.modules() if isinstance(one, (DraftLayer, DecoderLayer))]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D] -> [T, Hq, D]."""
+    return drafting.attend(q, k, v).contiguous()
+
+
+_library = torch.library.Library("toolkit", "FRAGMENT")
+_library.define("attend_drafting(Tensor q, Tensor k, Tensor v) -> Tensor")
+_library.impl("attend_drafting", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("toolkit::attend_drafting", lambda q, _k, _v: q.new_empty(q.shape))

@@ -1,0 +1,113 @@
+"""Attention through page tables, for prompts, decoding and trees: `paged_reference.attend_*` in Triton.
+
+Shapes: B rows, N queries a row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
+values, M nodes a row, W words of an ancestor mask. The kernels that are launched: triton_attention_parts.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from toolkit.infer.kernels.paged_reference import WORD, Pages, Scoring
+from toolkit.infer.kernels.triton.attention_parts import LOG2E, causal_parts, merge_parts, tree_parts
+
+PART_KEYS = 256  # a part has at least that many keys, where there are enough
+MAX_PARTS = 64
+ROW_BYTES, KEY_BYTES = 32768, 16384  # of a tile's queries; of its keys (and as many of values) in one stage
+MAX_WIDTH = 256  # of a head; wider ones leave no room for a tile
+MIN_TILE = 16  # what tl.dot takes; Triton's interpreter would take less
+# Triton's interpreter computes wrongly in bf16: it is handed fp32 right after every load.
+UPCAST = not isinstance(merge_parts, JITFunction)
+
+
+def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
+    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b stands at starts[b] + n; it sees what is not behind it."""
+    launch = _Launch(q, pages, scoring)
+    parts = launch.part_count(pages.span)
+    out, part_out, part_lse = launch.outputs(parts)
+    whole = parts == 1
+    causal_parts[(launch.tiles, launch.programs, parts)](
+        launch.q, pages.keys, pages.values, pages.table, starts, scoring.sinks if whole else None,
+        out if whole else part_out, part_lse, *launch.q.stride()[:3], launch.queries, launch.kv_heads,
+        pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window, whole=whole, **launch.constants,
+    )  # fmt: skip
+    if not whole:
+        launch.merge(part_out, part_lse, parts, out)
+    return out
+
+
+def attend_tree(
+    q: Tensor, pages: Pages, lengths: Tensor, bits: Tensor, nodes: int, depths: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """q [B, Hq, N, D] of the newest N of `nodes` nodes -> [B, N, Hq, Dv]; lengths [B], bits [B, N, W]."""
+    assert scoring.window is None or depths is not None, "a window needs the nodes' depths"
+    launch = _Launch(q, pages, scoring)
+    parts = 1 + launch.part_count(pages.span - nodes, beside=1)
+    out, part_out, part_lse = launch.outputs(parts)
+    tree_parts[(launch.tiles, launch.programs, parts)](
+        launch.q, pages.keys, pages.values, pages.table, lengths, bits, depths, part_out, part_lse,
+        *launch.q.stride()[:3], *bits.stride()[:2], 0 if depths is None else depths.stride(0), launch.queries, nodes,
+        launch.kv_heads, pages.table.shape[1], parts, launch.scale, scoring.softcap, scoring.window,
+        **launch.constants,
+    )  # fmt: skip
+    launch.merge(part_out, part_lse, parts, out)
+    return out
+
+
+class _Launch:
+    """How one layer's attention is laid out on the device: tiles of N * G queries, and key heads of all rows."""
+
+    def __init__(self, q: Tensor, pages: Pages, scoring: Scoring) -> None:
+        self.q = q if q.stride(-1) == 1 else q.contiguous()
+        rows, heads, self.queries, width = q.shape
+        _, self.kv_heads, value_width = pages.values.shape
+        self._scoring, self._groups, self._value_width = scoring, heads // self.kv_heads, value_width
+        self._shape = (rows, self.queries, heads, value_width)
+        wide, self._value_wide = (max(MIN_TILE, triton.next_power_of_2(one)) for one in (width, value_width))
+        assert max(wide, self._value_wide) <= MAX_WIDTH, f"heads of {width} and {value_width} leave no room for a tile"
+        row_bytes = max(wide, self._value_wide) * q.element_size()
+        folded = self.queries * self._groups
+        tile = max(MIN_TILE, min(triton.next_power_of_2(folded), ROW_BYTES // row_bytes))
+        block = max(MIN_TILE, min(WORD, KEY_BYTES // row_bytes))
+        self.tiles, self.programs = triton.cdiv(folded, tile), rows * self.kv_heads
+        self.scale = scoring.scaling * LOG2E.value if scoring.softcap is None else scoring.scaling / scoring.softcap
+        self.constants = {
+            "page_size": pages.page_size, "groups": self._groups, "width": width, "value_width": value_width,
+            "wide": wide, "value_wide": self._value_wide, "rows": tile, "block": block, "upcast": UPCAST,
+            "num_warps": 8 if tile * self._value_wide >= 128 * 128 else 4,
+            "num_stages": min(4, 2 * KEY_BYTES // (block * row_bytes)),
+        }  # fmt: skip
+
+    def part_count(self, keys: int, beside: int = 0) -> int:
+        """Parts that the keys are split into, so that all processors have work; `beside`: parts of other keys."""
+        if self._scoring.window is not None:
+            keys = min(keys, self._scoring.window + self.queries)
+        wanted = triton.cdiv(2 * _processors(self.q.device), self.tiles * self.programs)
+        return max(1, min(wanted, triton.cdiv(keys, PART_KEYS), MAX_PARTS - beside))
+
+    def outputs(self, parts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output [B, N, Hq, Dv], and room for its parts and their log-sum-exps where there are several."""
+        device = self.q.device
+        out = torch.empty(self._shape, dtype=self.q.dtype, device=device)
+        if parts == 1:
+            return out, None, None
+        shape = (self.programs, self.queries * self._groups, parts)
+        part_out = torch.empty((*shape, self._value_width), dtype=torch.float32, device=device)
+        return out, part_out, torch.empty(shape, dtype=torch.float32, device=device)
+
+    def merge(self, part_out: Tensor | None, part_lse: Tensor | None, parts: int, out: Tensor) -> None:
+        merge_parts[(self.queries * self._groups, self.programs)](
+            part_out, part_lse, self._scoring.sinks, out, self.queries, self.kv_heads, parts, groups=self._groups,
+            value_width=self._value_width, value_wide=self._value_wide, parts_wide=triton.next_power_of_2(parts),
+        )  # fmt: skip
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's where the interpreter runs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

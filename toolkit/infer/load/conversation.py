@@ -1,0 +1,107 @@
+"""A conversation with one engine in one thread: ask, get the answer piece by piece, ask again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.load.answer import Answer, events_of_answer
+from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids, require_chat_template
+from toolkit.infer.request.detokenize import Detokenizer
+from toolkit.infer.request.request import Request
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.engine.engine_thread import Update
+
+
+class ConversationError(ValueError):
+    """A turn cannot be answered; the conversation is as it was before it."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One turn: the answer's text and counts, the seconds it took (prompt included), its acceptance."""
+
+    text: str
+    answer: Answer
+    seconds: float
+    stats: AcceptanceStats
+
+
+class Conversation:
+    """Keeps the messages; steps the engine itself, so nothing else may step it meanwhile."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        *,
+        max_context: int,
+        system: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 512,
+        seed: int | None = None,
+    ) -> None:
+        try:
+            require_chat_template(tokenizer)
+        except NoChatTemplateError as error:
+            raise ConversationError(str(error)) from error
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._max_context = max_context
+        self._start = [{"role": "system", "content": system}] if system is not None else []
+        self.messages = list(self._start)
+        try:
+            self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+        except ValueError as error:
+            raise ConversationError(str(error)) from error
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = list(self._start)
+
+    def ask(self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]) -> Exchange:
+        """Answers `text`, calling show(piece, from_draft) as it comes; stops when interrupted() is true between steps.
+
+        A stopped answer stays in the conversation as far as it came. Raises ConversationError.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        began = time.perf_counter()
+        request = self._submit(messages)
+        answer = Answer(self._detokenizer.stream())
+        written: list[str] = []
+        sent = 0
+        try:
+            while answer.finish_reason is None:
+                if interrupted():
+                    self._engine.abort(request)
+                else:
+                    self._engine.step()
+                update = Update.since(request, sent)
+                sent += len(update.token_ids)
+                for piece, from_draft in answer.feed_pieces(update):
+                    written.append(piece)
+                    show(piece, from_draft)
+        finally:
+            if request.finish_reason is None:  # show() raised, e.g. into a closed pipe
+                self._engine.abort(request)
+        whole = "".join(written)
+        self.messages = [*messages, {"role": "assistant", "content": whole}]
+        stats = summarise(events_of_answer(request.events, answer.n_tokens))
+        return Exchange(whole, answer, time.perf_counter() - began, stats)
+
+    def _submit(self, messages: list[dict[str, str]]) -> Request:
+        try:
+            ids = chat_ids(self._tokenizer, messages)
+        except ChatPromptError as error:
+            raise ConversationError(str(error)) from error
+        if len(ids) >= self._max_context:
+            raise ConversationError(
+                f"the conversation has {len(ids)} tokens and the model's context is {self._max_context}; "
+                "/reset starts anew"
+            )
+        return self._engine.add_request(ids, self._params)

@@ -1,0 +1,202 @@
+"""Rank 0: starts the other ranks as processes of their own, tells them what to do, and notices when one ends.
+
+Orders go through a pipe each, so that a follower also learns at once that rank 0 has gone. A rank whose peer died may
+hang in a collective for ever (NCCL) or fail there (gloo). So a thread waits for the followers' ends: it kills those
+that are left, lets the next step raise RankLostError, and ends the process itself where a step never returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import toolkit
+from toolkit.infer.parallel.messages import Decided, Open, Order, Stop, send
+from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
+from toolkit.log import get_logger
+from toolkit.threads import physical_cores, users_threads
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+NOTICE_S = 3.0  # within which a rank's end is noticed after a collective failed because of it
+RETURN_S = 10.0  # what a step gets to return after a rank has ended
+STOP_S = 10.0  # what followers get to end in order
+FOLLOWER = "toolkit.infer.load.worker_main"
+
+
+class Leader(Ranks):
+    """size: ranks in all. The followers start at once; `join` waits for them. Raises ParallelError for a bad size."""
+
+    rank = 0
+
+    def __init__(self, size: int, options: dict[str, Any]) -> None:
+        """options: what the followers call open_engine with."""
+        if size < 2:
+            raise ParallelError(f"tensor_parallel_size is {size}; 1 or more is needed")
+        if dist.is_initialized():
+            raise ParallelError(
+                "this process is in a torch.distributed group already (torchrun, or another LLM that is still open); "
+                "tensor parallel starts its own processes: run it as a plain process, and close the other LLM first"
+            )
+        self.size, self._options = size, options
+        self.lost: str | None = None  # what ended the group; None: it works
+        self._noticed = threading.Event()
+        self._lock = threading.Lock()  # guards lost and _closed
+        self._closed = False
+        self._inside = False  # a forward may wait for other ranks
+        self._when_lost: Callable[[], None] = lambda: None
+        self._store: dist.Store | None = None  # kept as long as a follower may ask it
+        prefer_loopback()
+        self._processes = [self._launch(rank) for rank in range(1, size)]
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"toolkit-rank-{rank}", daemon=True).start()
+        atexit.register(self.close)
+
+    def _launch(self, rank: int) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(filter(None, (str(Path(toolkit.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // self.size)))
+        command = [sys.executable, "-m", FOLLOWER]
+        # A session of its own: Ctrl-C is rank 0's to hear.
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+
+    def when_lost(self, act: Callable[[], None]) -> None:
+        """Call `act`, in another thread, when a rank has ended or rank 0 has failed within a step."""
+        with self._lock:
+            self._when_lost = act
+            already = self.lost is not None
+        if already:
+            act()
+
+    # -- what all ranks do ---------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        if self.device.type == "cpu" and users_threads() is None:
+            torch.set_num_threads(max(1, physical_cores() // self.size))
+        store = self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(1, self.size):
+            self._send(rank, Open(rank, self.size, store.port, self._options))
+        here = [f"here/{rank}" for rank in range(1, self.size)]
+        while not store.check(here):
+            self._check()
+            time.sleep(0.02)
+        self.connect(store)
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        value = decide()
+        self.tell(Decided(value))
+        return value
+
+    # -- telling the others --------------------------------------------------------------------------------------------
+
+    def tell(self, order: Order) -> None:
+        """Raises RankLostError."""
+        self._check()
+        for rank in range(1, self.size):
+            self._send(rank, order)
+
+    def _send(self, rank: int, order: Order) -> None:
+        pipe = self._processes[rank - 1].stdin
+        assert pipe is not None, "followers are started with a pipe"
+        try:
+            send(order, pipe)
+        except OSError as error:
+            self._noticed.wait(NOTICE_S)
+            raise RankLostError(self.lost or f"rank {rank} of {self.size} does not listen any more") from error
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise RankLostError(self.lost)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what all ranks do together. A failure within it parts them: the group is over then.
+
+        Raises RankLostError when another rank's end was the reason, else what was raised.
+        """
+        self._check()
+        self._inside = True
+        try:
+            yield
+        except BaseException as error:
+            # The end of another rank shows here first, as a failed collective.
+            if isinstance(error, RuntimeError):
+                self._noticed.wait(NOTICE_S)
+            before = self._end_group(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}")
+            if before is not None and not isinstance(error, RankLostError):
+                raise RankLostError(before) from error
+            raise
+        finally:
+            self._inside = False
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}; its message stands above"
+        said = f"rank {rank} of {self.size} has ended ({how}); the others cannot go on without it"
+        if self._closed or self._end_group(said) is not None:
+            return
+        logger.error("%s", said)
+        time.sleep(RETURN_S)
+        if self._inside:
+            logger.error("rank 0 still waits for it: this process ends")
+            os._exit(1)
+
+    def _end_group(self, why: str) -> str | None:
+        """Kill the followers. Returns what had ended the group before, None if nothing had."""
+        with self._lock:
+            before = self.lost
+            if before is None:
+                self.lost = why
+        if before is None:
+            for process in self._processes:
+                process.kill()
+            self._noticed.set()
+            self._when_lost()
+        return before
+
+    def close(self) -> None:
+        """End the followers, and wait for that. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        for process in self._processes:
+            assert process.stdin is not None, "followers are started with a pipe"
+            with contextlib.suppress(OSError):
+                send(Stop(), process.stdin)
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        # Before the wait: NCCL may end a group only when all ranks do. It would also wait for ranks that are no more.
+        if dist.is_initialized() and (self.lost is None or self.device.type == "cpu"):
+            dist.destroy_process_group()
+        until = time.monotonic() + STOP_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._store = None
+
+
+def prefer_loopback() -> None:
+    """gloo takes the interface of the host's name, which may be unknown or open to the network."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

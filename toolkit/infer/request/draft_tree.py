@@ -1,0 +1,204 @@
+"""Draft trees: their shape, and the tensors of one batch of trees.
+
+Shapes: B requests, N nodes (root included), k beam width, R rows looked at, D draft vocabulary, V vocabulary. Node 0 is
+the root: the last committed token, whose target KV is not computed yet. Nodes stand in level order, so a parent's
+number is smaller than its child's.
+
+    root 0 ── 1 ── 3        parents [-1, 0, 0, 1]   depths [0, 1, 1, 2]
+          └── 2             mask row 3: nodes 0, 1, 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import chain_mask, node_numbers, without_padding
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """How deep and wide to draft.
+
+    num_steps: levels. top_k: children looked at per node, and beams kept per level. num_draft_tokens: nodes verified,
+    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises `DraftShapeError` for a shape that
+    cannot be.
+    """
+
+    num_steps: int
+    top_k: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1 or self.top_k < 1:
+            raise DraftShapeError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
+        most = 1 + candidates(self.num_steps, self.top_k)
+        if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise DraftShapeError(
+                f"draft shape {self.as_text()}: a chain (top_k 1) verifies num_steps + 1 nodes, so write "
+                f"{self.num_steps},1,{self.num_steps + 1}"
+            )
+        if not 2 <= self.num_draft_tokens <= most:
+            raise DraftShapeError(
+                f"draft shape {self.as_text()}: num_draft_tokens counts the root and must lie between 2 and {most}, "
+                "the nodes that num_steps levels of top_k beams can offer"
+            )
+
+    @classmethod
+    def chain(cls, num_steps: int) -> DraftShape:
+        return cls(num_steps, 1, num_steps + 1)
+
+    @classmethod
+    def parse(cls, text: str) -> DraftShape:
+        """Read "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
+        parts = text.split(",")
+        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+            raise DraftShapeError(
+                f'draft shape "{text}": needed are three numbers num_steps,top_k,num_draft_tokens, e.g. 4,1,5'
+            )
+        return cls(*(int(part) for part in parts))
+
+    def as_text(self) -> str:
+        """The form `parse` reads."""
+        return f"{self.num_steps},{self.top_k},{self.num_draft_tokens}"
+
+    def fits_in(self, limit: DraftShape) -> bool:
+        """No deeper, wider or larger than `limit`."""
+        return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
+
+    def check_asked(self, limit: DraftShape | None, speculative: bool) -> None:
+        """Raises DraftShapeError where a request asks for this and the engine drafts `limit`, or nothing (None), and
+        where the same request asks for no drafts (speculative False)."""
+        if not speculative:
+            raise DraftShapeError(
+                f"a request came with draft shape {self.as_text()} and speculative false, which drafts nothing; leave "
+                "one of them out"
+            )
+        if limit is None or not self.fits_in(limit):
+            most = "nothing: it has no drafter" if limit is None else f"{limit.name} ({limit.as_text()})"
+            raise DraftShapeError(
+                f"a request came with draft shape {self.as_text()}; the engine drafts {most}: ask for no more levels, "
+                "branches or nodes than that"
+            )
+
+    def within(self, limit: DraftShape) -> DraftShape:
+        """This shape, made no deeper, wider or larger than `limit`."""
+        steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)
+        if k == 1:
+            return DraftShape.chain(steps)
+        return DraftShape(steps, k, min(self.num_draft_tokens, limit.num_draft_tokens, candidates(steps, k) + 1))
+
+    @classmethod
+    def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:
+        """The smallest shape that every one of `shapes` fits in."""
+        different = set(shapes)
+        if len(different) == 1:
+            return different.pop()
+        return cls(*(max(sizes) for sizes in zip(*map(astuple, different), strict=True)))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.top_k == 1
+
+    @property
+    def name(self) -> str:
+        if self.is_chain:
+            return f"chain {self.num_steps}"
+        return f"tree {self.num_steps}x{self.top_k}/{self.num_draft_tokens}"
+
+
+def candidates(num_steps: int, top_k: int) -> int:
+    """Nodes that EAGLE-2's expansion looks at, the root not counted."""
+    return top_k + (num_steps - 1) * top_k**2
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The laws that a chain's drafts were drawn from.
+
+    q [B, N-1, D] fp32: the law over the draft vocabulary at the node before each draft; 0 in rows whose drafts were not
+    drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn; None: in
+    all that have a temperature.
+    """
+
+    q: Tensor
+    ids: Tensor
+    drawn: Tensor | None = None
+
+    def scattered(self, rows: Tensor, drafted: Tensor, vocab_size: int) -> Tensor:
+        """[R, N, V]: the law of the draft behind each node of `rows` [R]; 0 where none is `drafted` [R, N]."""
+        whole = self.q.new_zeros(*drafted.shape, vocab_size)
+        whole[:, :-1, self.ids] = self.q[rows] * drafted[:, :-1, None]
+        return whole
+
+
+@dataclass
+class DraftTree:
+    """One tree per row of the batch. Siblings carry different tokens.
+
+    written by the drafter only:
+    tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j]: j is i or its ancestor.
+    valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
+    deepest: no node is deeper; known without looking at `depths`, which may lie on a GPU.
+    is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
+    proposal: what the drafts were drawn from; None where they were not drawn, in any row.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    valid: Tensor
+    deepest: int
+    is_chain: bool
+    proposal: Proposal | None = None
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+
+def root_only(roots: Tensor) -> DraftTree:
+    """Plain decoding: trees of one node; roots [B]."""
+    return DraftTree(roots[:, None], *_whole_chains(len(roots), 1, roots.device), 0, True)
+
+
+def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: Proposal | None = None) -> DraftTree:
+    """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
+    tokens = torch.cat((roots[:, None], drafts), dim=1)
+    rows, nodes = tokens.shape
+    parents, depths, mask, valid = _whole_chains(rows, nodes, tokens.device)
+    if min(counts) < nodes - 1:
+        valid = depths <= torch.tensor(counts, device=tokens.device)[:, None]
+        mask = without_padding(mask, valid)
+    return DraftTree(tokens, parents, depths, mask, valid, nodes - 1, True, proposal)
+
+
+@cache  # for good: recorded rounds read it
+def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, depths, mask and valid of chains that keep all their drafts."""
+    depths = node_numbers(nodes, device).expand(rows, nodes)
+    valid = torch.ones(rows, nodes, dtype=torch.bool, device=device)
+    return depths - 1, depths, chain_mask(nodes, device).expand(rows, nodes, nodes), valid
+
+
+def rerank(
+    roots: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    scores: Tensor,
+    nodes: Sequence[int],
+    deepest: int,
+) -> DraftTree:
+    """EAGLE-2's second phase: the tree of the best candidates; arguments as in `tree_reference.rank_candidates`."""
+    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
+    return DraftTree(
+        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
+    )

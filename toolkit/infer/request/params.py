@@ -1,0 +1,141 @@
+"""How one request wants its tokens chosen."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.infer.request.errors import SamplingError
+
+# Logits are divided, scaled and shifted in fp32: beyond these bounds they would overflow to infinities.
+LEAST_TEMPERATURE = 1e-5
+MOST_PENALTY = 1e4
+MOST_BIAS = 1e4
+MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request. In the order in which they act on the target's logits:
+
+    repetition_penalty: logits of the prompt's and the answer's tokens are divided by it where positive and multiplied
+        where negative (1: off; arXiv 1909.05858 as Hugging Face and vLLM have it).
+    frequency_penalty, presence_penalty: taken off a token's logit, once for every time and once if it is in the answer
+        so far (0: off; OpenAI's).
+    logit_bias: {token id: what is added to its logit}; kept as pairs in the order of the ids.
+    min_tokens: no stop id is chosen before the answer has so many tokens, and stop strings begin only behind them.
+    temperature: 0 takes the most probable token; above 0 the token is drawn from softmax(logits / temperature).
+    top_k: keep the k most probable tokens (0: all); then top_p: keep the smallest set whose mass reaches it (1: all);
+        then min_p: keep what is at least min_p times as probable as the most probable token (0: all; arXiv 2407.01082).
+        Tokens exactly as probable as the last one kept are kept too.
+    seed: of a request's draws; None: each request gets one of its own, at random. A draw is a pure function of (seed,
+        index of the token in the sequence, logits), so a speculative run and a plain run with one seed write the same
+        tokens. (Under verify="rejection" and "block" the tokens of a seed also depend on what was drafted, and only
+        their law is that of plain decoding.)
+
+    What ends the answer:
+    max_tokens: tokens written at most. The run also ends at the target's context limit.
+    ignore_eos: go on after the target's own stop ids (`stop_ids` below still end the answer).
+    stop_ids: further ids that end the answer; the id that ended it is the last output id.
+    stop: strings that end the answer; the token that completes one is the last output id. Searched in the text of the
+        answer alone, without special tokens.
+
+    logprobs: None keeps none; n keeps each token's log-probability and those of the n most probable tokens. They are
+        the log-softmax of the target's own logits, before every setting above (vLLM's and SGLang's default too).
+
+    Raises `SamplingError` for a setting outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 128
+    ignore_eos: bool = False
+    stop_ids: Sequence[int] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        self._set("logit_bias", tuple(sorted((int(token), float(value)) for token, value in bias)))
+        self._set("stop_ids", tuple(int(token) for token in self.stop_ids))
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        self._check_law()
+        self._check_end()
+
+    def seeded(self) -> SamplingParams:
+        """These settings with a seed: a random one where none was given and something is drawn."""
+        if self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbits(63) if self.temperature > 0 else 0)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return dict(self.logit_bias)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises `SamplingError` for a biased id or a stop id outside the vocabulary."""
+        for name, ids in (("logit_bias", self.biases), ("stop_ids", self.stop_ids)):
+            inside = 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
+            self._need(inside, name, f"the target's vocabulary is 0..{vocab_size - 1}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _need(self, holds: bool, name: str, needed: str) -> None:
+        if not holds:
+            raise SamplingError(name, f"{name} is {getattr(self, name)}; {needed}")
+
+    def _check_types(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._need(isinstance(value, (int, float)) and not isinstance(value, bool), name, "it must be a number")
+        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+            value, optional = getattr(self, name), name in ("seed", "logprobs")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            self._need(whole or (optional and value is None), name, "it must be a whole number")
+
+    def _check_law(self) -> None:
+        self._need(
+            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
+            "temperature",
+            f"it must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which every draw is greedy anyway",
+        )
+        self._need(0 < self.top_p <= 1, "top_p", "it must lie in (0, 1]; 1 keeps every token")
+        self._need(self.top_k >= 0, "top_k", "it must be 0 (keep every token) or a positive count")
+        self._need(0 <= self.min_p <= 1, "min_p", "it must lie in [0, 1]; 0 keeps every token")
+        self._need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "it must fit into 64 signed bits")
+        within = 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY
+        self._need(within, "repetition_penalty", f"it must lie in [{1 / MOST_PENALTY:g}, {MOST_PENALTY:g}]; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._need(-2 <= getattr(self, name) <= 2, name, "it must lie in [-2, 2]; 0 is off")
+        biases = self.biases
+        self._need(min(biases, default=0) >= 0, "logit_bias", "token ids start at 0")
+        self._need(len(biases) == len(self.logit_bias), "logit_bias", "each token id may have one bias")
+        bounded = all(abs(value) <= MOST_BIAS for value in biases.values())
+        self._need(
+            bounded, "logit_bias", f"a bias must lie in [{-MOST_BIAS:g}, {MOST_BIAS:g}]; -100 is enough to ban a token"
+        )
+
+    def _check_end(self) -> None:
+        self._need(self.max_tokens >= 1, "max_tokens", "at least 1 token has to be asked for")
+        self._need(
+            0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"it must lie in [0, {self.max_tokens}] (max_tokens)"
+        )
+        self._need("" not in self.stop, "stop", "a stop string must not be empty; leave it out")
+        asked = self.logprobs
+        self._need(
+            asked is None or 0 <= asked <= MOST_LOGPROBS, "logprobs", f"it must be None or lie in [0, {MOST_LOGPROBS}]"
+        )

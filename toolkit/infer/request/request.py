@@ -1,0 +1,161 @@
+"""A request and the log of its verify steps, from which every statistic is derived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from toolkit.infer.request.detokenize import TextStream
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTooLongError(EngineError):
+    """The prompt leaves no room for an answer inside the context the engine was given."""
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of one token of an answer; top: (id, log-probability) of the most probable ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyEvent:
+    """One verify step of one request.
+
+    offered: drafted nodes in the tree (0: a plain step). depth_offered: depth of the deepest one.
+    accepted: drafted tokens the target agreed with. committed: tokens really appended, accepted + 1 unless truncated.
+    truncated: a stop id, a stop string or max_tokens cut the run, so `committed < accepted + 1`.
+    draft_s, verify_s, commit_s: seconds of the step's parts; they are the whole batch's, shared by `batch` requests.
+    """
+
+    offered: int
+    depth_offered: int
+    accepted: int
+    committed: int
+    truncated: bool
+    draft_s: float
+    verify_s: float
+    commit_s: float
+    batch: int
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine. Compared by identity."""
+
+    # written by the caller, once
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    speculative: bool = True
+    shape: DraftShape | None = None  # what is drafted for it, as far as the engine's own shape allows; None: that one
+    states_seed: bool = False  # its params came with a seed; else they have got one
+    arrival: int = 0
+    submitted_at: float = field(default_factory=time.perf_counter)
+    # written by Engine only
+    output_ids: list[int] = field(default_factory=list)
+    token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
+    events: list[VerifyEvent] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output id where params.logprobs asks
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended the answer
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    stop_set: frozenset[int] = frozenset()
+    token_limit: int = 0  # output tokens at most: max_tokens, or less where the context ends first
+    text: TextStream | None = None  # where stop strings are searched; None without any
+    # written by Engine and Scheduler
+    n_read: int = 0  # tokens of `context_ids` whose keys the row holds, as long as it is read
+    ready: bool = False  # all of `context_ids` is read: it may be drafted for
+    cached_tokens: int = 0  # of the prompt: found in the prefix cache, not read
+    preemptions: int = 0  # times it lost its pages to older requests
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def ends_with_next(self) -> bool:
+        """The next round ends it, whatever that round finds: it writes a token at least."""
+        return len(self.output_ids) + 1 >= self.token_limit
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence so far, prompt included."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def context_ids(self) -> list[int]:
+        """The tokens whose keys must be in the cache before the next round: all but the newest one written."""
+        return self.prompt_ids + self.output_ids[:-1]
+
+    @property
+    def unread(self) -> int:
+        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1) - self.n_read
+
+    def append_run(self, tokens: Sequence[int], accepted: int) -> int:
+        """Append `accepted` drafted tokens and the target's own behind them, as far as stops and the limit allow.
+
+        Returns the number of tokens appended; sets `finish_reason` and `finished_at` when the run ended the answer.
+        """
+        now = time.perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        for count, token in enumerate(tokens, start=1):
+            self.output_ids.append(token)
+            self.token_from_draft.append(count <= accepted)
+            self.stop_reason = self._stop_at(token)
+            if self.stop_reason is not None:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) >= self.token_limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                self.finished_at = now
+                return count
+        return len(tokens)
+
+    def _stop_at(self, token: int) -> int | str | None:
+        """The stop id or the stop string that ends the answer with this token."""
+        if token in self.stop_set:
+            return token
+        if self.text is None:
+            return None
+        self.text.push(token)
+        return self.text.hit
+
+
+def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> list[int]:
+    """The prompt as it can be read. Raises EngineError, PromptTooLongError."""
+    prompt = [int(token) for token in prompt_ids]
+    if not prompt:
+        raise EngineError("the prompt has no tokens; at least one is needed")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise EngineError(
+            f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is 0..{vocab_size - 1}: "
+            "tokenise with the target's own tokenizer"
+        )
+    if len(prompt) >= max_context:
+        raise PromptTooLongError(
+            f"the prompt has {len(prompt)} tokens; the context holds {max_context}, the answer included: "
+            f"shorten the prompt to at most {max_context - 1} tokens"
+        )
+    return prompt
+
+
+def one_for_each(given: Any, kind: Any, count: int, what: str) -> list[Any]:
+    """`given` for every one of `count` prompts, where it is a single one of `kind`; else one of its items for each.
+
+    Raises EngineError for another number of them."""
+    items = [given] * count if isinstance(given, kind) else list(given)
+    if len(items) != count:
+        raise EngineError(f"{count} prompts came with {len(items)} {what}; give one, or one for each")
+    return items

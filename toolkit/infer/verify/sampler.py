@@ -1,0 +1,122 @@
+"""Which token follows every node: argmax, or a draw.
+
+By default a draw is a pure function of (seed, position, logits). Because it does not depend on how the logits came
+about, a verified tree node draws what plain decoding would draw at the same place: following a draft token only where
+it equals the draw is then exact at any temperature. `verifiers.py` has the other rules.
+
+Shapes: B rows, N nodes a row, n of them looked at here, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.logit_edits import LogitEdits, holds_stops, is_edited
+from toolkit.infer.verify.logprobs import NodeLogprobs
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.token_distribution import RowLaws
+from toolkit.infer.verify.verifiers import FOLLOW, Verifier
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The token behind every node: tokens [B, n]; logprobs of the rows that asked, None if none did."""
+
+    tokens: Tensor
+    logprobs: NodeLogprobs | None
+
+    @property
+    def along(self) -> Callable[[Tensor], Tensor] | None:
+        """For `verify.walk`: what else it is to read."""
+        return None if self.logprobs is None else self.logprobs.along
+
+    @classmethod
+    def joined(cls, parts: Sequence[Choices]) -> Choices:
+        """Parts that follow one another along the nodes."""
+        if len(parts) == 1:
+            return parts[0]
+        kept = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(torch.cat([part.tokens for part in parts], dim=1), NodeLogprobs.joined(kept) if kept else None)
+
+
+class Sampler:
+    """The settings of the running rows as tensors; built when the rows change, used in every step.
+
+    Rows without penalties, bias or min_tokens go past the edits, greedy ones past the draws.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], vocab_size: int, device: torch.device, verifier: Verifier = FOLLOW
+    ) -> None:
+        params = [request.params for request in requests]
+        edited = [row for row, request in enumerate(requests) if is_edited(request)]
+        self._plain_rows = _Rows([p if row not in edited else GREEDY for row, p in enumerate(params)], verifier, device)
+        self._edits: LogitEdits | None = None
+        if edited:
+            self._edits = LogitEdits(requests, edited, vocab_size, device)
+            self._edited_rows = _Rows([params[row] for row in edited], verifier, device, edited)
+        self._asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._most = max((p.logprobs or 0 for p in params), default=0)
+        self._holding = [request for request in requests if holds_stops(request)]
+
+    @property
+    def outdated(self) -> bool:
+        """True when a row has reached its min_tokens, and may be spared the edits from now on."""
+        return any(not holds_stops(request) for request in self._holding)
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        """The tokens behind the nodes first .. first+n-1 of `tree`.
+
+        logits [B, n, V]; positions [B, n] = index in the sequence of the token to choose.
+        """
+        tokens = self._plain_rows(logits, positions, tree)
+        if self._edits is not None:
+            rows = self._edits.rows
+            changed = logits[rows].float()
+            self._edits.apply(changed, positions[rows], tree, first)
+            tokens = tokens.index_copy(0, rows, self._edited_rows(changed, positions[rows], tree))
+        if not self._asking:
+            return Choices(tokens, None)
+        asked = NodeLogprobs.of(self._asking, self._most, logits[self._asking], tokens[self._asking])
+        return Choices(tokens, asked)
+
+
+class _Rows:
+    """Some rows of the batch, of which those with a temperature draw. numbers: their places in it (None: all of it)."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        verifier: Verifier,
+        device: torch.device,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        hot = [row for row, settings in enumerate(params) if settings.temperature > 0]
+        self._hot = torch.tensor(hot, dtype=torch.long, device=device)
+        self._all_hot = len(hot) == len(params)
+        self._numbers = self._hot if numbers is None else torch.tensor(numbers, device=device)[self._hot]
+        self._laws = RowLaws([params[row] for row in hot], device)
+        self._choose = verifier.choose
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree) -> Tensor:
+        """logits [R, n, V] of these rows, positions [R, n]; tree: the whole batch's -> token ids [R, n]."""
+        if not len(self._hot):
+            return greedy(logits)
+        if self._all_hot:
+            return self._choose(self._laws, logits, positions, tree, self._numbers)
+        chosen = self._choose(self._laws, logits[self._hot], positions[self._hot], tree, self._numbers)
+        return greedy(logits).index_copy_(0, self._hot, chosen)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token, the lowest id among equals: [..., V] -> [...]."""
+    return ops_for(logits.device.type).argmax(logits)

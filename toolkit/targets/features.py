@@ -1,0 +1,162 @@
+"""Hidden states of the target, taken by hooks while its own forward runs.
+
+Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from toolkit.targets.load import Target, TargetError
+
+
+def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
+    """The three layers EAGLE-3 fuses, as indices into HF `hidden_states` (id k = input of layer k).
+
+    `(2, n//2, n-3)` as EAGLE, vLLM and SGLang take them; models of 4 to 6 layers, where those coincide, get
+    `(1, n//2, n-1)`. Raises `TargetError` below 4 layers.
+    """
+    ids = (2, n_layers // 2, n_layers - 3)
+    if ids[0] < ids[1] < ids[2]:
+        return ids
+    if n_layers >= 4:
+        return (1, n_layers // 2, n_layers - 1)
+    raise TargetError(
+        f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
+        "name them yourself with train.aux_layer_ids=[a,b,c] (0 = the embeddings)"
+    )
+
+
+def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
+    """Raise `TargetError` unless the ids are ascending, distinct and within 0..n_layers."""
+    ids = tuple(aux_layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n_layers:
+        raise TargetError(
+            f"aux_layer_ids {list(ids)} do not fit a target of {n_layers} layers: ascending, distinct ids from 0 "
+            f"(the embeddings) to {n_layers} (the last layer's output) are needed"
+        )
+
+
+class InputTap:
+    """A hook that only keeps what enters a layer: who runs layers together need not stop there, but calls `keep`."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
+        self.keep = keep
+
+    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.keep(args[0] if args else kwargs["hidden_states"])
+
+
+class OutputTap:
+    """A hook that only keeps what a body gives, its last hidden state; as `InputTap`."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
+        self.keep = keep
+
+    def __call__(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        self.keep(output.last_hidden_state)
+
+
+class AuxCapture:
+    """Keeps the hidden states that enter the named layers during a forward of the target's body.
+
+    Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's
+    output.
+    Install once, run the body, then `take()`. `remove()` takes the hooks off again.
+    """
+
+    def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
+        check_aux_layer_ids(aux_layer_ids, target.n_layers)
+        self.aux_layer_ids = tuple(aux_layer_ids)
+        self._states: dict[int, torch.Tensor] = {}
+        self._handles = []
+        for layer_id in self.aux_layer_ids:
+            module = target.layers[layer_id] if layer_id < target.n_layers else target.final_norm
+            keep = partial(self._states.__setitem__, layer_id)
+            self._handles.append(module.register_forward_pre_hook(InputTap(keep), with_kwargs=True))
+
+    def take_each(self) -> list[torch.Tensor]:
+        """The states [B, N, H] of the last forward, in the ids' order; a second call without a forward is an error."""
+        assert len(self._states) == len(self.aux_layer_ids), "no forward of the target ran since the last take"
+        states = [self._states[layer_id] for layer_id in self.aux_layer_ids]
+        self._states.clear()
+        return states
+
+    def take(self) -> torch.Tensor:
+        """The states of the last forward side by side, [B, N, A*H]."""
+        return torch.cat(self.take_each(), dim=-1)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class LastCapture:
+    """Keeps the body's last hidden state, which the output matrix reads (after the final norm). As `AuxCapture`."""
+
+    def __init__(self, target: Target) -> None:
+        self._state: torch.Tensor | None = None
+        self._handle = target.body.register_forward_hook(OutputTap(self._keep))
+
+    def _keep(self, state: torch.Tensor) -> None:
+        self._state = state
+
+    def take(self) -> torch.Tensor:
+        """The state [B, N, H] of the last forward; a second call without a forward is an error."""
+        assert self._state is not None, "no forward of the target ran since the last take"
+        state, self._state = self._state, None
+        return state
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What training needs of one target forward: `aux`, the states that were captured side by side [B, N, A*H], and
+    `last` [B, N, H] after the final norm."""
+
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
+@torch.no_grad()
+def target_features(
+    target: Target, capture: AuxCapture | LastCapture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
+) -> TargetFeatures:
+    """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees.
+
+    starts [B, N]: where each position's own sequence begins, of several in a row. transformers tells sequences apart by
+    positions that start anew; see `check_packing` for models that do not.
+    """
+    options: dict[str, torch.Tensor] = {}
+    if starts is not None:
+        at = torch.arange(input_ids.shape[1], device=target.device)
+        options["position_ids"] = at - starts.to(target.device)
+    last = target.body(input_ids=input_ids.to(target.device), use_cache=False, **options).last_hidden_state
+    return TargetFeatures(aux=capture.take(), last=last)
+
+
+@torch.no_grad()
+def check_packing(target: Target) -> None:
+    """Raise `TargetError` unless a sequence's states do not depend on what stands before it in its row."""
+    ids = torch.arange(24, device=target.device)[None] * 7 % target.vocab_size
+    starts = torch.tensor([0, 13], device=target.device).repeat_interleave(torch.tensor([13, 11], device=target.device))
+    capture = LastCapture(target)
+    try:
+        packed = target_features(target, capture, ids, starts[None]).last[:, 13:].float()
+        alone = target_features(target, capture, ids[:, 13:]).last.float()
+    finally:
+        capture.remove()
+    difference = float((packed - alone).norm() / alone.norm())
+    if not difference < 0.1:
+        raise TargetError(
+            f"{target.name} lets sequences of one row see each other (states differ by {difference:.0%}): its model "
+            "does not tell them apart by their positions; set train.pack=false"
+        )

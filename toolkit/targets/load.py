@@ -1,0 +1,272 @@
+"""Loading a target by name: the demo, a hub id, a directory or a GGUF file; checked once, here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from toolkit.log import get_logger
+from toolkit.infer.cpu import blocked_product
+from toolkit.targets.cpu_dtype import fastest_cpu_dtype
+from toolkit.targets.demo import DEMO_NAME, demo_directory
+from toolkit.targets.errors import TargetError, UnknownFamilyError
+from toolkit.targets.gguf_file import converted_gguf
+from toolkit.targets.quantize import quantize_model
+from toolkit.targets.quiet import without_bars
+from toolkit.targets.target import Target
+
+__all__ = ["DTYPES", "Target", "TargetError", "Use", "load_config", "load_target", "load_tokenizer", "split_revision"]
+
+log = get_logger(__name__)
+
+HUB_NAME = re.compile(r"^(?P<name>([\w.-]+/)?[\w.-]+)@(?P<revision>[\w./-]+)$")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Use = Literal["serving", "rollouts", "training"]
+
+
+def load_target(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    quantization: str | None = None,
+    use: Use = "serving",
+) -> Target:
+    """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
+
+    `dtype` "auto" is bfloat16 where the config says so, else float32. On a CPU it also depends on the products that
+    `use` makes: "serving", of a few rows, keeps to the config. "training" multiplies many rows by torch's products, in
+    float32 where this CPU has those faster. "rollouts" does so too where our own products of bfloat16 are not to be
+    had; with them, which a packed target (`Target.pack`) multiplies by, it keeps to the config.
+
+    `revision` is for hub ids; for the demo and GGUF files, whose revision is the file's hash, it must equal that. The
+    target of a path is named by its full path, so that it is the same one from any folder. `quantization` "int8" or
+    "int4" rounds the linear layers to a byte or half of one a weight (CPU); the model that results is the target.
+    Raises `TargetError`.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
+    if use not in get_args(Use):
+        raise TargetError(f"use {use!r} came; one of {', '.join(get_args(Use))} is needed")
+    name, revision = split_revision(str(name), revision)
+    source, resolved = _locate(name, revision)
+    config = _load_config(source, resolved)
+    tokenizer = _load_tokenizer(source, resolved)
+    wanted = DTYPES.get(dtype) or _auto_dtype(config, use if str(device) == "cpu" else "serving", quantization)
+    model = _load_model(source, resolved, config, wanted)
+    if str(device) != "cpu":
+        # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
+        model.to(torch.device(device))  # type: ignore[arg-type]
+    if quantization is not None:
+        quantize_model(model, quantization, wanted, name)
+    target = Target(
+        model=model,
+        tokenizer=tokenizer,
+        name=full_name(name),
+        revision=resolved,
+        dtype=wanted,
+        quantization=quantization,
+    )
+    _check_logits(target)
+    return target
+
+
+def load_config(name: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, str, str | None]:
+    """The configuration of a target, without its weights, and where it was found: a directory or hub id, its revision.
+
+    By the same names as `load_target`. Raises `TargetError`.
+    """
+    source, resolved = _locate(*split_revision(str(name), revision))
+    return _load_config(source, resolved), source, resolved
+
+
+def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, by the same names as `load_target`. Raises `TargetError`."""
+    source, resolved = _locate(*split_revision(str(name), revision))
+    return _load_tokenizer(source, resolved)
+
+
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """org/name@revision -> org/name and its revision; any other name as it came, with `revision`.
+
+    Raises `TargetError` when the name and `revision` say different ones.
+    """
+    found = HUB_NAME.match(name)
+    if found is None or Path(name).suffix == ".gguf" or Path(name).exists():
+        return name, revision
+    if revision not in (None, found["revision"]):
+        raise TargetError(f"target {name}: revision {revision!r} came too; one of the two is needed")
+    return found["name"], found["revision"]
+
+
+def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Where transformers finds `name`, and its revision: None for a directory, the GGUF's hash, or the hub revision."""
+    path = Path(name).expanduser()
+    if name == DEMO_NAME:  # a folder of that name is ./smollm2-135m
+        directory = demo_directory()
+    elif path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(f"target {name}: no such GGUF file; give the path of an existing .gguf")
+        directory = converted_gguf(path)
+    elif path.is_dir():
+        if revision is not None:
+            raise TargetError(
+                f"target {name} is a directory, revision {revision!r} came with it; only hub ids have revisions"
+            )
+        if not (path / "config.json").is_file():
+            raise TargetError(f"target directory {name} has no config.json; a Hugging Face model directory is needed")
+        return str(path), None
+    elif path.exists():
+        raise TargetError(
+            f"target {name} is a file of an unknown kind; a directory, a .gguf file or a hub id is needed"
+        )
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise TargetError(
+            f"target {name} does not exist; a directory, a .gguf file, a hub id or {DEMO_NAME!r} is needed"
+        )
+    elif "/" not in name and difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.8):
+        raise TargetError(f"target {name!r} is not known; the demo is called {DEMO_NAME!r}")
+    else:
+        return name, _commit(name, revision)
+    own = directory.name
+    if revision is not None and revision != own:
+        raise TargetError(
+            f"target {name}: revision {revision!r} was asked for, the file has {own!r}; leave the revision out"
+        )
+    return str(directory), own
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """The commit that a hub id's revision (None: main) is now: all its files are then of that one, and a head can say
+    which target it was trained for. Offline it is the one in the cache."""
+    try:
+        # Files of the cache lie in snapshots/COMMIT/; transformers does not say which it took.
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise TargetError(_no_config(name, error)) from error
+
+
+def _no_config(source: str, error: BaseException) -> str:
+    return (
+        f"no model configuration could be had for target {source!r}: {_first_line(error)} A directory, a .gguf "
+        f"file, a hub id that can be reached, or the built-in {DEMO_NAME!r} is needed"
+    )
+
+
+def full_name(name: str) -> str:
+    """A target's name that is the same from any folder, without its revision."""
+    name, _ = split_revision(name)
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
+
+
+def _load_config(source: str, revision: str | None) -> PretrainedConfig:
+    try:
+        # Unsaid, transformers asks on the terminal whether to run a repository's own code.
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except OSError as error:
+        raise TargetError(_no_config(source, error)) from error
+    except (ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnknownFamilyError(
+                f"target {source!r} is of a family that transformers has only by the repository's own code, which is "
+                "not run here; a family that transformers knows is needed"
+            ) from error
+        raise UnknownFamilyError(_no_config(source, error)) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
+        raise TargetError(
+            f"target {source!r} is a {config.model_type} model ({', '.join(config.architectures or ['unnamed'])}); "
+            "a decoder-only causal LM that transformers knows is needed"
+        )
+    return config
+
+
+def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TargetError(
+            f"target {source!r} has no tokenizer that can be loaded: {_first_line(error)} Put tokenizer.json and "
+            "tokenizer_config.json beside the weights"
+        ) from error
+    if len(tokenizer) == 0:
+        raise TargetError(f"target {source!r} has an empty tokenizer; put tokenizer.json beside the weights")
+    return tokenizer
+
+
+def _load_model(source: str, revision: str | None, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        # A pair when the loading info is asked for, which its type does not say.
+        with without_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=revision,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise TargetError(f"target {source!r} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    model, info = loaded
+    missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
+    if missing or mismatched:
+        raise TargetError(
+            f"the weights of target {source!r} do not fill {type(model).__name__}: missing {_some(missing)}; wrong "
+            f"shape {_some(mismatched)}. Such a model would answer at random: a complete causal LM checkpoint is needed"
+        )
+    if info["unexpected_keys"]:
+        log.warning("target %s: weights that no layer takes: %s", source, _some(sorted(info["unexpected_keys"])))
+    return model
+
+
+@torch.inference_mode()
+def _check_logits(target: Target) -> None:
+    """The engine and the teacher read logits off the body; a family whose forward does more than we know is refused."""
+    ids = torch.arange(min(4, target.vocab_size), device=target.device)[None]
+    ours = target.logits(target.body(input_ids=ids, use_cache=False).last_hidden_state).float()
+    theirs = target.model(input_ids=ids, use_cache=False).logits.float()
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
+        raise TargetError(
+            f"{type(target.model).__name__} ({target.name}) changes its logits in a way that is not known here "
+            f"(largest difference {(ours - theirs).abs().max().item():.3g}); it cannot be a target"
+        )
+
+
+def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+
+
+def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) -> torch.dtype:
+    if quantization == "int4":  # its products in float32 are slow
+        return torch.bfloat16
+    if _config_dtype(config) != torch.bfloat16:
+        return torch.float32
+    if use == "serving" or quantization is not None or (use == "rollouts" and blocked_product.available()):
+        return torch.bfloat16
+    return fastest_cpu_dtype()
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text if text.endswith((".", ";", "!")) else text + "."
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    return (", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")) or "none"

@@ -1,0 +1,163 @@
+"""Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8; those of a
+draft head int8.
+
+The quantised model is then the target: what it says is what speculative decoding must reproduce. The token embedding
+stays as it is, also where the model ties it to the output matrix: a step reads one row of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.infer.cpu.blocked_product import takes
+from toolkit.targets.errors import TargetError
+from toolkit.infer.cpu.int4_linear import Int4Linear, int4_layers, int4_product, round_to_levels, takes_int4
+from toolkit.infer.cpu.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, share_input
+from toolkit.infer.cpu.packed_linear import PackedLinear
+from toolkit.infer.cpu.joined_linear import same_input_layers
+
+QUANTIZATIONS = ("int8", "int4")
+DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
+# Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
+LEAST_SHARE = 0.5
+
+
+def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
+    """Replaces every `nn.Linear` of `model`, which is on the CPU and in `dtype`, by an `Int8Linear`.
+
+    "int4": by an `Int4Linear`, but for the output matrix, in which every error is one of a token's score, and for
+    layers whose sizes its kernel does not take.
+
+    Raises `TargetError` for an unknown quantization, another device or dtype, a family that keeps most of its weights
+    outside of linear layers (GPT-2, mixtures of experts), and a CPU whose integer products are not exact.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise TargetError(f"quantization {quantization!r} came; one of {', '.join(QUANTIZATIONS)} is needed")
+    if model.device.type != "cpu" or dtype not in PLANES:
+        raise TargetError(
+            f"quantization {quantization} is for bfloat16 or float32 on the CPU; {dtype} on {model.device} came. Give "
+            "--device cpu, or leave the quantization out"
+        )
+    embedding = model.get_input_embeddings()
+    # Subclasses may do more than multiply; a layer that stands in two places keeps being one.
+    linears = {
+        path: module for path, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear
+    }
+    covered = sum(module.weight.numel() for module in set(linears.values()))
+    others = {id(weight): weight for weight in model.parameters()}
+    for module in (embedding, *linears.values()):
+        others.pop(id(module.weight), None)
+    total = covered + sum(weight.numel() for weight in others.values() if weight.dim() > 1)
+    if covered < LEAST_SHARE * total:
+        raise TargetError(
+            f"quantization {quantization} changes linear layers, and they hold only {covered / total:.0%} of the "
+            f"weights of {type(model).__name__} ({name}); leave the quantization out for this family"
+        )
+    _replace(model, linears, dict(_int4_for(model)) if quantization == "int4" else {})
+
+
+def quantize_head(head: nn.Module) -> None:
+    """Replaces every linear layer of a draft head, which is on the CPU, by an `Int8Linear`: what it drafts changes a
+    little, what is answered does not. Raises `TargetError` for another device or dtype."""
+    weight = next(head.parameters())
+    if weight.device.type != "cpu" or weight.dtype not in PLANES:
+        raise TargetError(
+            f"a draft head of int8 weights is for bfloat16 or float32 on the CPU; {weight.dtype} on {weight.device} "
+            "came. Give --device cpu, or --draft-quantization none"
+        )
+    _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
+
+
+def is_int8(head: nn.Module) -> bool:
+    """Whether `quantize_head` was here."""
+    return any(isinstance(module, Int8Linear) for module in head.modules())
+
+
+def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:
+    """The layers at these paths become those of `small`, and int8 ones where they are not in it."""
+    if not all(takes(module.weight) for module in linears.values()):
+        check_integer_products()
+    for path, module in linears.items():
+        parent, _, own = path.rpartition(".")
+        if module not in small:
+            small[module] = Int8Linear(module)
+        setattr(model.get_submodule(parent), own, small[module])
+    for parent_module in model.modules():
+        for layers in same_input_layers(parent_module, Int8Linear):
+            share_input(layers)
+
+
+def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
+    """The layers that become int4, those with the same input together."""
+    check_int4_products(model.dtype)
+    output = model.get_output_embeddings()
+    groups = [group for parent in model.modules() for group in same_input_layers(parent, nn.Linear)]
+    together = {layer for group in groups for layer in group}
+    groups += [[layer] for layer in model.modules() if type(layer) is nn.Linear and layer not in together]
+    found: dict[nn.Linear, Int4Linear] = {}
+    for group in groups:
+        if takes_int4(group) and output not in group:
+            found.update(zip(group, int4_layers(group), strict=True))
+    return found
+
+
+def weight_bits(model: PreTrainedModel) -> float:
+    """Bits per weight as the model holds them, over the weights of the published model (tied ones counted once).
+
+    An output matrix that was tied before it was quantised takes memory of its own, and counts.
+    """
+    held, weights = 0, 0
+    for weight in model.parameters():
+        held, weights = held + weight.nbytes, weights + weight.numel()
+    for module in model.modules():
+        if isinstance(module, (Int8Linear, Int4Linear)):
+            held, weights = held + module.nbytes(), weights + module.in_features * module.out_features
+        elif isinstance(module, PackedLinear) and module.dense is None:
+            count = module.in_features * module.out_features  # its packed weight may be that of others too
+            held, weights = held + count * module.packed.element_size(), weights + count
+    head = model.get_output_embeddings()
+    if isinstance(head, Int8Linear) and getattr(model.config, "tie_word_embeddings", False):
+        weights -= head.in_features * head.out_features
+    return 8 * held / weights
+
+
+def check_integer_products() -> None:
+    """Raises `TargetError` where products of int8 matrices are wrong: some kernels add in 16 bits and saturate."""
+    width, outputs = 576, 48
+    qweight = torch.full((outputs, width), LARGEST, dtype=torch.int8)
+    qweight[1::2] = -LARGEST
+    for count in (1, 5, 17, 64):
+        rows = torch.ones(count, width)
+        rows[:, ::7] = -0.25
+        exact = rows.double() @ qweight.double().T
+        ours = integer_product(rows, qweight, torch.ones(outputs)).double()
+        if not torch.allclose(ours, exact, rtol=1e-5):
+            raise TargetError(
+                "products of int8 matrices are not exact on this CPU with this PyTorch (no VNNI instructions?); leave "
+                "the quantization out"
+            )
+
+
+def check_int4_products(dtype: torch.dtype) -> None:
+    """Raises `TargetError` where this PyTorch has no products with int4 weights for CPUs, or wrong ones."""
+    weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).to(dtype)
+    levels, steps = round_to_levels(weight)
+    step, middle = steps.double().transpose(0, 1).repeat_interleave(64 // steps.shape[0], dim=1).unbind(-1)
+    rows = torch.linspace(0.5, -1, 5 * 64).view(5, 64).to(dtype)
+    exact = rows.double() @ ((levels - 8) * step + middle).T
+    allowed = 1e-4 if dtype == torch.float32 else 1e-2
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        got = int4_product(rows, packed, steps).double()
+        right = bool((got - exact).norm() <= allowed * exact.norm())
+    except (AttributeError, NotImplementedError, RuntimeError):
+        right = False
+    if not right:
+        raise TargetError(
+            f"products with int4 weights are not to be had on this CPU with PyTorch {torch.__version__}; take "
+            "quantization int8, or leave it out"
+        )

@@ -1,0 +1,233 @@
+"""The Hugging Face target: reached by the same words in every model family.
+
+Shapes: T = tokens, H = hidden size, V = rows of the output embedding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.targets.errors import TargetError
+from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
+from toolkit.targets.quantize import weight_bits
+from toolkit.weights import sha256_json
+
+LAYER_NAMES = ("layers", "h", "blocks")
+FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+SENTINEL = "Zebra7Quartz"  # an answer that no template changes
+
+
+@dataclass(eq=False)
+class Target:
+    """A frozen causal LM with its tokenizer. Built by `load_target`, or from in-memory parts.
+
+    Raises `TargetError` when the model is not a decoder stack with token embeddings, a final norm and a linear output
+    embedding, or when the tokenizer has ids the embedding lacks.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str | None = None
+    dtype: torch.dtype | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        self.model.eval()
+        self.model.requires_grad_(False)
+        if self.dtype is None:
+            self.dtype = next(self.model.parameters()).dtype
+        # Touch every part now, so that a foreign architecture fails here and not in the middle of a run.
+        parts = (self.body, self.layers, self.final_norm, self.embed_tokens, self.lm_head, self.max_context)
+        assert all(part is not None for part in parts), "a target part was resolved to None"
+        if len(self.tokenizer) > self.vocab_size:
+            raise TargetError(
+                f"the tokenizer of {self.name} has {len(self.tokenizer)} ids and the model {self.vocab_size} embedding "
+                "rows; every id needs a row: use the tokenizer that was published with the model"
+            )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The text model's config."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @cached_property
+    def weight_bits(self) -> float:
+        """Bits per weight as the model is held in memory, over all of its weights."""
+        return weight_bits(self.model)
+
+    @property
+    def precision(self) -> str:
+        """What the weights and the arithmetic are, in words."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        weights = "" if self.quantization is None else f"{self.quantization} weights, "
+        return f"{weights}{dtype}, {self.weight_bits:.3g} bits a weight"
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the residual stream."""
+        return self.lm_head.in_features
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the output embedding (may exceed the tokenizer's size)."""
+        return self.lm_head.out_features
+
+    @cached_property
+    def body(self) -> nn.Module:
+        """The inner model whose forward gives the last hidden state, after the final norm."""
+        body = self.model.get_decoder() if hasattr(self.model, "get_decoder") else None
+        if body is None or body is self.model:
+            raise self._unsupported("no inner decoder (get_decoder)")
+        return body
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        for name in LAYER_NAMES:
+            layers = getattr(self.body, name, None)
+            if isinstance(layers, nn.ModuleList) and len(layers) == self.config.num_hidden_layers:
+                return layers
+        raise self._unsupported(
+            f"no list of {self.config.num_hidden_layers} decoder layers under {', '.join(LAYER_NAMES)}"
+        )
+
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last layer and the output embedding."""
+        for name in FINAL_NORM_NAMES:
+            norm = getattr(self.body, name, None)
+            if isinstance(norm, nn.Module):
+                return norm
+        raise self._unsupported(f"no final norm under {', '.join(FINAL_NORM_NAMES)}")
+
+    @cached_property
+    def embed_tokens(self) -> nn.Embedding:
+        """Token embedding [V, H]."""
+        embedding = self.model.get_input_embeddings()
+        if not isinstance(embedding, nn.Embedding):
+            raise self._unsupported(f"its input embedding is {type(embedding).__name__}, not nn.Embedding")
+        return embedding
+
+    @cached_property
+    def lm_head(self) -> nn.Linear | Int8Linear | PackedLinear:
+        """Output embedding: hidden [T, H] -> raw scores [T, V]; `logits` adds the family's own scaling."""
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, (nn.Linear, Int8Linear, PackedLinear)):
+            raise self._unsupported(f"its output embedding is {type(head).__name__}, not nn.Linear")
+        return head
+
+    def pack(self) -> None:
+        """For decoding on a CPU: linear layers keep their weights as products of few rows read them fastest.
+
+        The model then only computes: it can no longer be trained, copied, saved, or brought to another dtype.
+        """
+        if self.device.type == "cpu" and self.quantization is None:
+            pack_linears(self.model, tied=self.embed_tokens.weight)
+            self.__dict__.pop("lm_head", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of final-normed hidden states [..., H], with the family's logit factor and soft cap."""
+        return self.finish_scores(self.lm_head(hidden))
+
+    def finish_scores(self, scores: torch.Tensor) -> torch.Tensor:
+        """Raw scores of the output matrix (any of its columns) -> logits: the family's logit factor and soft cap."""
+        config = self.config
+        if getattr(config, "logit_scale", None) is not None:  # Cohere
+            scores = scores * config.logit_scale
+        if getattr(config, "logits_scaling", None) is not None:  # Granite
+            scores = scores / config.logits_scaling
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    @cached_property
+    def max_context(self) -> int:
+        """Number of positions the target was made for."""
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            value = getattr(self.config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        raise self._unsupported("its config states no max_position_embeddings")
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: generation config, config and tokenizer eos, and the template's end of turn."""
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            found.update([value] if isinstance(value, int) else value or [])
+        end_of_turn = end_of_turn_id(self.tokenizer)
+        if end_of_turn is not None:
+            found.add(end_of_turn)
+        return frozenset(token for token in found if 0 <= token < self.vocab_size)
+
+    @cached_property
+    def template_sha256(self) -> str:
+        """Hex sha256 of the chat template; empty when the tokenizer has none."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            return ""
+        return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else sha256_json(template)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits over config, name and revision; the same in every dtype and quantization."""
+        # `architectures` is filled in by save_pretrained: a target would change its name by being saved.
+        passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+        config = {key: value for key, value in self.config.to_dict().items() if key not in passing}
+        return sha256_json([_plain(config), self.name, self.revision])[:16]
+
+    def _unsupported(self, what: str) -> TargetError:
+        return TargetError(
+            f"{type(self.model).__name__} ({self.name}) cannot be a target: {what}. A decoder-only causal LM with "
+            "token embeddings, a list of layers, a final norm and a linear output embedding is needed"
+        )
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts right after an assistant's words, or None.
+
+    Raises `TargetError` when the template cannot render a question and its answer.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError as error:
+        raise TargetError(
+            f"the chat template cannot render a question and its answer ({error}); mend the template"
+        ) from error
+    after = rendered.rpartition(SENTINEL)[2].strip() if SENTINEL in rendered else ""
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return ids[0] if ids and ids[0] in special | set(tokenizer.all_special_ids) else None
+
+
+def _plain(value: Any) -> Any:
+    """A config value as JSON: what is no JSON (dtypes, tuples, sets) by its text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
