@@ -29,10 +29,10 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.import_eagle3 import AUX_KEY
 from toolkit.checkpoint.launch_lines import Shape
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.infer.load.llm import Completion
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.load.llm import Completion
-from toolkit.heads.eagle3 import Eagle3Config
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.weights import read_json, write_json
 

@@ -40,8 +40,8 @@ from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
-from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.infer.load.load_engine import target_of
+from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import Target, load_target, load_tokenizer

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.verify.walk import walk as verify
 from toolkit.infer.kernels.dispatch import Ops
+from toolkit.infer.verify.walk import walk as verify
 from toolkit.tokenmap.token_map import TokenMap
 
 

@@ -35,13 +35,12 @@ from toolkit import LLM, SamplingParams, __version__
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.infer.cpu import compiled_head
-from toolkit.infer.cpu import compiled_layers
+from toolkit.infer.cpu import attention as cpu_attention
+from toolkit.infer.cpu import blocked_product, compiled_head, compiled_layers
+from toolkit.infer.cpu import choices as cpu_choices
 from toolkit.infer.cpu.layer_program import program_for
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.cpu import attention as cpu_attention
-from toolkit.infer.cpu import choices as cpu_choices
-from toolkit.infer.cpu import blocked_product
+
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
 ROUND, OURS, PROGRAM, CPP = "round", "toolkit::", "compiled program", "function of C++"
 NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")

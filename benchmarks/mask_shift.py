@@ -29,11 +29,11 @@ from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.data.batches import Example
 from toolkit.data.examples import load_examples
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.request import VerifyEvent
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import VerifyEvent
 from toolkit.recipe import load_recipe
 from toolkit.targets.load import load_target
 

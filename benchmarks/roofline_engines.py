@@ -20,12 +20,12 @@ from round_parts import Clock
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from toolkit import __version__
-from toolkit.infer.graphs.compiled_rounds import CompileSettings
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.graphs.compiled_rounds import CompileSettings
 from toolkit.infer.graphs.cuda_capture import Capture
 from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
 SETTLING = 4  # rounds before the clock starts: a graph's recording is among them

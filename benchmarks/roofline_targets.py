@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
-from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.load.load_draft import fit_draft
 from toolkit.infer.load.load_engine import target_of
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.features import default_aux_layer_ids
 from toolkit.targets.load import Target, load_target

@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from toolkit.infer.engine.engine import verify_step as tree_verifier
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.engine.engine import round as device_round
-from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
+from toolkit.infer.engine.engine import verify_step as tree_verifier
 from toolkit.infer.engine.round import DeviceRound
 from toolkit.infer.engine.verify_step import TreeVerifier
+from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
+from toolkit.infer.request.errors import EngineError
 from toolkit.targets.target import Target
 
 HOST = "host"
@@ -47,7 +47,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (TreeVerifier, "_choose", "sample"),
     (DeviceRound, "_choose", "sample"),
     (tree_verifier, "walk", "sample"),
-    (device_round, "follow", "sample"),
+    (device_round, "target", "sample"),
     (AutoregressiveDrafter, "observe", "compact"),
     (TreeVerifier, "_compact", "compact"),
     (DeviceRound, "_keep_features", "compact"),

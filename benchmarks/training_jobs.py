@@ -25,8 +25,8 @@ from training_published import PublishedTrainer
 from toolkit.data.batches import BatchPlan, Example
 from toolkit.data.examples import load_examples
 from toolkit.recipe import Recipe, TrainSettings
-from toolkit.train.current_head import as_draft, gathered_weights, head_of
 from toolkit.train.draft_head import regressed, trained_head
+from toolkit.train.head_snapshot import as_draft, gathered_weights, head_of
 from toolkit.train.held_out_prompts import read_held_out
 from toolkit.train.initialise import regression_batches
 from toolkit.train.loop import Trainer

@@ -2,7 +2,7 @@
 
     python benchmarks/verifiers.py --draft runs/smollm2-135m/ckpt
 
-`follow` offers the head's most probable tokens and lets the target draw; `rejection` and `block` draw the drafts from
+`target` offers the head's most probable tokens and lets the target draw; `rejection` and `block` draw the drafts from
 the head's own law. All write the target's law, so accept_length alone tells them apart, and it does not depend on what
 else the machine does. Every prompt is answered several times, by seeds of its own; a unit of the intervals is a prompt.
 Writes benchmarks/results/acceptance-verifiers-<hardware>.json.
@@ -26,12 +26,12 @@ from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
+from toolkit.infer.load.llm import Completion
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.load.llm import Completion
 from toolkit.infer.request.request import VerifyEvent
 
-FIRST, OTHERS = "follow", ("rejection", "block")
+FIRST, OTHERS = "target", ("rejection", "block")
 NOT_MEASURED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "tokens_equal", "near_ties")
 
 

@@ -42,8 +42,8 @@ def test_the_engines_cache_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default size is an eighth of what may be used, not of what the machine has."""
     import torch
 
-    from toolkit.infer.cache.kv_cache import KVShape
     from toolkit.infer.cache.cache_manager import MemorySettings
+    from toolkit.infer.cache.kv_cache import KVShape
 
     shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
     monkeypatch.setattr("toolkit.infer.cache.cache_manager.usable_memory", lambda: 8 * 4096 * shape.bytes_per_token)

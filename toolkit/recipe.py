@@ -24,7 +24,7 @@ from toolkit.recipe_checks import (
     check_sharded,
     idle_measurement_settings,
     need,
-    passing,
+    not_in_fingerprint,
 )
 from toolkit.recipe_yaml import RecipeError, apply_override, build_strictly, kind_of, parse_yaml
 
@@ -55,7 +55,7 @@ class PromptSettings:
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 96
-    batch_size: int = passing(64)
+    batch_size: int = not_in_fingerprint(64)
     min_words: int = 3
 
     def __post_init__(self) -> None:
@@ -71,10 +71,14 @@ class RolloutSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 160
-    batch_size: int = passing(64)
+    batch_size: int = not_in_fingerprint(64)
     held_out: float = 0.05
-    keep_features: bool = passing(False)  # store the hidden states they are written with, for train.features: offline
-    torch_compile: bool = passing(False)  # the stage's, by compiled layers, on a CPU; the first start compiles them
+    keep_features: bool = not_in_fingerprint(
+        False
+    )  # store the hidden states they are written with, for train.features: offline
+    torch_compile: bool = not_in_fingerprint(
+        False
+    )  # the stage's, by compiled layers, on a CPU; the first start compiles them
 
     def __post_init__(self) -> None:
         check_positive(self, "rollouts", "max_tokens", "batch_size")
@@ -116,12 +120,16 @@ class TrainSettings:
     warmup_ratio: float = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     global_batch: int = 8  # over all processes and accumulation steps
-    micro_batch: int = passing(8)  # in one forward of one process
-    target: Literal["replicated", "sharded"] = passing("replicated")  # a process holds all of it, or of layers a part
-    features: Literal["online", "offline"] = passing("online")  # the target's: a forward in each step, or from disk
-    pack: bool = passing(False)  # a micro-batch's sequences share rows where they fit, apart from each other
+    micro_batch: int = not_in_fingerprint(8)  # in one forward of one process
+    target: Literal["replicated", "sharded"] = not_in_fingerprint(
+        "replicated"
+    )  # a process holds all of it, or of layers a part
+    features: Literal["online", "offline"] = not_in_fingerprint(
+        "online"
+    )  # the target's: a forward in each step, or from disk
+    pack: bool = not_in_fingerprint(False)  # a micro-batch's sequences share rows where they fit, apart from each other
     anchors: int | None = None  # roots of a row that steps after the first are unrolled from, drawn anew (null: all)
-    checkpointing: bool = passing(False)  # backward computes the unroll's steps anew: slower, less memory
+    checkpointing: bool = not_in_fingerprint(False)  # backward computes the unroll's steps anew: slower, less memory
     max_length: int = 512
     max_steps: int | None = None
     epochs: float = 3.0
@@ -130,9 +138,9 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     init: Literal["target", "copied", "random"] = "target"  # copied: without the regression of its fc
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 where the CPU multiplies that faster, else bf16
-    save_every: int = passing(50)
+    save_every: int = not_in_fingerprint(50)
     eval_every: int = 25
-    keep_states: int = passing(2)
+    keep_states: int = not_in_fingerprint(2)
     real_every: int | None = 200  # steps between measurements of accept_length by the engine itself; null: none
     real_prompts: int = 8  # the first of the held-out conversations
     real_max_tokens: int = 48
@@ -142,9 +150,9 @@ class TrainSettings:
     rollout_every: int | None = None  # steps after which the engine writes fresh rollouts to train on; null: never
     rollout_prompts: int | None = None  # answered each time; null: as many as the steps until the next time train on
     rollout_temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # in turn
-    wandb: bool = passing(False)
-    tensorboard: bool = passing(False)
-    wandb_project: str = passing("toolkit")
+    wandb: bool = not_in_fingerprint(False)
+    tensorboard: bool = not_in_fingerprint(False)
+    wandb_project: str = not_in_fingerprint("toolkit")
     aux_layer_ids: tuple[int, ...] | None = None  # None: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
@@ -308,7 +316,7 @@ def result_settings(section: Any) -> dict[str, Any]:
     return {
         entry.name: _plain(getattr(section, entry.name))
         for entry in dataclasses.fields(section)
-        if not entry.metadata.get("passing")
+        if not entry.metadata.get("not_in_fingerprint")
     }
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from toolkit.recipe_yaml import RecipeError
 
 
-def passing(default: Any) -> Any:
+def not_in_fingerprint(default: Any) -> Any:
     """A field that does not decide the result of its stage."""
-    return field(default=default, metadata={"passing": True})
+    return field(default=default, metadata={"not_in_fingerprint": True})
 
 
 def need(ok: bool, key: str, value: object, needed: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from toolkit.bench.records import make_record
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import Request, VerifyEvent
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request, VerifyEvent
 
 Script = Callable[[Sequence[int], "DraftShape | None"], list[list[int]]]
 

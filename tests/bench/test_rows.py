@@ -9,8 +9,8 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError
 from toolkit.bench.rows import best_row, tabulate
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import VerifyEvent
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import VerifyEvent
 
 CHAIN = DraftShape.chain(2)
 BF16_TARGET = types.SimpleNamespace(dtype=torch.bfloat16)

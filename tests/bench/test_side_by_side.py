@@ -4,8 +4,8 @@ import pytest
 from jinja2 import TemplateError
 
 from toolkit.bench.answers import Sampling
-from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
+from toolkit.bench.resume_log import ResumeLog
 from toolkit.bench.side_by_side import BenchError, Mode, rotated, run_side_by_side
 from toolkit.data.chat_template import ChatTemplateError
 from toolkit.infer.request.draft_tree import DraftShape
@@ -152,7 +152,7 @@ def test_a_killed_measurement_goes_on(scripted, words, tmp_path, batch):
         return [(done.mode, done.answers) for done in rounds], seen
 
     whole, _ = measure(two_engines(scripted)[0])
-    keep = KeptRounds(tmp_path / "rounds.jsonl", {"seed": 0})
+    keep = ResumeLog(tmp_path / "rounds.jsonl", {"seed": 0})
     with pytest.raises(KeyboardInterrupt):
         measure([Mode(Killed(script), None), Mode(scripted(script), CHAIN), Mode(scripted(script), TREE)], keep=keep)
     with keep.path.open("a") as handle:
@@ -164,5 +164,5 @@ def test_a_killed_measurement_goes_on(scripted, words, tmp_path, batch):
     assert len(log) == 3 + 9, "warm-up, then the last two prompts alone"
     again, log = two_engines(scripted)
     assert measure(again, keep=keep)[0] == whole and not log, "nothing is left to decode, not even to warm up"
-    other = KeptRounds(keep.path, {"seed": 1})
+    other = ResumeLog(keep.path, {"seed": 1})
     assert other.read(asked, SAMPLING) == {} and not keep.path.exists(), "rounds of other settings must not be mixed in"

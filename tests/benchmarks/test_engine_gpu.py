@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from toolkit.bench.records import read_record
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 
 DESIGNED = {

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.bench.records import read_record
-from toolkit.infer.cpu import compiled_head
-from toolkit.infer.cpu import compiled_layers
-from toolkit.infer.cpu import layer_program
+from toolkit.infer.cpu import compiled_head, compiled_layers, layer_program
+
 DESIGNED = {
     "engine", "version", "weight_bits", "batch", "context", "tokens", "seconds", "tokens_per_s", "accept_length",
     "peak_memory_bytes", "parts",

@@ -15,6 +15,6 @@ def test_one_prompt_is_a_record_without_intervals(script, monkeypatch, tmp_path,
     assert verifiers.main() == 0
     record = read_record(out, "acceptance")
     assert record["command"].startswith("python benchmarks/verifiers.py --draft ")
-    assert [row["verify"] for row in record["rows"]] == ["follow", "rejection", "block"]
+    assert [row["verify"] for row in record["rows"]] == ["target", "rejection", "block"]
     assert all(row["interval"] == [None, None] and row["verify_steps"] > 0 for row in record["rows"])
     assert "T=1 block: accept_length " in capsys.readouterr().out

@@ -14,9 +14,9 @@ import pytest
 from toolkit.commands import chat
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load import open_parallel
+from toolkit.infer.load.conversation import Conversation, ConversationError
 from toolkit.infer.load.open_parallel import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
-from toolkit.infer.load.conversation import Conversation, ConversationError
 
 
 class Terminal(io.StringIO):
@@ -172,15 +172,15 @@ def test_a_lost_rank_ends_the_chat_with_a_message():
 
 
 def test_two_processes_answer_as_one_does(tiny_target_directory, capsys, monkeypatch):
-    """--tp that does not reach the engine would go unseen; a follower that stays would hold a GPU."""
+    """--tp that does not reach the engine would go unseen; a worker that stays would hold a GPU."""
     processes = []
 
-    class Noted(open_parallel.Leader):
+    class Noted(open_parallel.Driver):
         def __init__(self, *given):
             super().__init__(*given)
             processes.extend(self._processes)
 
-    monkeypatch.setattr(open_parallel, "Leader", Noted)
+    monkeypatch.setattr(open_parallel, "Driver", Noted)
     arguments = ["--target", str(tiny_target_directory), "--prompt", "hello", "--max-tokens", "8", "--device", "cpu"]
     said = []
     for more in (["--dtype", "float32"], ["--dtype", "float32", "--tp", "2"]):

@@ -16,16 +16,16 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.kernels.tree_reference import ancestor_mask
-from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.server.app import build_app, listen
-from toolkit.infer.verify.walk import Walk
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.server.app import build_app, listen
+from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -169,16 +169,16 @@ class OracleDrafter:
         above, true_node = [0], 0
         for level, width in enumerate(widths):
             here = list(range(len(tokens), len(tokens) + width))
-            homes = [self.random.choice(above) for _ in here]
+            above_each = [self.random.choice(above) for _ in here]
             lucky = self.random.choice(here)
             if true_node in above:
-                homes[here.index(lucky)] = true_node
+                above_each[here.index(lucky)] = true_node
             found = None
             used: dict[int, set[int]] = {}
-            for node, home in zip(here, homes, strict=True):
-                taken = used.setdefault(home, set())
+            for node, upper in zip(here, above_each, strict=True):
+                taken = used.setdefault(upper, set())
                 wanted = truth[level] if level < len(truth) else None
-                if node == lucky and home == true_node and wanted is not None and self.random.random() < self.right:
+                if node == lucky and upper == true_node and wanted is not None and self.random.random() < self.right:
                     taken.discard(wanted)
                     token, found = wanted, node
                 else:
@@ -186,7 +186,7 @@ class OracleDrafter:
                     token = self.random.choice(choices)
                 taken.add(token)
                 tokens.append(token)
-                parents.append(home)
+                parents.append(upper)
                 depths.append(level + 1)
             above, true_node = here, found if found is not None else -1
         return tokens, parents, depths
@@ -202,7 +202,7 @@ class OracleDrafter:
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         pass
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         pass
 
     def move_row(self, destination: int, source: int) -> None:

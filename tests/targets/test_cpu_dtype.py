@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from toolkit.commands.pipeline import Run
+from toolkit.infer.cpu import blocked_product
 from toolkit.recipe import load_recipe
 from toolkit.targets import cpu_dtype
-from toolkit.infer.cpu import blocked_product
 from toolkit.targets.load import DTYPES, load_target
 from toolkit.targets.target import Target
 from toolkit.train.frozen_target import frozen_target

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.train.initialise import initialise_random
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.draft_rollout import Expansion
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap

@@ -13,17 +13,17 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
-from toolkit.train.agreement import Comparison, parting
 from toolkit.train.errors import TrainError
 from toolkit.train.evaluation import Evaluation
+from toolkit.train.forecast_check import Comparison, explain_gap
 from toolkit.train.held_out_prompts import HeldOutPrompt, HeldOutPrompts, read_held_out
 from toolkit.train.initialise import initialise_from_target
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, check_engine_runs
@@ -163,7 +163,7 @@ def test_a_parting_names_its_cause(training, tiny_target, case, cause):
         measured = _measured(training, answers=[[*answer[:9], 5, *answer[10:]] for answer in measured.answers])
     else:
         measured = _measured(training, answers=[[5, *answer] for answer in measured.answers])
-    said = parting(measured, found, prompts, tiny_target, token_map, "bf16" if case == "head" else "fp32", TOKENS)
+    said = explain_gap(measured, found, prompts, tiny_target, token_map, "bf16" if case == "head" else "fp32", TOKENS)
     if cause is None:
         assert said is None
     else:

@@ -1,6 +1,6 @@
 """Tokens committed per verify step, speed against plain decoding, and whether both wrote the same tokens.
 
-Everything in a row comes from one run: acceptance from the engine's event log (`toolkit.infer.request.acceptance`), speed
+Everything in a row comes from one run: acceptance from the engine's event log (`infer.request.acceptance`), speed
 from the clock around each engine step, equality from plain decoding's tokens.
 """
 
@@ -14,18 +14,18 @@ from typing import Any
 
 from toolkit.bench.answers import Sampling
 from toolkit.bench.bootstrap import RESAMPLES
-from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
+from toolkit.bench.resume_log import ResumeLog
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine.engine import Engine
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.load import Target
 from toolkit.targets.quantize import is_int8
@@ -60,7 +60,7 @@ def measure_acceptance(
     batch: int = 1,
     warmup: int = 1,
     check_tokens: bool = True,
-    verify: str = "follow",
+    verify: str = "target",
     token_map: Path | None = None,
     torch_compile: bool = False,
     command: str | None = None,
@@ -75,14 +75,14 @@ def measure_acceptance(
     Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
     tasks. `keep` names a file for finished prompts, from which a killed measurement goes on. `on_progress(done, total)`
     counts answers. torch_compile: plain and drafted, both with the target's layers compiled. verify: how drafts are
-    accepted at a temperature above 0 (Engine); where that is not "follow" tokens are no plain decoding's, and are not
+    accepted at a temperature above 0 (Engine); where that is not "target" tokens are no plain decoding's, and are not
     compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
     Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`,
     and for a verifier that does not go with draft or shapes `EngineError`, `DraftShapeError`.
     """
     _check_settings(shapes, batch, warmup)
     _check_verifier(verify, draft, shapes)
-    check_tokens = check_tokens and (verify == "follow" or temperature == 0)
+    check_tokens = check_tokens and (verify == "target" or temperature == 0)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
     if not chosen:
@@ -102,7 +102,7 @@ def measure_acceptance(
         "verify": verify,
         "torch_compile": torch_compile,
     }
-    kept = None if keep is None else _kept_rounds(keep, target, draft, chosen, settings)
+    kept = None if keep is None else _resume_log(keep, target, draft, chosen, settings)
     sampling = Sampling(max_tokens, temperature, seed)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
     with _modes(target, draft, shapes, verify, max_batch=batch, torch_compile=torch_compile) as modes:
@@ -143,9 +143,9 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept_rounds(
+def _resume_log(
     path: Path, target: Target, draft: Draft, prompts: Sequence[Prompt], settings: dict[str, Any]
-) -> KeptRounds:
+) -> ResumeLog:
     """Other weights of target or head are the caller's to notice (its manifest has their hashes)."""
     made_of = {
         "settings": settings,
@@ -155,7 +155,7 @@ def _kept_rounds(
         "hardware": hardware(),
         "versions": versions(),
     }
-    return KeptRounds(path, made_of)
+    return ResumeLog(path, made_of)
 
 
 def _check_verifier(verify: str, draft: Draft, shapes: Sequence[DraftShape]) -> None:

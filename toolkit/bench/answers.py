@@ -6,8 +6,8 @@ import zlib
 from dataclasses import dataclass
 
 from toolkit.bench.prompts import Prompt
-from toolkit.infer.request.request import VerifyEvent
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import VerifyEvent
 
 PLAIN = "plain"  # the name of the mode without a draft shape
 

@@ -29,7 +29,7 @@ def tabulate(
     temperature: float,
     method: str = "eagle3",
     check_tokens: bool = True,
-    verify: str = "follow",
+    verify: str = "target",
 ) -> dict[str, Any]:
     """Rows, the answers one by one, and every divergence, of finished rounds."""
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}

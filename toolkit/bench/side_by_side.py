@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.bench.answers import PLAIN, Answer, Question, Round, Sampling
-from toolkit.bench.kept_rounds import KeptRounds
 from toolkit.bench.prompts import Prompt
+from toolkit.bench.resume_log import ResumeLog
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import PromptTooLongError, Request
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import PromptTooLongError, Request
 
 WARMUP_TOKENS = 16
 Progress = Callable[[int, int], None]
@@ -64,7 +64,7 @@ def run_side_by_side(
     *,
     batch: int = 1,
     warmup: int = 1,
-    keep: KeptRounds | None = None,
+    keep: ResumeLog | None = None,
     on_progress: Progress | None = None,
 ) -> list[Round]:
     """Answer every turn of `prompts` in every mode, `batch` conversations at a time.

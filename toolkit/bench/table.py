@@ -41,7 +41,7 @@ def header_line(record: dict[str, Any]) -> str:
     steps = " / ".join(f"{row['verify_steps']}" for row in rows)
     target = record.get("target") or {}
     weights = f"{target['quantization']} weights, " if target.get("quantization") else ""
-    how = "" if settings.get("verify", "follow") == "follow" else f"verify {settings['verify']}, "
+    how = "" if settings.get("verify", "target") == "target" else f"verify {settings['verify']}, "
     return (
         f"{target.get('name', 'target')} ({weights}{target.get('dtype', 'dtype not recorded')}), "
         f"{prompts_phrase(record)}, "

@@ -19,9 +19,9 @@ from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of, window_keys
 from toolkit.checkpoint.resolution import Resolution
-from toolkit.log import get_logger
 from toolkit.heads.eagle3 import Eagle3Config
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
+from toolkit.log import get_logger
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json

@@ -18,8 +18,8 @@ from toolkit.checkpoint.files import PICKLE, read_checkpoint
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
 from toolkit.checkpoint.open_head import import_head
-from toolkit.log import get_logger
 from toolkit.heads.head_config import HeadConfig
+from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
 from toolkit.weights import atomic_write, save_tensors, write_json
 

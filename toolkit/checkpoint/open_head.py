@@ -17,8 +17,8 @@ from toolkit.checkpoint.import_eagle2 import import_eagle2
 from toolkit.checkpoint.import_eagle3 import import_eagle3
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
-from toolkit.log import get_logger
 from toolkit.heads.head_config import HeadConfig
+from toolkit.log import get_logger
 from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name

@@ -15,8 +15,8 @@ from toolkit.recipe import BenchSettings
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
-    from toolkit.infer.request.draft_tree import DraftShape
     from toolkit.infer.drafters.choose_drafter import Draft
+    from toolkit.infer.request.draft_tree import DraftShape
     from toolkit.targets.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--verify",
-        choices=("follow", "rejection", "block"),
+        choices=("target", "rejection", "block"),
         help="how drafts are accepted at a temperature above 0 (default: follow; what each means: `toolkit serve "
         "--help`); the tokens of the others are not compared with plain decoding's",
     )
@@ -127,6 +127,7 @@ def _measure_any(args: argparse.Namespace) -> int:
     wanted = BenchSettings(**given)
     set_threads()
     from toolkit.bench.table import print_acceptance
+    from toolkit.infer.drafters.choose_verifier import choose_verifier
     from toolkit.infer.load.load_draft import (
         check_draft_quantization,
         check_token_map_goes_with,
@@ -135,7 +136,6 @@ def _measure_any(args: argparse.Namespace) -> int:
         pack,
     )
     from toolkit.infer.load.load_engine import quantization_of, target_of
-    from toolkit.infer.drafters.choose_verifier import choose_verifier
     from toolkit.targets.load import load_target
 
     # What is small first: a mistake in it is found before the target is loaded.
@@ -145,7 +145,7 @@ def _measure_any(args: argparse.Namespace) -> int:
         check_token_map_goes_with(draft, args.token_map)
     draft_quantization = args.draft_quantization or "auto"
     check_draft_quantization(draft_quantization, draft, best_device(), divided=False)
-    verify = args.verify or "follow"
+    verify = args.verify or "target"
     for shape in shapes:
         choose_verifier(verify, draft, shape)
     name, revision = (args.target, None) if args.target else target_of(draft)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
 
 if TYPE_CHECKING:
-    from toolkit.infer.load.load_engine import Opened
     from toolkit.infer.load.conversation import Exchange
+    from toolkit.infer.load.load_engine import Opened
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 

@@ -48,7 +48,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verify",
         default="auto",
-        choices=("auto", "follow", "rejection", "block"),
+        choices=("auto", "target", "rejection", "block"),
         help="how drafts are accepted at a temperature above 0, the answers' law being the target's with each. follow: "
         "one seed writes what it writes without drafts. rejection and block: drafts are drawn from the head's law "
         "(chains only); a seed's tokens then depend on the drafts. auto (the default): block, which keeps most "

@@ -70,8 +70,8 @@ def answer_prompts(
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.conversations import read_conversations
     from toolkit.data.rollouts import write_rollouts
-    from toolkit.infer.engine.engine import Engine
     from toolkit.infer.cache.cache_manager import MemorySettings
+    from toolkit.infer.engine.engine import Engine
     from toolkit.infer.load.load_draft import fit_draft, open_draft
     from toolkit.train.engine_generate import engine_generate
 

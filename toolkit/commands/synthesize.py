@@ -68,8 +68,8 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
 def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
     from toolkit.commands.progress_bar import progress_bar
     from toolkit.data.synthesis import synthesise_prompts
-    from toolkit.infer.engine.engine import Engine
     from toolkit.infer.cache.cache_manager import MemorySettings
+    from toolkit.infer.engine.engine import Engine
     from toolkit.train.engine_generate import engine_generate
 
     engine = Engine(target, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=False))

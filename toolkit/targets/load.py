@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from toolkit.log import get_logger
 from toolkit.infer.cpu import blocked_product
+from toolkit.log import get_logger
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.errors import TargetError, UnknownFamilyError

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.infer.cpu.blocked_product import takes
-from toolkit.targets.errors import TargetError
 from toolkit.infer.cpu.int4_linear import Int4Linear, int4_layers, int4_product, round_to_levels, takes_int4
 from toolkit.infer.cpu.int8_linear import LARGEST, PLANES, Int8Linear, integer_product, share_input
-from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.infer.cpu.joined_linear import same_input_layers
+from toolkit.infer.cpu.packed_linear import PackedLinear
+from toolkit.targets.errors import TargetError
 
 QUANTIZATIONS = ("int8", "int4")
 DRAFT_QUANTIZATIONS = ("auto", "none", "int8")

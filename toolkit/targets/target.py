@@ -15,9 +15,9 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.targets.errors import TargetError
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
+from toolkit.targets.errors import TargetError
 from toolkit.targets.quantize import weight_bits
 from toolkit.weights import sha256_json
 

@@ -17,34 +17,17 @@ Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G quer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 
 from toolkit.train.gpu_kernels import GpuKernels, gpu_kernels
+from toolkit.train.reach import TILE, Reach
 
 Tensor = torch.Tensor
 
-# Queries at a time where no operator does it.
-TILE = 256
 # With fewer positions the CPU's backward in bfloat16 is no faster with AMX either (8 x 280: 45 ms, in fp32 40).
 LONG = 512
-
-
-@dataclass(frozen=True)
-class Reach:
-    """first and last [B, N] int64: the first and the last key that each of N queries sees; both ascend with N."""
-
-    first: Tensor
-    last: Tensor
-
-    @cached_property
-    def tiles(self) -> tuple[tuple[int, int], ...]:
-        """The least first and the end of the last by tile of queries: read from the device in one go."""
-        firsts, lasts = self.first.split(TILE, dim=1), self.last.split(TILE, dim=1)
-        bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
-        return tuple((low, high) for low, high in bounds.tolist())
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:

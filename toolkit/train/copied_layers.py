@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.log import get_logger
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.eagle3 import DraftLayer
 from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.log import get_logger
 from toolkit.targets.sharding import whole
 
 log = get_logger(__name__)

@@ -12,11 +12,11 @@ from torch import nn
 
 from toolkit.checkpoint.head_kinds import DraftHead, kind_of
 from toolkit.data.batches import Batch
-from toolkit.log import get_logger
 from toolkit.heads.eagle2 import Eagle2Config
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
 from toolkit.targets.errors import TargetError
 from toolkit.targets.features import check_aux_layer_ids, default_aux_layer_ids

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 
 def engine_generate(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.errors import is_for_users
 from toolkit.recipe import HeadName, Recipe, RecipeError, default_recipe_path, load_recipe
-from toolkit.train.earlier_stages import bring_up_to_date
+from toolkit.train.prerequisites import bring_up_to_date
 
 
 def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from toolkit.data.batches import Example, collate
-from toolkit.log import get_logger
 from toolkit.heads.head_config import HeadConfig
+from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
-from toolkit.train.agreement import Comparison, compare, parting
 from toolkit.train.best_head import judged
-from toolkit.train.current_head import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.forecast import summarise_replays
+from toolkit.train.forecast_check import Comparison, compare, explain_gap
+from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, mean_accept_length
@@ -92,7 +92,7 @@ class Evaluation:
         self.metrics.write({"step": step, **real_row(measured, compared, mean, len(self.measurement.prompts.prompts))})
         log.info("step %d: %s", step, "; ".join(_said(*pair) for pair in zip(measured, compared, strict=True)))
         for one, found in zip(measured, compared, strict=True):
-            said = parting(
+            said = explain_gap(
                 one,
                 found,
                 self.measurement.prompts,

@@ -26,18 +26,18 @@ from toolkit.data.generation import derived_seed
 from toolkit.data.prompt_pool import read_pool, take_prompts
 from toolkit.data.rollout_files import RolloutPaths
 from toolkit.data.rollouts import write_rollouts
+from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.engine.engine import Engine
 from toolkit.jsonl import read_rows
 from toolkit.log import get_logger
-from toolkit.heads.head_config import HeadConfig
 from toolkit.recipe import Recipe
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.current_head import as_draft, gathered_weights, in_dtype
 from toolkit.train.engine_generate import engine_generate
-from toolkit.train.passing_engine import with_engine
+from toolkit.train.head_snapshot import as_draft, gathered_weights, in_dtype
 from toolkit.train.real_acceptance import shapes_of
 from toolkit.train.rollout_speed import RolloutSpeed
+from toolkit.train.temporary_engine import with_engine
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
 
 log = get_logger(__name__)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from toolkit.data.batches import Batch
-from toolkit.log import get_logger
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.log import get_logger
 from toolkit.targets.features import AuxCapture
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap

@@ -26,11 +26,11 @@ from toolkit.train.evaluation import Evaluation
 from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
-from toolkit.train.hand_over import training_record
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.offline_features import offline_features
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
+from toolkit.train.provenance import training_record
 from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
 from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
 from toolkit.train.split_data import read_data, with_fresh

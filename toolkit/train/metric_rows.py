@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from toolkit.recipe import TrainSettings
-from toolkit.train.agreement import Comparison
 from toolkit.train.forecast import Forecast
+from toolkit.train.forecast_check import Comparison
 from toolkit.train.fresh_rollouts import FreshStats
 from toolkit.train.real_acceptance import RealAcceptance
 

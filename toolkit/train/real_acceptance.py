@@ -15,17 +15,17 @@ from pathlib import Path
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
 from toolkit.recipe import TrainSettings
 from toolkit.targets.load import Target
 from toolkit.train.errors import TrainError
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
-from toolkit.train.passing_engine import with_engine
+from toolkit.train.temporary_engine import with_engine
 
 log = get_logger(__name__)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from toolkit.train.causal_attention import Reach
+from toolkit.train.reach import Reach
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Bytes of a tile of queries in forward; of any other tile; of a row that leaves room for two stages of a pipeline.

@@ -25,7 +25,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
-from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward
+from toolkit.train.causal_attention import causal_attention, causal_attention_backward
+from toolkit.train.reach import Reach
 from toolkit.train.unrolled_head import UnrolledHead
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.infer.attention import metadata as attention_plan
-from toolkit.infer.attention.metadata import prompt_plan, tree_plan
+from toolkit.infer.attention.metadata import prompt_metadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.dispatch import REFERENCE
@@ -28,7 +28,7 @@ KNOBS = [  # window, softcap, sinks, width of values
 ]
 
 
-@pytest.fixture(params=["homes", "scattered", "through-pages"])
+@pytest.fixture(params=["contiguous", "scattered", "through-pages"])
 def make_cache(request, monkeypatch):
     """A cache of three rows full of noise, with pages for 40 positions each; scattered: taken in an odd order.
 
@@ -38,7 +38,7 @@ def make_cache(request, monkeypatch):
         monkeypatch.setattr(attention_plan, "ops_for", lambda device: replace(REFERENCE, paged_width=256))
 
     def make(value_dim) -> KVCache:
-        pool = PagePool(3, 40, homes=request.param == "homes", page_size=4)
+        pool = PagePool(3, 40, contiguous=request.param == "contiguous", page_size=4)
         cache = KVCache(KVShape(1, 2, 8, torch.float32, torch.device("cpu"), value_dim), pool)
         for length in range(4, 41, 4):
             assert all(pool.grow(row, length) for row in (2, 0, 1))
@@ -78,7 +78,7 @@ def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
     k, v = (torch.randn(2, 2, 9, width, generator=generator) for width in (8, value_dim))
     cache = make_cache(value_dim)
     before = [row_of(cache, cache.keys[0], row) for row in range(3)]
-    out = prompt_plan(cache, 1, starts, 9).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
+    out = prompt_metadata(cache, 1, starts, 9).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     assert torch.equal(row_of(cache, cache.keys[0], 0), before[0])
     for row, start in enumerate(starts):
         all_keys, all_values = (row_of(cache, store[0], 1 + row) for store in (cache.keys, cache.values))
@@ -101,7 +101,7 @@ def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
     mask = ancestor_mask(parents, 4)
     q = torch.randn(2, 6, 6, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, width, generator=generator) for width in (8, value_dim))
-    out = tree_plan(cache, lengths, mask, depths).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
+    out = tree_metadata(cache, lengths, mask, depths).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     for row, length in enumerate(lengths):
         for node in range(6):
             at = length + depths[row, node].item()

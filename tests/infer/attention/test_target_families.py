@@ -8,23 +8,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.bench.near_tie import compare
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.request.request import draft_tree
-from toolkit.infer.verify.walk import walk as verify
-from toolkit.infer.attention import metadata as attention_plan
-from toolkit.infer.graphs.compiled_rounds import CompileSettings
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
-from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.verify.walk import sampler
-from toolkit.infer.request.params import SamplingParams
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.attention import metadata as attention_plan
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.graphs.compiled_rounds import CompileSettings
+from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import draft_tree
+from toolkit.infer.verify.walk import sampler
+from toolkit.infer.verify.walk import walk as verify
 from toolkit.targets.load import Target, TargetError
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -218,7 +218,7 @@ def test_heads_on_family_are_exact(family, small_target):
     assert accepted > 0, "no head was ever right, so nothing but the root was ever committed"
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["homes", "scattered"])
+@pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_is_exact_with_little_memory(family, scattered, small_target, reference):
     """Prompts that begin alike, read in chunks of 7 and from kept pages, five at once where three have room; a tree
@@ -286,7 +286,7 @@ def test_family_is_exact_on_a_gpu(family, small_target, reference):
     head.head.to("cuda")
     memory = MemorySettings(464, chunked_prefill_size=12)
     engine = Engine(target, head, DraftShape.chain(3), max_batch=5, max_context=128, memory=memory)
-    assert not engine._cache.pool.homes
+    assert not engine._cache.pool.contiguous
     accepted = 0
     for shape in ("3,1,4", "3,4,14"):
         engine.set_shape(DraftShape.parse(shape))

@@ -31,10 +31,10 @@ def test_new_memory_is_zero_in_every_dtype(dtype):
     assert cache.keys[0].shape[-1] == cache.values[0].shape[-1] == 4
 
 
-@pytest.mark.parametrize("homes", [True, False])
-def test_a_row_that_moves_takes_its_entries_along_in_every_layer(homes):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_row_that_moves_takes_its_entries_along_in_every_layer(contiguous):
     """A layer left out, or values that stay behind their keys, would mix two requests."""
-    pool = PagePool(3, 16, homes=homes, page_size=4)
+    pool = PagePool(3, 16, contiguous=contiguous, page_size=4)
     cache = numbered(pool)
     for row, length in ((0, 5), (1, 3), (2, 10)):
         assert pool.grow(row, length)
@@ -70,10 +70,10 @@ def test_a_long_row_gives_its_memory_back():
     pool.grow(0, 16 * 200)
     pool.grow(1, 16 * 10)
     for row, length in ((0, 16 * 200), (1, 16 * 10)):
-        for store in (cache.home_keys[0], cache.home_values[0]):
+        for store in (cache.contiguous_keys[0], cache.contiguous_values[0]):
             store[row, :length] = 1.0
     pool.release(0)
     pool.release(1)
-    for store in (cache.home_keys[0], cache.home_values[0]):
+    for store in (cache.contiguous_keys[0], cache.contiguous_values[0]):
         assert store[0, : 16 * 64].all() and store[0, 16 * 64 :].sum() == 0
         assert store[1, : 16 * 10].all()  # a short row's memory is wanted again soon

@@ -24,10 +24,10 @@ class Recorder:
         self.text |= dict(zip(destination, [self.text.get(page, "") for page in source], strict=True))
 
 
-@pytest.mark.parametrize("homes", [True, False])
-def test_pages_are_taken_up_to_the_capacity_and_come_back(homes):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_pages_are_taken_up_to_the_capacity_and_come_back(contiguous):
     """Nothing is taken when not all can be."""
-    pool = PagePool(2, 40, capacity=7, homes=homes, page_size=10)
+    pool = PagePool(2, 40, capacity=7, contiguous=contiguous, page_size=10)
     assert pool.grow(0, 31) and pool.held == 4
     assert pool.grow(0, 5) and pool.held == 4
     assert not pool.grow(1, 40) and not pool.tables[1] and pool.held == 4
@@ -37,10 +37,10 @@ def test_pages_are_taken_up_to_the_capacity_and_come_back(homes):
     pool.check_integrity([])
 
 
-@pytest.mark.parametrize("homes", [True, False])
-def test_shared_pages_outlive_their_row(homes):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_shared_pages_outlive_their_row(contiguous):
     """The prefix cache holds what the row held, after the row has ended and its pages were written again."""
-    pool = PagePool(2, 40, capacity=9, homes=homes, page_size=10)
+    pool = PagePool(2, 40, capacity=9, contiguous=contiguous, page_size=10)
     store = Recorder(pool)
     pool.grow(0, 30)
     store.text |= dict(zip(pool.tables[0], "abc", strict=True))
@@ -62,25 +62,25 @@ def test_sharing_copies_as_much_as_there_is_room_for():
     pool = PagePool(1, 40, capacity=5, page_size=10)
     pool.grow(0, 40)
     assert len(pool.share(0, range(0, 4))) == 1 and pool.free == 0
-    pool = PagePool(1, 40, capacity=4, homes=False, page_size=10)
+    pool = PagePool(1, 40, capacity=4, contiguous=False, page_size=10)
     pool.grow(0, 40)
     assert pool.share(0, range(0, 4)) == pool.tables[0] and pool.held == 4
 
 
 def test_scattered_padding_goes_to_the_page_that_is_never_read():
     """Positions beyond a row's pages are written by padding only."""
-    pool = PagePool(2, 40, homes=False, page_size=10)
+    pool = PagePool(2, 40, contiguous=False, page_size=10)
     pool.grow(1, 10)
     mine = pool.tables[1][0] * 10
     assert pool.places(0, [7, 8], 3, torch.device("cpu")).tolist() == [[7, 8, 9], [mine + 8, mine + 9, 0]]
     assert pool.place(1, 8) == mine + 8
 
 
-@pytest.mark.parametrize("homes", [True, False])
-def test_random_traffic_keeps_every_page(homes):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_random_traffic_keeps_every_page(contiguous):
     """2,000 random operations: integrity after each, the texts where they belong, nothing held in the end."""
     chance = random.Random(3)
-    pool = PagePool(4, 60, capacity=17, homes=homes, page_size=10)
+    pool = PagePool(4, 60, capacity=17, contiguous=contiguous, page_size=10)
     store = Recorder(pool)
     cached: list[tuple[int, str]] = []
     held: list[list[str]] = [[], [], [], []]

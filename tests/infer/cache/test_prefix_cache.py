@@ -10,9 +10,9 @@ from toolkit.infer.cache.prefix_cache import PrefixCache
 TEXT = list(range(100, 120))
 
 
-def filled(lookahead: int = 0, homes: bool = True, capacity: int | None = None):
+def filled(lookahead: int = 0, contiguous: bool = True, capacity: int | None = None):
     """A cache that keeps what row 0 has read of TEXT, in pages of 4."""
-    pool = PagePool(2, 40, capacity, homes=homes, page_size=4)
+    pool = PagePool(2, 40, capacity, contiguous=contiguous, page_size=4)
     cache = PrefixCache(pool, lookahead)
     assert pool.grow(0, len(TEXT))
     cache.keep(TEXT, 0, len(TEXT))
@@ -59,7 +59,7 @@ def test_the_least_recent_leaf_goes_first():
 
 def test_a_page_in_use_stays_with_what_it_stands_on():
     """Letting go of it would free nothing; letting go of what it stands on would lose it."""
-    pool, cache = filled(homes=False)
+    pool, cache = filled(contiguous=False)
     pool.release(0)
     assert pool.adopt(1, cache.find(TEXT, 3))
     assert not cache.evict(pool.free + 3) and len(cache.pages) == 5
@@ -77,10 +77,10 @@ def test_keeping_makes_room_but_not_at_its_own_cost():
     pool.check_integrity(cache.pages)
 
 
-@pytest.mark.parametrize("homes", [True, False])
-def test_pages_of_the_target_alone_are_not_for_drafts(homes):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_pages_of_the_target_alone_are_not_for_drafts(contiguous):
     """A drafter that took one would draft from entries nobody wrote; whoever needs no more is served by both kinds."""
-    pool, cache = filled(lookahead=1, homes=homes)
+    pool, cache = filled(lookahead=1, contiguous=contiguous)
     whole = cache.find(TEXT, 9)
     longer = [*TEXT, *range(8)]
     assert len(whole) == 4 and pool.adopt(1, whole) and pool.grow(1, len(longer))

@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 
-from toolkit.infer.attention.metadata import FEW, TreePlan
+from toolkit.infer.attention.metadata import FEW, TreeMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import attention as cpu_attention
-from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.cpu import compile_cpp
+from toolkit.infer.kernels.paged_reference import Scoring
+
 pytestmark = pytest.mark.skipif(
     not compile_cpp.compiler() or not compile_cpp.has_vectors(),
     reason="needs AVX2 and a C++ compiler",
@@ -24,9 +25,9 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     """Attention of one layer -> what comes out [B, N, Hq, D], and the cache's keys and values."""
     heads, kv_heads, width = case
     rows, new, nodes = mask.shape
-    pool = PagePool(rows, SPAN, homes=True)
+    pool = PagePool(rows, SPAN, contiguous=True)
     cache = KVCache(KVShape(1, kv_heads, width, dtype, torch.device("cpu")), pool)
-    for store, values in zip((cache.home_keys[0], cache.home_values[0]), drawn, strict=True):
+    for store, values in zip((cache.contiguous_keys[0], cache.contiguous_values[0]), drawn, strict=True):
         if ours:
             store.fill_(torch.nan)  # what nobody has written must not be read
         for row, length in enumerate(lengths):
@@ -35,12 +36,12 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
         torch.randn(rows, new, count, width, generator=torch.Generator().manual_seed(7)).to(dtype).transpose(1, 2)
         for count in (heads, kv_heads, kv_heads)
     )
-    plan = TreePlan(cache, lengths, mask, torch.zeros(rows, nodes, dtype=torch.long))
-    assert plan._at_home is not None
+    plan = TreeMetadata(cache, lengths, mask, torch.zeros(rows, nodes, dtype=torch.long))
+    assert plan._row_attention is not None
     if not ours:
-        plan._at_home = None
+        plan._row_attention = None
     found = plan.attend(0, q, k, v, Scoring(0.2))
-    return found, *(store.nan_to_num() for store in (cache.home_keys[0], cache.home_values[0]))
+    return found, *(store.nan_to_num() for store in (cache.contiguous_keys[0], cache.contiguous_values[0]))
 
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.infer.cpu import blocked_product
-
-from toolkit.infer.cpu import compile_cpp
+from toolkit.infer.cpu import blocked_product, compile_cpp
 from toolkit.infer.cpu.blocked_product import from_blocks, is_blocked, takes, to_blocks
 from toolkit.infer.cpu.int8_linear import Int8Linear, share_input
 from toolkit.infer.cpu.packed_linear import pack_linears

@@ -22,23 +22,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from toolkit.infer.attention.metadata import PromptPlan, TreePlan
-from toolkit.infer.cpu import body_ends
-from toolkit.infer.cpu import compiled_head
-from toolkit.infer.cpu import layer_program
-from toolkit.infer.cpu import layer_runner
+from toolkit.infer.attention.metadata import PromptMetadata, TreeMetadata
+from toolkit.infer.cpu import attention as cpu_attention
+from toolkit.infer.cpu import blocked_product, body_ends, compiled_head, layer_program, layer_runner
+from toolkit.infer.cpu import choices as cpu_choices
 from toolkit.infer.cpu.compiled_head import CompiledHead
 from toolkit.infer.cpu.compiled_layers import CompiledLayers, check_device
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.head_drafter import limits_of, room_for
 from toolkit.infer.drafters.beams import draft_beams
+from toolkit.infer.drafters.head_drafter import limits_of, room_for
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import CompileError
-from toolkit.infer.cpu import attention as cpu_attention
-from toolkit.infer.cpu import choices as cpu_choices
 from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.cpu import blocked_product
 from toolkit.targets.features import AuxCapture
 from toolkit.targets.load import Target, load_target
 from toolkit.targets.quantize import quantize_head
@@ -214,7 +210,7 @@ def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, monkeypa
     engine = Engine(small_target, torch_compile=True)
     fired = []
     hook = None if in_one_call else small_target.final_norm.register_forward_hook(lambda *_given: fired.append(1))
-    own = PromptPlan.attend
+    own = PromptMetadata.attend
 
     def fails(plan, layer, *given):
         if layer == 2:
@@ -223,7 +219,7 @@ def test_a_forward_that_fails_leaves_no_work_behind(interpreted_layers, monkeypa
 
     asked = engine.add_request([5, 6, 7], PARAMS)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="no attention today"):
-        patch.setattr(PromptPlan, "attend", fails)
+        patch.setattr(PromptMetadata, "attend", fails)
         engine.step()
     engine.abort(asked)
     assert answers(engine) == plain and bool(fired) != in_one_call
@@ -266,7 +262,7 @@ def test_a_hook_that_is_there_at_the_start_does_not_stay(interpreted_layers, sma
 def test_two_threads_need_two_targets(interpreted_layers, monkeypatch, small_target):
     """A forward of one engine inside that of another on the same target, which threads could do."""
     one, other = (Engine(small_target, torch_compile=True) for _ in range(2))
-    own = PromptPlan.attend
+    own = PromptMetadata.attend
 
     def meanwhile(*given):
         other.step()
@@ -275,7 +271,7 @@ def test_two_threads_need_two_targets(interpreted_layers, monkeypatch, small_tar
     one.add_request([5, 6, 7], PARAMS)
     other.add_request([5, 6, 7], PARAMS)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="engines in two threads need two targets"):
-        patch.setattr(PromptPlan, "attend", meanwhile)
+        patch.setattr(PromptMetadata, "attend", meanwhile)
         one.step()
     one.close(), other.close()
     assert answers(Engine(small_target, torch_compile=True)) == answers(Engine(small_target))
@@ -518,8 +514,8 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
         lambda _self, first, _hidden, inputs, *_taps: ran.append((first, len(inputs))),
     )
     noted(layer_runner.RunnableBody, "__call__", lambda _self, ids, *_given: bodies.append(ids.numel()))
-    noted(PromptPlan, "attend", lambda _self, layer, *_given: asked.append(layer))
-    noted(TreePlan, "attend", lambda _self, layer, *_given: asked.append(layer))
+    noted(PromptMetadata, "attend", lambda _self, layer, *_given: asked.append(layer))
+    noted(TreeMetadata, "attend", lambda _self, layer, *_given: asked.append(layer))
     compiled = engine._forward._compiled
     runs = {one for body in compiled._bodies.values() for one in body._held}
     held = sum(len(one._weights) for one in runs)
@@ -545,7 +541,7 @@ def test_layers_run_together_unless_somebody_reads_between(tiny_target_directory
     def fails(*_given):
         raise ValueError("no attention today")
 
-    monkeypatch.setattr(PromptPlan, "attend", fails)
+    monkeypatch.setattr(PromptMetadata, "attend", fails)
     with pytest.raises(ValueError, match="no attention today"):
         engine.add_request([8, 9], PARAMS)
         engine.step()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.infer.cpu.int4_linear import GROUP, Int4Linear, int4_layers, round_to_levels, takes_int4
 from toolkit.targets import quantize
 from toolkit.targets.errors import TargetError
-from toolkit.infer.cpu.int4_linear import GROUP, Int4Linear, int4_layers, round_to_levels, takes_int4
 
 
 def exact_weight(linears: list[nn.Linear]) -> torch.Tensor:

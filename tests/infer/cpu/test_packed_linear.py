@@ -12,8 +12,8 @@ from torch import nn
 
 from toolkit.heads.eagle3 import OutputMatrix
 from toolkit.infer.cpu import packed_linear
-from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
 from toolkit.infer.cpu.joined_linear import SharedInput
+from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
 from toolkit.targets.target import Target
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from toolkit.targets import quantize
 from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.targets import quantize
 from toolkit.targets.load import TargetError, load_target
 
 

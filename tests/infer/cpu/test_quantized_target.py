@@ -7,18 +7,18 @@ import torch
 
 from tests.conftest import build_draft
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.cpu.blocked_product import takes
+from toolkit.infer.cpu.int4_linear import Int4Linear
+from toolkit.infer.cpu.int8_linear import Int8Linear
+from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_draft import OpenError
 from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.cpu.blocked_product import takes
 from toolkit.targets.errors import TargetError
-from toolkit.infer.cpu.int4_linear import Int4Linear
-from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.targets.load import load_target
-from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.targets.quantize import quantize_head
 from toolkit.targets.target import Target
 from toolkit.weights import read_json, write_json

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.adaptive import LOOK_GAP, AdaptiveShape, smaller_shapes
+from toolkit.infer.drafters.adaptive import PROBE_GAP, AdaptiveShape, smaller_shapes
 from toolkit.infer.drafters.step_costs import Arm
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 TREE = DraftShape(5, 4, 16)
 LOOK_COST, READ_COST = 0.1, 0.018  # a look, and each position a row that it reads, measured in plain rounds
@@ -51,8 +51,8 @@ class World:
         for _ in range(rounds):
             arm = chooser.choose(requests)
             self.unread += 1
-            if chooser.look_due:
-                self.look(chooser, requests)
+            if chooser.probe_due:
+                self.probe(chooser, requests)
             elif arm is not None:
                 self.unread = 0
             ran[arm] += 1
@@ -63,12 +63,12 @@ class World:
             self.tokens += self.length(arm)
         return ran
 
-    def look(self, chooser: AdaptiveShape, requests: list[Request]) -> None:
+    def probe(self, chooser: AdaptiveShape, requests: list[Request]) -> None:
         """The head reads what waits; a few positions of each row are compared with what followed."""
         seen = min(self.unread - 1, max(1, 32 // len(requests)))
         wide = DraftShape(1, chooser.widest, chooser.widest + 1)
         found = [[(self.ranks(wide) or [chooser.widest])[0] for _ in range(seen)] for _ in requests]
-        chooser.looked(requests, found)
+        chooser.probed(requests, found)
         cost = LOOK_COST + READ_COST * self.unread
         self.seconds, self.looking, self.unread = self.seconds + cost, self.looking + cost, 0
 
@@ -120,7 +120,7 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     world.seconds = world.tokens = 0.0
     world.play(chooser, 2872, requests)
     assert world.seconds < 1.03 * world.tokens
-    assert world.looking - before > 2872 / LOOK_GAP * LOOK_COST * 0.9
+    assert world.looking - before > 2872 / PROBE_GAP * LOOK_COST * 0.9
 
 
 @pytest.mark.parametrize("best", [0.3, 0.5, 0.7])

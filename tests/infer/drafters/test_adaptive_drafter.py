@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
 
 HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]
@@ -51,10 +51,10 @@ class ScriptedChoice:
 
     def choose(self, requests):
         arm = next(self.arms)
-        self.look_due = arm == LOOK
-        return None if self.look_due else arm
+        self.probe_due = arm == LOOK
+        return None if self.probe_due else arm
 
-    def looked(self, requests, ranks) -> None:
+    def probed(self, requests, ranks) -> None:
         for request, of_row in zip(requests, ranks, strict=True):
             self.seen.setdefault(request, []).append((request.length, of_row))
 
@@ -175,7 +175,7 @@ def test_pending_positions_stay_bounded(small_target, small_draft):
     engine = Engine(small_target, small_draft, MOST, max_batch=2, adaptive=True)
     engine.drafter.chooser = ScriptedChoice([None])
     engine.generate(ragged_prompts()[:2], SamplingParams(max_tokens=200, ignore_eos=True))
-    pending = engine.drafter.inner.pending
+    pending = engine.drafter.inner.inputs
     engine.close()
     assert pending.tokens.shape[1] <= 2 * (autoregressive_drafter.CATCH_UP + 1)
 
@@ -250,9 +250,9 @@ class Priced:
         self.nodes = 1
         return self.inner.skip(requests)
 
-    def look(self, requests, width):
+    def probe(self, requests, width):
         self.nodes = 1
-        return self.inner.look(requests, width)
+        return self.inner.probe(requests, width)
 
     def observe(self, requests, found):
         self.now += 1.0 + 0.02 * (self.nodes - 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 

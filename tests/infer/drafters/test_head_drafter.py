@@ -8,9 +8,9 @@ import gc
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.features import AuxCapture
@@ -151,7 +151,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monk
         count = len(tokens) - 1
         with torch.no_grad():
             dense.head(dense.embed(torch.tensor(tokens[1:])), dense.features[:-1], torch.arange(count), keep, count)
-        assert torch.allclose(drafter.reader.caches[0].home_keys[0][row, :count], kept["keys"], atol=1e-4)
+        assert torch.allclose(drafter.reader.caches[0].contiguous_keys[0][row, :count], kept["keys"], atol=1e-4)
     engine.close()
 
 

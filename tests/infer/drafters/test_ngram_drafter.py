@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.ngram_drafter import History, NgramDrafter, NgramLookup
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.request import Request
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 from toolkit.targets.load import Target
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 CHAIN_4, TREE = DraftShape.chain(4), DraftShape(4, 4, 16)
 SHAPES = [DraftShape.chain(1), CHAIN_4, DraftShape(4, 2, 8), TREE]
@@ -82,10 +82,10 @@ def test_looks_count_for_the_first_level_and_all_widths():
     acceptance.expected([request], SHAPES)
     assert acceptance.known_share([request]) == 0
     for _ in range(40):
-        acceptance.look(request, [1] * 16)
+        acceptance.probe(request, [1] * 16)
     assert acceptance.known_share([request, new_request(), new_request(speculative=False), request]) == 0.75
     one, four, narrow, _ = acceptance.expected([request], SHAPES)
     assert (one, four) == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05)) and narrow > 4
     for _ in range(40):
-        acceptance.look(request, [4] * 16)  # not among the four
+        acceptance.probe(request, [4] * 16)  # not among the four
     assert acceptance.expected([request], SHAPES) == pytest.approx([1, 1, 1, 1], abs=0.15)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
 HEADS = ["eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first"]

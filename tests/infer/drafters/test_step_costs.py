@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.step_costs import LEVEL_GUESS, WINDOW, StepCosts
+from toolkit.infer.request.draft_tree import DraftShape
 
 CHAIN_2, CHAIN_4 = DraftShape.chain(2), DraftShape.chain(4)
 SMALLER = [DraftShape.chain(depth) for depth in (1, 2, 3)]

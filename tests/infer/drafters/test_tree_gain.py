@@ -7,10 +7,10 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.params import SamplingParams
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine, PromptTooLongError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.engine.engine import Engine, PromptTooLongError
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.request.params import SamplingParams
 
 SHAPES = ["1,1,2", "4,1,5", "1,3,4", "3,2,6", "4,4,16", "5,3,30"]
@@ -109,7 +109,7 @@ def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, orac
             plain.step()
         kept = request.length - 1
         for layer in range(spec.target.n_layers):
-            for name in ("home_keys", "home_values"):
+            for name in ("contiguous_keys", "contiguous_values"):
                 ours, wanted = getattr(spec._cache, name)[layer], getattr(plain._cache, name)[layer]
                 assert torch.allclose(ours[row, :kept], wanted[0, :kept], atol=2e-4)
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from toolkit.infer.cache import cache_manager as kv_memory
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.prefill import chunk_of
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 
 TIGHT = {"chunked_prefill_size": 7, "max_total_tokens": 240}
 LAYOUTS = {
-    "homes": MemorySettings(scattered_pages=False),
+    "contiguous": MemorySettings(scattered_pages=False),
     "scattered": MemorySettings(scattered_pages=True),
     "tight": MemorySettings(**TIGHT),
     "tight-scattered": MemorySettings(**TIGHT, scattered_pages=True),
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_plain_decoding(small_target, build, name, layout):
             )
             again = fresh.generate(prompts, params)
             fresh.close()
-            if layout in ("homes", "scattered"):
+            if layout in ("contiguous", "scattered"):
                 ours, theirs = ([[e.accepted for e in one.events] for one in many] for many in (requests, again))
                 assert ours == theirs
 
@@ -310,10 +310,10 @@ class AnyChoice:
         self._shapes = (None, *(shape.within(most) for shape in own))
 
     def choose(self, requests):
-        self.look_due = self._chance.random() < 0.2
-        return None if self.look_due else self._chance.choice(self._shapes)
+        self.probe_due = self._chance.random() < 0.2
+        return None if self.probe_due else self._chance.choice(self._shapes)
 
-    def looked(self, requests, ranks) -> None:
+    def probed(self, requests, ranks) -> None:
         pass
 
     def record(self, *seen) -> None:
@@ -362,11 +362,11 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
 
 
 @pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
-    (False, 200, "follow", "3,3,8"),
+    (False, 200, "target", "3,3,8"),
     (True, 100, "rejection", "3,1,4"),
     (False, 100, "block", "3,1,4"),
     (True, 100, "auto", "3,1,4"),
-    pytest.param(True, 5000, "follow", "3,3,8", marks=pytest.mark.slow),
+    pytest.param(True, 5000, "target", "3,3,8", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, shape):
     """Many short requests of every kind, in chains and trees of their own, aborts and preemptions at random: no page

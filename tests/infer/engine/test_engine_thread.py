@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from toolkit.infer.request.request import PromptTooLongError
-from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import PromptTooLongError
 
 PARAMS = SamplingParams(max_tokens=20)
 LIMIT_S = 20  # a hang is a failure, not a slow test

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.engine.feature_recorder import record_features
 from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 LAYERS = (0, 2, 3)
 

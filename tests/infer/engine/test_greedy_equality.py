@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
 HEADS = ["eagle3", "eagle2", "eagle2-two-layers", "mtp", "mtp-three-layers", "mtp-hidden-first", "ngram"]

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.cache.cache_manager import KVMemory
-from toolkit.infer.request.request import Request
-from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 ARRIVALS = itertools.count()
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.infer.graphs.test_graph_rounds import ROWS, engine_with
-from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.graphs.recordings import GraphSettings
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.load.load_engine import compile_settings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 
 LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill every bucket

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.graphs import cuda_capture
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, BrokenCaptureError, CudaCapture
+from toolkit.infer.request.errors import EngineError
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.infer.test_host_reads import HostReads
-from toolkit.infer.request.draft_tree import DraftShape
+
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 ROWS, CONTEXT, NOISE = 5, 72, 0.05
 SETTINGS: list[dict[str, Any]] = [
@@ -48,7 +48,7 @@ class Watch:
         engine = self.engine
         pool, state = engine._memory.pool, engine._launches.graphs._state
         for row, request in enumerate(engine._running):
-            read = int(state.standing[1, row])
+            read = int(state.row_states[1, row])
             self.counts["ahead"] += read > request.length - 1
             if read + 1 < len(request.prompt_ids) + request.token_limit:
                 assert len(pool.tables[row]) >= pool.pages_of(read + engine._memory.slack), "pages are missing"
@@ -191,7 +191,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
             )
             written = [len(one.output_ids) for one in requests]
     assert reads.found == ["launch", "tolist"] * 12
-    lengths = engine._launches.graphs._state.standing[1].tolist()
+    lengths = engine._launches.graphs._state.row_states[1].tolist()
     ahead = [length + 1 > one.length for length, one in zip(lengths, requests, strict=True)]
     assert ahead == [overlap] * 3  # what was read is the round before the one that was launched
     late = engine.add_request([9, 8, 7], SamplingParams())

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.infer.kernels import dispatch as choose
+
 VOCABULARY = 20
 SEED = 1  # of a target whose answers vary and a head that is right at times
 ran: Counter[str] = Counter()
@@ -27,11 +28,11 @@ active = choose.REFERENCE
 choose.ops_for = lambda device: active  # before others take it from there
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint  # noqa: E402
-from toolkit.infer.request.draft_tree import DraftShape  # noqa: E402
-from toolkit.infer.engine.engine import Engine  # noqa: E402
-from toolkit.infer.cache.cache_manager import MemorySettings  # noqa: E402
-from toolkit.infer.request.params import SamplingParams  # noqa: E402
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head  # noqa: E402
+from toolkit.infer.cache.cache_manager import MemorySettings  # noqa: E402
+from toolkit.infer.engine.engine import Engine  # noqa: E402
+from toolkit.infer.request.draft_tree import DraftShape  # noqa: E402
+from toolkit.infer.request.params import SamplingParams  # noqa: E402
 from toolkit.targets.load import Target  # noqa: E402
 from toolkit.tokenmap.token_map import TokenMap  # noqa: E402
 

@@ -24,8 +24,9 @@ import torch
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, cpu_ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
-from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
+from toolkit.train.causal_attention import tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
+from toolkit.train.reach import Reach
 
 SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
 generator = torch.Generator()
@@ -506,6 +507,7 @@ if __name__ == "__main__":
         outcomes = compare("cpu", cpu_ops(), CPU_GROUPS)
     else:
         from toolkit.infer.kernels.triton import paged_attention as triton_paged_attention
+
         triton_paged_attention.PART_KEYS = 16  # several parts of few keys
         outcomes = compare(where, triton_ops(), GROUPS)
     print(json.dumps({group: {"count": count, "wrong": wrong} for group, count, wrong in outcomes}))

@@ -12,10 +12,10 @@ import torch
 import toolkit
 from toolkit import LLM, SamplingParams
 from toolkit.bench.near_tie import compare, plain_logits
+from toolkit.infer.load.load_engine import OpenError
+from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
-from toolkit.infer.load.load_engine import OpenError
 from toolkit.infer.request.request import PromptTooLongError
 
 README = Path(__file__).resolve().parents[2] / "README.md"

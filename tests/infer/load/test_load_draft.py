@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.drafting_head import SharedOutput
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.load.load_draft import OpenError, fit_draft, open_draft
 from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.token_map import TokenMapError
 

@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.load.load_engine import OpenError, open_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import read_json, write_json
 
@@ -76,7 +76,7 @@ def test_no_draft_keeps_the_target(draft):
         ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
-        ({"target": "x", "verify": "luck"}, "auto, follow, rejection, block"),
+        ({"target": "x", "verify": "luck"}, "auto, target, rejection, block"),
     ],
 )
 def test_what_cannot_be_opened(arguments, says):

@@ -2,7 +2,7 @@
 
     python rank_at_work.py WORK.json RANK ANSWERS.json
 
-Without a leader: both ranks are handed the same requests.
+Without a driver: both ranks are handed the same requests.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.load.load_engine import open_engine
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
 MAX_TOKENS, SEED = 12, 5

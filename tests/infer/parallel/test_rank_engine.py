@@ -1,4 +1,4 @@
-"""Rank 0 and its follower: what they answer together, what is refused, and how either ends."""
+"""Rank 0 and its worker: what they answer together, what is refused, and how either ends."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import pytest
 import torch
 
 from toolkit.cli import main
-from toolkit.infer.cache.kv_cache import KVShape
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import Opened, open_engine
-from toolkit.infer.parallel.driver import FOLLOWER
-from toolkit.infer.parallel.rank_engine import LeadersShape, RankEngine
 from toolkit.infer.load.open_parallel import interrupted_by_loss
+from toolkit.infer.parallel.driver import WORKER
+from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 GREEDY = SamplingParams(max_tokens=12)
 
 
 class Told(Ranks):
-    """A follower's place without a group."""
+    """A worker's place without a group."""
 
     def __init__(self, decisions=()):
         self.rank, self.size, self.decisions = 1, 2, iter(decisions)
@@ -76,8 +76,8 @@ def test_a_follower_drafts_what_rank_0_chose():
     """Its own rounds take other times: with them it would draft other shapes, or look when rank 0 does not, and wait in
     other collectives."""
     most = DraftShape.chain(4)
-    chooser = LeadersShape(most, Told([(most, False), (None, True), (None, False)]))
-    assert [(chooser.choose([]), chooser.look_due) for _ in range(3)] == [(most, False), (None, True), (None, False)]
+    chooser = DriversShape(most, Told([(most, False), (None, True), (None, False)]))
+    assert [(chooser.choose([]), chooser.probe_due) for _ in range(3)] == [(most, False), (None, True), (None, False)]
     chooser.record([], most, [], 1e9, 1e9)  # says nothing
     with pytest.raises(AssertionError, match="no plain round was measured"):
         chooser._costs.seconds(1, most)
@@ -105,15 +105,15 @@ def test_other_tokens_than_rank_0():
 
 def test_offline(family, head_for, prompts):
     """The same tokens in two processes, step by step with requests that come, are refused and are aborted; an adaptive
-    drafter on each. Then the follower dies in the middle of a step: the step must not wait for it for ever, what serves
-    is told, and nothing runs afterwards. A follower that took a seed of rank 0's making for a stated one would follow
+    drafter on each. Then the worker dies in the middle of a step: the step must not wait for it for ever, what serves
+    is told, and nothing runs afterwards. A worker that took a seed of rank 0's making for a stated one would follow
     where rank 0 draws, and be found to write other tokens."""
     options = {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu", "max_batch": 3}
     with LLM(**options) as alone:
         wanted = [answer.token_ids for answer in alone.generate(prompts, GREEDY)]
     llm = LLM(**options, tensor_parallel_size=2)
     engine = llm.engine
-    assert isinstance(engine.drafter.chooser, LeadersShape)
+    assert isinstance(engine.drafter.chooser, DriversShape)
     assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
     hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +132,7 @@ def test_offline(family, head_for, prompts):
         engine.check_integrity()
     assert [request.output_ids for request in requests[1:]] == wanted[1:]
 
-    process = engine.leader._processes[0]
+    process = engine.driver._processes[0]
     heard, before = threading.Event(), signal.signal(signal.SIGINT, lambda *_: heard.set())
     try:
         lost = r"rank 1 of 2 has ended \(killed by signal 9\)"
@@ -152,8 +152,8 @@ def test_offline(family, head_for, prompts):
 
 
 def test_a_follower_ends_with_rank_0():
-    """Its pipe closes when rank 0 is killed; it may wait for orders or in a collective then."""
-    command = [sys.executable, "-m", FOLLOWER]
+    """Its pipe closes when rank 0 is killed; it may wait for messages or in a collective then."""
+    command = [sys.executable, "-m", WORKER]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1 and "rank 0 has gone" in error
@@ -191,8 +191,8 @@ def test_server(family, head_for, prompts):
         try:
             url = running.stdout.readline().split()[-1:]
             assert url, running.communicate(timeout=60)[1]
-            followers = children(running.pid)
-            assert len(followers) == 1
+            workers = children(running.pid)
+            assert len(workers) == 1
             name = httpx.get(f"{url[0]}/models", timeout=60).json()["data"][0]["id"]
             fields = {"model": name, "max_tokens": 12, "top_p": 1.0}
             settings = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}]
@@ -205,6 +205,6 @@ def test_server(family, head_for, prompts):
             running.kill()
     assert running.returncode == 0, error
     assert "the server has ended" in error and "Traceback" not in error and "has gone" not in error
-    for pid in followers:
+    for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -26,7 +26,7 @@ def test_two_gpus_answer_as_one_does(family, head_for, prompts, kind, dtype):
         wanted = alone.generate(prompts, params)
     with LLM(**options, tensor_parallel_size=2) as divided:
         got = divided.generate(prompts, params)
-        places = divided.target.device, divided.engine.leader.size
+        places = divided.target.device, divided.engine.driver.size
     assert places == (torch.device(DEVICE, 0 if DEVICE == "cuda" else None), 2)
     assert sum(answer.acceptance.verify_steps for answer in got) > 0
     for prompt, one, two in zip(prompts, wanted, got, strict=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, chain_tree, rerank, root_only
 from toolkit.infer.request.errors import DraftShapeError
-from toolkit.infer.kernels.tree_reference import ancestor_mask
 
 
 def climb(parents: list[int], node: int) -> set[int]:

@@ -6,10 +6,10 @@ import httpx
 import openai
 import pytest
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.request import TokenLogprob
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.default_sampling import DefaultSampling
 from toolkit.infer.server.openai_logprobs import LogprobForm, TokenBytes

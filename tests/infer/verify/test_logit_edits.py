@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.errors import SamplingError
-from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import LogitEdits
-from toolkit.infer.request.params import SamplingParams
 
 VOCAB = 12
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 
 PROMPTS = [[3, 4, 5], [8, 9, 10, 11, 12], [20]]

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape, chain_tree
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape, chain_tree
 from toolkit.infer.request.errors import SamplingError
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler, greedy
-from toolkit.infer.request.params import SamplingParams
 
 
 def choose(params: list[SamplingParams], logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

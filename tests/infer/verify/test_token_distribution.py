@@ -1,4 +1,4 @@
-"""Draws and written-out laws: both equal a brute-force definition of temperature, top-k, top-p and min-p."""
+"""Draws and written-out distributions: both equal a brute-force definition of temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.token_distribution import RowLaws, draw_from, weights_left, widths_for
+from toolkit.infer.verify.token_distribution import RowDistributions, draw_from, weights_left, widths_for
 
 
 def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -50,7 +50,7 @@ def drawn_with(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, u: 
 )  # fmt: skip
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_draw_equals_brute_force(top_k, top_p, min_p, spread):
-    """Flat laws need the wide passes, peaked ones the narrow: all must equal sorting the whole vocabulary."""
+    """Flat distributions need the wide passes, peaked ones the narrow: all must equal sorting the whole vocabulary."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(24, 1500, generator=generator) * spread
     u = torch.rand(24, generator=generator, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_tokens_equal_to_the_last_kept_are_kept():
 
 
 def test_impossible_tokens_are_never_drawn():
-    """u = 0 and u just below 1 at laws with zeros at both ends, in one piece and over several blocks."""
+    """u = 0 and u just below 1 at distributions with zeros at both ends, in one piece and over several blocks."""
     for size, first in ((700, 300), (1700, 1300)):
         never_outside(size, first)
 
@@ -102,11 +102,11 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
         ({}, {"top_p": 0.9}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.5, "min_p": 0.01})
     )]  # fmt: skip
     positions = torch.arange(7, 11)[:, None]
-    together = RowLaws(params, torch.device("cpu"))
+    together = RowDistributions(params, torch.device("cpu"))
     for row, one in enumerate(params):
-        alone = RowLaws([one], torch.device("cpu"))
+        alone = RowDistributions([one], torch.device("cpu"))
         here = slice(row, row + 1)
-        assert torch.equal(alone.written_out(logits[here]) > 0, (together.written_out(logits) > 0)[here])
+        assert torch.equal(alone.probs(logits[here]) > 0, (together.probs(logits) > 0)[here])
         assert torch.equal(alone.draw(logits[here], positions[here]), together.draw(logits, positions)[here])
 
 
@@ -114,11 +114,11 @@ def test_every_request_has_its_own_law():
     """A batch of requests: the temperature and filters of one must not reach another's nodes."""
     params = [SamplingParams(temperature=0.5, top_k=3, seed=0), SamplingParams(temperature=2.0, seed=4)]
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(4))
-    laws = RowLaws(params, torch.device("cpu"))
-    got = laws.written_out(logits)
+    distributions = RowDistributions(params, torch.device("cpu"))
+    got = distributions.probs(logits)
     for node in range(3):
         assert torch.allclose(got[0, node].double(), filtered(logits[0, node] / 0.5, 3, 1.0, 0.0), atol=1e-6)
         assert torch.allclose(got[1, node].double(), filtered(logits[1, node] / 2.0, 0, 1.0, 0.0), atol=1e-6)
     positions = torch.tensor([[5, 6, 7], [9, 10, 11]])
-    again = draw_from(got.flatten(0, 1), laws.target_uniform(positions).flatten()).view(2, 3)
-    assert torch.equal(laws.draw(logits, positions), again)
+    again = draw_from(got.flatten(0, 1), distributions.target_uniform(positions).flatten()).view(2, 3)
+    assert torch.equal(distributions.draw(logits, positions), again)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree
-from toolkit.infer.drafters.draft_sampling import DrawnPicks
+from toolkit.infer.drafters.draft_sampling import DrawnTokens
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree
 from toolkit.infer.request.errors import DraftShapeError, EngineError
-from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.verifiers import DrawnChains, block, rejection, settle
 
 DRAWING = ("rejection", "block")
@@ -85,9 +85,9 @@ def test_proposal_is_scattered_to_target_ids():
 def test_what_does_not_go_together_is_refused(small_target, small_draft):
     """Trees, drafts without a law and unknown names: each message says what to do instead."""
     for name in DRAWING:
-        with pytest.raises(DraftShapeError, match=r'verify="\w+" came with .*tree 4x3/12.*4,1,5.*verify="follow"'):
+        with pytest.raises(DraftShapeError, match=r'verify="\w+" came with .*tree 4x3/12.*4,1,5.*verify="target"'):
             Engine(small_target, small_draft, DraftShape.parse("4,3,12"), verify=name)
-        with pytest.raises(EngineError, match="n-gram lookup.*follow"):
+        with pytest.raises(EngineError, match="n-gram lookup.*target"):
             Engine(small_target, NgramLookup(), verify=name)
         with pytest.raises(EngineError, match="no draft head"):
             Engine(small_target, verify=name)
@@ -95,7 +95,7 @@ def test_what_does_not_go_together_is_refused(small_target, small_draft):
         with pytest.raises(DraftShapeError, match="it needs a chain"):
             engine.set_shape(DraftShape.parse("4,3,12"))
         engine.close()
-    with pytest.raises(EngineError, match="there are auto, follow, rejection, block"):
+    with pytest.raises(EngineError, match="there are auto, target, rejection, block"):
         Engine(small_target, small_draft, verify="luck")
 
 
@@ -143,7 +143,7 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     engine.close()
     assert [one.output_ids for one in kept] == [one.output_ids for one in alone] == plain
     assert summarise(event for one in kept for event in one.events).accepted > 0
-    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="follow")
+    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="target")
     followed = follow.generate([PROMPTS[i % 4] for i in range(60)], free)
     follow.close()
     lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, followed)]
@@ -155,14 +155,14 @@ def test_auto_costs_no_more_than_follow_where_nothing_draws(small_target, small_
     one that draws, all at once."""
     monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 4)
     widths, made = [], []
-    sample, draw = Sampler.__call__, DrawnPicks.__init__
+    sample, draw = Sampler.__call__, DrawnTokens.__init__
 
     def sampled(self, logits, *rest):
         widths.append(logits.shape[1])
         return sample(self, logits, *rest)
 
     monkeypatch.setattr(Sampler, "__call__", sampled)
-    monkeypatch.setattr(DrawnPicks, "__init__", lambda *given: made.append(1) or draw(*given))
+    monkeypatch.setattr(DrawnTokens, "__init__", lambda *given: made.append(1) or draw(*given))
     hot = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
     quiet = [SamplingParams(**{**hot, "temperature": 0.0}), SamplingParams(**hot, seed=1)]
     engine = Engine(small_target, small_draft, DraftShape.chain(4), verify="auto")
@@ -181,7 +181,7 @@ def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
         engine = Engine(small_target, draft, shape, verify="auto")
         names.append(engine.verifier.name)
         engine.close()
-    assert names == ["follow", "follow", "follow", "auto"]
+    assert names == ["target", "target", "target", "auto"]
 
 
 @pytest.mark.parametrize("verify", DRAWING)

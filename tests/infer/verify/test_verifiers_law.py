@@ -20,7 +20,7 @@ from torch import Tensor
 from toolkit.infer.request.draft_tree import Proposal, chain_tree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowLaws, draw_from
+from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
 from toolkit.infer.verify.verifiers import BLOCK, REJECTION, DrawnChains, Verifier, block, by, rejection
 from toolkit.infer.verify.walk import walk
 
@@ -46,17 +46,17 @@ class Tables:
 
 def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law of logits [..., V] under the settings of `params`."""
-    return RowLaws([params], logits.device).written_out(logits.flatten(0, -2)[None]).view(logits.shape)
+    return RowDistributions([params], logits.device).probs(logits.flatten(0, -2)[None]).view(logits.shape)
 
 
 @cache
-def seeded(runs: int, params: SamplingParams) -> RowLaws:
+def seeded(runs: int, params: SamplingParams) -> RowDistributions:
     """`runs` requests that differ in their seeds."""
-    laws = RowLaws([params], torch.device("cpu"))
-    of_rows = {name: value for name, value in vars(laws).items() if isinstance(value, torch.Tensor)}
-    laws.__dict__.update({name: value.repeat_interleave(runs, dim=0) for name, value in of_rows.items()})
-    laws._seeds = torch.arange(runs)[:, None]
-    return laws
+    distributions = RowDistributions([params], torch.device("cpu"))
+    of_rows = {name: value for name, value in vars(distributions).items() if isinstance(value, torch.Tensor)}
+    distributions.__dict__.update({name: value.repeat_interleave(runs, dim=0) for name, value in of_rows.items()})
+    distributions._seeds = torch.arange(runs)[:, None]
+    return distributions
 
 
 def simulate(
@@ -66,7 +66,7 @@ def simulate(
 
     Returns the tokens [runs, WRITTEN] and how many drafts the first round kept [runs].
     """
-    laws = seeded(runs, params)
+    distributions = seeded(runs, params)
     every = torch.arange(runs)
     text = torch.full((runs, 2 + WRITTEN + STEPS), START)
     length = torch.full((runs,), 2)
@@ -78,14 +78,16 @@ def simulate(
         before = [text[every, length - 2], text[every, length - 1]]
         logits, drawn_from = [tables.target[before[-2], before[-1]]], []
         for level in range(STEPS):
-            q = laws.written_out(tables.head[before[-2], before[-1]][:, None])
+            q = distributions.probs(tables.head[before[-2], before[-1]][:, None])
             drawn_from.append(q)
-            u = laws.round_uniform(roots, roots + level, Stream.DRAFT)
+            u = distributions.round_uniform(roots, roots + level, Stream.DRAFT)
             before.append(KEPT[draw_from(q[:, 0], u[:, 0])])
             logits.append(tables.target[before[-2], before[-1]])
         proposal = Proposal(torch.cat(drawn_from, dim=1), KEPT)
         tree = chain_tree(before[1], torch.stack(before[2:], dim=1), counts.tolist(), proposal)
-        tokens = verifier.choose(laws, torch.stack(logits, dim=1), roots + torch.arange(STEPS + 1), tree, every)
+        tokens = verifier.choose(
+            distributions, torch.stack(logits, dim=1), roots + torch.arange(STEPS + 1), tree, every
+        )
         found = walk(tree, tokens)
         accepted = torch.tensor(found.accepted)
         first = accepted if first is None else first
@@ -189,7 +191,7 @@ def test_block_keeps_more_drafts_than_rejection():
         means.append(kept.mean().item())
         errors.append(error)
     assert means[1] - means[0] > 4.9 * math.hypot(*errors)
-    assert means[0] > by_following  # on laws as flat as these a drawn draft is better than the best one
+    assert means[0] > by_following  # on distributions as flat as these a drawn draft is better than the best one
 
 
 # -- what is wrong must fail ------------------------------------------------------------------------------------------
@@ -238,8 +240,8 @@ def test_numbers_used_in_two_rounds_are_found(monkeypatch):
     """Block verification with numbers by position alone, as the target's own draws have them, is not exact: how many
     drafts it keeps depends on the drafts behind them, and those would be drawn again."""
     tables = Tables()
-    fresh = RowLaws.round_uniform
-    monkeypatch.setattr(RowLaws, "round_uniform", lambda self, roots, *rest: fresh(self, roots * 0, *rest))
+    fresh = RowDistributions.round_uniform
+    monkeypatch.setattr(RowDistributions, "round_uniform", lambda self, roots, *rest: fresh(self, roots * 0, *rest))
     counts = cells(simulate(BLOCK, SETTINGS[0], tables, ragged=False)[0])
     g, limit = misfit(counts, tables.joint(SETTINGS[0]) * RUNS)
     assert g > limit

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.infer.request.draft_tree import DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.infer.request.draft_tree import DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.verify.walk import moved_entries, walk
 
 

@@ -19,10 +19,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.infer.attention.paged import PagedPromptMetadata, PagedTreeMetadata
 from toolkit.infer.cache.kv_cache import KVCache, Window
-from toolkit.infer.attention.paged import PagedPromptPlan, PagedTreePlan
-from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.cpu.attention import RowAttention, row_attention
+from toolkit.infer.kernels.dispatch import Ops, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 
@@ -30,7 +30,7 @@ from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 FEW = 16
 
 
-class AttentionPlan(Protocol):
+class AttentionMetadata(Protocol):
     """Stores a layer's new keys and values and attends over what its queries may see."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -38,7 +38,7 @@ class AttentionPlan(Protocol):
         ...
 
 
-class PromptPlan:
+class PromptMetadata:
     """Prompts that start at position 0 of rows first_row .. first_row+B-1, padded on the right to N tokens.
 
     What padding writes behind a prompt is overwritten by the row's next tokens before anybody sees it.
@@ -62,7 +62,7 @@ class PromptPlan:
         return attend(q, k, v, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
 
 
-class TreePlan:
+class TreeMetadata:
     """N new nodes per row behind prefixes of `lengths` tokens, in rows first_row .. first_row+B-1.
 
     node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
@@ -86,22 +86,24 @@ class TreePlan:
         self._lengths = torch.tensor(lengths, device=node_mask.device)
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
-        self._at_home = _row_attention(cache, self._lengths, node_mask)
-        self._homes = (cache, first_row)
+        self._row_attention = _row_attention(cache, self._lengths, node_mask)
+        self._rows_of_cache = (cache, first_row)
 
     @cached_property
     def _window(self) -> Window:
-        cache, first_row = self._homes
+        cache, first_row = self._rows_of_cache
         return cache.window(first_row, self._starts, self._new, self._span)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
         if window is not None and window >= self._span:
             window = None
-        cache, first_row = self._homes
+        cache, first_row = self._rows_of_cache
         plain = window is None and softcap is None and sinks is None
-        if self._at_home is not None and plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
-            return self._at_home(q, k, v, *cache.home_addresses(layer, first_row), cache.row_numbers, scaling)
+        if self._row_attention is not None and plain and q.dtype == k.dtype == v.dtype == cache.shape.dtype:
+            return self._row_attention(
+                q, k, v, *cache.contiguous_addresses(layer, first_row), cache.row_numbers, scaling
+            )
         self._window.write(layer, k.transpose(1, 2), v.transpose(1, 2))
         keys, values = (entries.transpose(1, 2) for entries in self._window.read(layer))
         if window not in self._masks:
@@ -110,12 +112,12 @@ class TreePlan:
 
     def for_cpp(self) -> dict[str, int | None]:
         """The fields of an `AttentionCall`, where attention is one call of C++; none where it is not."""
-        if self._at_home is None:
+        if self._row_attention is None:
             return {}
-        cache, first_row = self._homes
-        self._begin = keys, values = cache.homes_begin(first_row)  # held: C++ is handed their addresses
+        cache, first_row = self._rows_of_cache
+        self._begin = keys, values = cache.row_addresses(first_row)  # held: C++ is handed their addresses
         fields = {"row_numbers": cache.row_numbers, "bfloat16": cache.shape.dtype == torch.bfloat16, "span": self._span}
-        return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._at_home.for_cpp()}
+        return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._row_attention.for_cpp()}
 
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         if window is None and self._one_for_all:
@@ -148,39 +150,39 @@ class TreePlan:
         return at[:, -self._new :, None] - stands
 
 
-def prompt_plan(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionPlan:
+def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
     """The next `tokens` tokens (padded on the right) of prompts of which the first starts[b] are in the cache already.
 
     Rows first_row .. first_row+B-1.
     """
     kernels = _paged_kernels(cache)
     if kernels is not None:
-        return PagedPromptPlan(cache, kernels, first_row, starts, tokens)
+        return PagedPromptMetadata(cache, kernels, first_row, starts, tokens)
     if max(starts) == 0:
-        return PromptPlan(cache, first_row, len(starts), tokens)
+        return PromptMetadata(cache, first_row, len(starts), tokens)
     device = cache.shape.device
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
     depths = torch.arange(tokens, device=device).expand(len(starts), -1)
-    return TreePlan(cache, starts, causal, depths, first_row)
+    return TreeMetadata(cache, starts, causal, depths, first_row)
 
 
-def tree_plan(
+def tree_metadata(
     cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None, first_row: int = 0
-) -> AttentionPlan:
-    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreePlan`."""
+) -> AttentionMetadata:
+    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreeMetadata`."""
     kernels = _paged_kernels(cache)
     if kernels is not None:
         span, device = max(lengths) + node_mask.shape[2], node_mask.device
         table = cache.pool.table(first_row, len(lengths), cache.pool.pages_of(span), device)
         begin = torch.tensor(lengths, device=device)
-        return PagedTreePlan(cache, kernels, table, begin, span, node_mask, depths)
-    return TreePlan(cache, lengths, node_mask, depths, first_row)
+        return PagedTreeMetadata(cache, kernels, table, begin, span, node_mask, depths)
+    return TreeMetadata(cache, lengths, node_mask, depths, first_row)
 
 
 def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
     """One call for a layer's attention, where rows lie side by side on a CPU and few nodes are new."""
     shape = cache.shape
-    if not cache.pool.homes or shape.device.type != "cpu" or node_mask.shape[1] > FEW:
+    if not cache.pool.contiguous or shape.device.type != "cpu" or node_mask.shape[1] > FEW:
         return None
     return row_attention(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
 
@@ -190,4 +192,4 @@ def _paged_kernels(cache: KVCache) -> Ops | None:
     shape = cache.shape
     ops = ops_for(shape.device.type)
     fits = max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width
-    return ops if fits and not cache.pool.homes else None
+    return ops if fits and not cache.pool.contiguous else None

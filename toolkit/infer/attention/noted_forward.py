@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.request.errors import CompileError
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
+from toolkit.infer.request.errors import CompileError
 from toolkit.targets.load import Target
 
 Forward = Callable[[str, Tensor, Tensor, Any], Tensor]  # attention's name, input_ids, positions, plan -> hidden
@@ -42,7 +42,7 @@ class NotedForward(NamedTuple):
     last: Tensor
 
 
-class NotedPlan:
+class NotedMetadata:
     """Stands in for a plan: each query sees the tokens before it, and each layer's settings are written down."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def noted_forward(target: Target, run: Forward, rows: int, tokens: int) -> Noted
 
         return forward
 
-    plan = NotedPlan()
+    plan = NotedMetadata()
     at = torch.arange(1, tokens + 1, device=target.device).clamp(max=target.max_context - 1).expand(rows, tokens)
     ids = (at + tokens * torch.arange(rows, device=target.device)[:, None]) * 7919 % target.vocab_size
     entered: list[Tensor] = []

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import AttentionPlan, TreePlan
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.attention.metadata import AttentionMetadata, TreeMetadata
 from toolkit.infer.kernels.paged_reference import Scoring
 
 COMPILED = "toolkit-compiled"  # the name under which transformers finds it
@@ -39,18 +39,18 @@ class Now(threading.local):
     number, which C++ sets too; where a program has several layers, each call of attention counts on.
     """
 
-    plan: AttentionPlan
+    plan: AttentionMetadata
     rows = 1
 
     def __init__(self) -> None:
         self.call = AttentionCall()
         self._error: BaseException | None = None
 
-    def start(self, plan: AttentionPlan, rows: int = 1) -> None:
+    def start(self, plan: AttentionMetadata, rows: int = 1) -> None:
         """A forward begins. Where the plan has one, attention is C++'s, unless a layer asks for more than it does."""
         self.plan, self.rows, self._error = plan, rows, None
         self.call.attend = None
-        for name, value in (plan.for_cpp() if isinstance(plan, TreePlan) else {}).items():
+        for name, value in (plan.for_cpp() if isinstance(plan, TreeMetadata) else {}).items():
             setattr(self.call, name, value)
 
     def stop(self) -> None:

@@ -31,7 +31,7 @@ class _PagedRows:
         return Pages(keys, values, self._table, self._cache.pool.page_size, self._span)
 
 
-class PagedPromptPlan:
+class PagedPromptMetadata:
     """The next `tokens` tokens (padded on the right) of prompts of which starts[b] are in the cache already."""
 
     def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
@@ -49,8 +49,8 @@ class PagedPromptPlan:
         return self._attend_causal(q, pages, self._starts, scoring)
 
 
-class PagedTreePlan:
-    """N new nodes per row behind prefixes of lengths [B] tokens; node_mask and depths as of `attention_plan.TreePlan`.
+class PagedTreeMetadata:
+    """N new nodes per row behind prefixes of lengths [B] tokens; node_mask and depths as of `TreeMetadata`.
 
     table [B, P] int64: the rows' pages, up to position `span` at least. The host knows shapes and `span` only, so that
     a forward can be recorded and run again on other lengths and pages.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
-from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
-from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
+from toolkit.infer.request.errors import UnsupportedTargetError
 
 PROBE = "toolkit-probe"
 # Keywords that say nothing about who attends to whom; any other one that is set is refused.

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.metadata import AttentionPlan, prompt_plan, tree_plan
+from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
-from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu.compiled_layers import CompiledLayers
-from toolkit.infer.request.errors import CompileError, UnsupportedTargetError
 from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.request.errors import CompileError, UnsupportedTargetError
 from toolkit.targets.load import Target, TargetError
 
 ATTENTION = "toolkit"
@@ -35,7 +35,7 @@ FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeErr
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
     """By the forward's plan. That nothing else in `call` says who attends to whom was checked once, by the probe."""
-    plan: AttentionPlan = call.others["plan"]
+    plan: AttentionMetadata = call.others["plan"]
     return plan.attend(module.layer_idx, q, k, v, scoring)
 
 
@@ -78,7 +78,7 @@ class TargetForward:
         """Whether transformers compares the positions with a length, on the host, in every forward."""
         return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
         if self._compiled is None:
             return self._run(self.attention, input_ids, positions, plan)
@@ -89,7 +89,7 @@ class TargetForward:
             return self._run(self.attention, input_ids, positions, plan)
 
     def _run(
-        self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionPlan | AttentionProbe
+        self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata | AttentionProbe
     ) -> Tensor:
         with self._own_attention(attention):
             out = self.target.body(input_ids=input_ids, position_ids=positions, use_cache=False, plan=plan)
@@ -121,13 +121,13 @@ class TargetForward:
         device = self.target.device
         ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
         at, half = torch.arange(PROBE_TOKENS, device=device)[None], PROBE_TOKENS // 2
-        pool = PagePool(1, PROBE_TOKENS, homes=device.type == "cpu")
+        pool = PagePool(1, PROBE_TOKENS, contiguous=device.type == "cpu")
         pool.grow(0, PROBE_TOKENS)
         cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
         with running():
-            first = self(ids[:, :half], at[:, :half], prompt_plan(cache, 0, [0], half))
-            rest = self(ids[:, half:], at[:, half:], tree_plan(cache, [half], chain, at[:, :half]))
+            first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half))
+            rest = self(ids[:, half:], at[:, half:], tree_metadata(cache, [half], chain, at[:, :half]))
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()

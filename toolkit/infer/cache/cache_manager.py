@@ -9,8 +9,8 @@ import torch
 
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.cache.page_pool import PAGE_SIZE, PagePool
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.cache.prefix_cache import PrefixCache
+from toolkit.infer.request.errors import EngineError
 from toolkit.memory import usable_memory
 
 ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
@@ -48,7 +48,7 @@ class MemorySettings:
         """The pages for entries of `shape`."""
         scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
         longest = max_context + max(ROOM, self.chunked_prefill_size)
-        return PagePool(max_batch, longest, self._pages(shape, max_batch, max_context), homes=not scattered)
+        return PagePool(max_batch, longest, self._pages(shape, max_batch, max_context), contiguous=not scattered)
 
     def _pages(self, shape: KVShape, max_batch: int, max_context: int) -> int:
         if self.max_total_tokens is not None:
@@ -106,7 +106,7 @@ class KVMemory:
 
     def _start(self, row: int, found: Sequence[int], length: int, reserve: int) -> bool:
         """Let the row begin with the pages `found` and have room for `length` tokens and a step."""
-        shared = 0 if self.pool.homes else len(found)  # these take no further page
+        shared = 0 if self.pool.contiguous else len(found)  # these take no further page
         self.pool.hold(found)  # making room must not take them away
         room = self._free(self.pool.pages_of(length + self.slack) - shared + reserve)
         if room:

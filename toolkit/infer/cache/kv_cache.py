@@ -65,29 +65,30 @@ class KVCache:
         )
         rows, size = pool.rows, pool.pages_per_row * pool.page_size
         # [R, S, Hkv, D or Dv] of rows at home, made once: 60 views a step would be felt at batch 1.
-        self.home_keys, self.home_values = (
-            [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.homes else []
+        self.contiguous_keys, self.contiguous_values = (
+            [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.contiguous else []
             for stores in (self.keys, self.values)
         )
         # Numbers of a key row at home, and where the homes of each layer begin.
         self.row_numbers = size * shape.kv_heads * shape.head_dim
-        self._homes_begin = [
-            (keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.home_keys, self.home_values, strict=True)
+        self._layer_addresses = [
+            (keys.data_ptr(), values.data_ptr())
+            for keys, values in zip(self.contiguous_keys, self.contiguous_values, strict=True)
         ]
         # The same for C++, which is handed an address of all layers' ones.
-        self._first_homes = torch.tensor(self._homes_begin, dtype=torch.int64).view(-1, 2).T.contiguous()
+        self._first_addresses = torch.tensor(self._layer_addresses, dtype=torch.int64).view(-1, 2).T.contiguous()
         pool.attach(self)
 
-    def home_addresses(self, layer: int, row: int) -> tuple[int, int]:
+    def contiguous_addresses(self, layer: int, row: int) -> tuple[int, int]:
         """Where a row's keys and values begin, of a cache whose values are as wide as its keys."""
-        keys, values = self._homes_begin[layer]
+        keys, values = self._layer_addresses[layer]
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
         return keys + skipped, values + skipped
 
-    def homes_begin(self, row: int) -> tuple[Tensor, Tensor]:
-        """`home_addresses` of all layers: keys' and values' [L] int64."""
+    def row_addresses(self, row: int) -> tuple[Tensor, Tensor]:
+        """`contiguous_addresses` of all layers: keys' and values' [L] int64."""
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
-        keys, values = self._first_homes + skipped if skipped else self._first_homes
+        keys, values = self._first_addresses + skipped if skipped else self._first_addresses
         return keys, values
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
@@ -103,7 +104,7 @@ class KVCache:
 
     def window(self, first_row: int, starts: Sequence[int], new: int, span: int) -> Window:
         """Rows first_row .. first_row+B-1, of which row b is written at starts[b] .. starts[b]+new-1; S = span."""
-        kind = HomeWindow if self.pool.homes else PagedWindow
+        kind = ContiguousWindow if self.pool.contiguous else PagedWindow
         return kind(self, first_row, starts, new, span)
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
@@ -131,8 +132,8 @@ class KVCache:
             store.index_copy_(0, destination, store.index_select(0, source))
 
 
-class HomeWindow:
-    """Rows that lie side by side at their homes: reading is a view."""
+class ContiguousWindow:
+    """Rows that lie side by side at their contiguous: reading is a view."""
 
     def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
         self._cache = cache
@@ -144,13 +145,13 @@ class HomeWindow:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if self._places is None:
-            self._cache.home_keys[layer][self._new] = keys
-            self._cache.home_values[layer][self._new] = values
+            self._cache.contiguous_keys[layer][self._new] = keys
+            self._cache.contiguous_values[layer][self._new] = values
         else:
             write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._cache.home_keys[layer][self._seen], self._cache.home_values[layer][self._seen]
+        return self._cache.contiguous_keys[layer][self._seen], self._cache.contiguous_values[layer][self._seen]
 
 
 class PagedWindow:

@@ -45,13 +45,13 @@ class PagePool:
         row_positions: int,
         capacity: int | None = None,
         *,
-        homes: bool = True,
+        contiguous: bool = True,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        self.page_size, self.homes, self.rows = page_size, homes, rows
+        self.page_size, self.contiguous, self.rows = page_size, contiguous, rows
         self.pages_per_row = self.pages_of(row_positions)
         self.capacity = rows * self.pages_per_row if capacity is None else capacity
-        first_spare = rows * self.pages_per_row if homes else 1
+        first_spare = rows * self.pages_per_row if contiguous else 1
         self.page_count = first_spare + self.capacity
         self.tables: list[list[int]] = [[] for _ in range(rows)]
         self._spare = list(range(self.page_count - 1, first_spare - 1, -1))  # taken from the end: low pages first
@@ -88,7 +88,7 @@ class PagePool:
         table = self.tables[row]
         assert len(table) + missing <= self.pages_per_row, "a row outgrew the context"
         for _ in range(missing):
-            page = row * self.pages_per_row + len(table) if self.homes else self._spare.pop()
+            page = row * self.pages_per_row + len(table) if self.contiguous else self._spare.pop()
             self._holders[page] = 1
             table.append(page)
         return True
@@ -98,7 +98,7 @@ class PagePool:
         table = self.tables[row]
         for page in table:
             self.drop(page)
-        if self.homes and len(table) > KEPT_PAGES:
+        if self.contiguous and len(table) > KEPT_PAGES:
             for store in self._stores:
                 store.forget_pages(table[KEPT_PAGES], len(table) - KEPT_PAGES)
         self.tables[row] = []
@@ -106,7 +106,7 @@ class PagePool:
     def move(self, destination: int, source: int) -> None:
         """What row `source` holds becomes the empty row `destination`'s."""
         assert not self.tables[destination], f"row {destination} is not empty"
-        if not self.homes:
+        if not self.contiguous:
             self.tables[destination], self.tables[source] = self.tables[source], []
             return
         pages = self.tables[source]
@@ -119,7 +119,7 @@ class PagePool:
     def adopt(self, row: int, pages: Sequence[int]) -> bool:
         """Start the empty row with these pages of the prefix cache. False, and nothing changed, without room."""
         assert not self.tables[row], f"row {row} is not empty"
-        if self.homes:
+        if self.contiguous:
             if not self.grow(row, len(pages) * self.page_size):
                 return False
             self._copy(self.tables[row], pages)
@@ -134,7 +134,7 @@ class PagePool:
         The caller holds them, and lets go with `drop`.
         """
         mine = [self.tables[row][number] for number in numbers]
-        if not self.homes:
+        if not self.contiguous:
             self.hold(mine)
             return mine
         mine = mine[: self.free]
@@ -153,7 +153,7 @@ class PagePool:
         self._holders[page] -= 1
         if self._holders[page] == 0:
             del self._holders[page]
-            if not self.homes or page >= self.rows * self.pages_per_row:
+            if not self.contiguous or page >= self.rows * self.pages_per_row:
                 self._spare.append(page)
 
     def _copy(self, destination: Sequence[int], source: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class PagePool:
     def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
         """[B, count] int64: where the positions starts[b] .. starts[b]+count-1 of rows first_row .. lie in a cache."""
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-        if self.homes:
+        if self.contiguous:
             rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
             return rows * (self.pages_per_row * self.page_size) + positions
         table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
@@ -197,11 +197,11 @@ class PagePool:
             counted[page] = counted.get(page, 0) + 1
         assert counted == self._holders, "a page leaked, or was let go while held"
         assert self.held <= self.capacity, "more pages are held than there are"
-        spare_total = self.page_count - (self.rows * self.pages_per_row if self.homes else 1)
+        spare_total = self.page_count - (self.rows * self.pages_per_row if self.contiguous else 1)
         spare_held = sum(page >= self.page_count - spare_total for page in self._holders)
         assert len(self._spare) + spare_held == spare_total, "a spare page was lost"
         assert len(set(self._spare)) == len(self._spare) and not set(self._spare) & self._holders.keys()
-        if self.homes:
+        if self.contiguous:
             for row, table in enumerate(self.tables):
                 start = row * self.pages_per_row
                 assert table == list(range(start, start + len(table))), f"row {row} left its home"

@@ -66,7 +66,7 @@ class PrefixCache:
         missing = complete - len(path)
         for node in path:
             del self._recency[node]  # not to be evicted for its own continuation
-        if self._pool.homes:  # elsewhere sharing takes no page
+        if self._pool.contiguous:  # elsewhere sharing takes no page
             self.evict(missing)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
             key = self._key(tokens, number, drafted)

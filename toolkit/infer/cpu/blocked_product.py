@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.log import get_logger
 from toolkit.infer.cpu.compile_cpp import load_vectorised
+from toolkit.log import get_logger
 
 log = get_logger(__name__)
 

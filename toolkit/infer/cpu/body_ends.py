@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
+from toolkit.infer.attention.noted_forward import NotedForward
+from toolkit.infer.attention.opaque_attention import COMPILED
 from toolkit.infer.cpu.layer_program import (
     TokenRange,
     allowed_difference,
@@ -31,8 +33,6 @@ from toolkit.infer.cpu.layer_program import (
     weights_of,
 )
 from toolkit.infer.cpu.layer_runner import RunnableBody, RunnableLayers
-from toolkit.infer.attention.noted_forward import NotedForward
-from toolkit.infer.attention.opaque_attention import COMPILED
 from toolkit.infer.request.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.targets.features import InputTap, OutputTap

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.infer.cpu.compile_cpp import load_vectorised
 from toolkit.infer.kernels import reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
-from toolkit.infer.cpu.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)  # of logits that are read as they are

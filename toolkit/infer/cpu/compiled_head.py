@@ -21,8 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.metadata import FEW, AttentionPlan, tree_plan
+from toolkit.heads.rope import Rope
+from toolkit.infer.attention.metadata import FEW, AttentionMetadata, tree_metadata
+from toolkit.infer.attention.noted_forward import NotedMetadata
+from toolkit.infer.attention.opaque_attention import now
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cpu import choices as cpu_choices
+from toolkit.infer.cpu.compile_cpp import address_of
 from toolkit.infer.cpu.layer_program import (
     TOKEN_RANGES,
     TokenRange,
@@ -33,16 +38,11 @@ from toolkit.infer.cpu.layer_program import (
     weights_of,
 )
 from toolkit.infer.cpu.layer_runner import Inputs, RunnableDrafts, RunnableLayers
-from toolkit.infer.attention.noted_forward import NotedPlan
-from toolkit.infer.attention.opaque_attention import now
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.drafters.draft_inputs import Unread
-from toolkit.infer.request.errors import CompileError
-from toolkit.infer.cpu import choices as cpu_choices
+from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring
 from toolkit.infer.kernels.tree_reference import chain_mask
-from toolkit.heads.rope import Rope
-from toolkit.infer.cpu.compile_cpp import address_of
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError
 
 PASS_INPUTS = ("tokens", "positions", "cos", "sin")  # beside hidden
 
@@ -118,7 +118,7 @@ class CompiledHead:
             self._drafts = RunnableDrafts(first, every, last, to_target, top)
 
     def read(
-        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionMetadata, reach: int
     ) -> Tensor:
         """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
         rows, new = tokens.shape
@@ -149,7 +149,7 @@ class CompiledHead:
         if self._drafts is None or max(pending, beams) > FEW or (window is not None and window < farthest):
             return None
         assert min(counts) >= 1, "the state at a row's last token is what its drafts begin with"
-        plan = tree_plan(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
+        plan = tree_metadata(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
         now.start(plan, rows)
         try:
             if now.call.attend is None:
@@ -202,7 +202,7 @@ def _runnable(layer: nn.Module, hidden: Tensor, keywords: dict[str, Any], tokens
 @contextmanager
 def _noting() -> Iterator[list[tuple[Any, ...]]]:
     """Each token sees those before it; notes the attention that is asked for."""
-    plan = NotedPlan()
+    plan = NotedMetadata()
     now.start(plan)
     now.call.layer = 0
     try:

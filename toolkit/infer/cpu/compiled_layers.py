@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.utils.hooks import RemovableHandle
 
-from toolkit.infer.attention.metadata import AttentionPlan
+from toolkit.infer.attention.metadata import AttentionMetadata
+from toolkit.infer.attention.noted_forward import Forward, Noted, NotedMetadata, forwards, noted_forward
+from toolkit.infer.attention.opaque_attention import COMPILED, now
 from toolkit.infer.cpu.body_ends import HOOKS, EndHooks, alone, body_in_one_call, layers_name, with_layers
 from toolkit.infer.cpu.layer_program import (
     TOKEN_RANGES,
@@ -41,8 +43,6 @@ from toolkit.infer.cpu.layer_program import (
     weights_of,
 )
 from toolkit.infer.cpu.layer_runner import Inputs, Program, RunnableBody, RunnableLayers, Taps
-from toolkit.infer.attention.noted_forward import Forward, Noted, NotedPlan, forwards, noted_forward
-from toolkit.infer.attention.opaque_attention import COMPILED, now
 from toolkit.infer.cpu.packed_products import stand_in
 from toolkit.infer.request.errors import CompileError
 from toolkit.log import get_logger
@@ -158,7 +158,7 @@ class CompiledLayers:
         self._ends = EndHooks(target)
         self._seen: tuple[bool, int, int] | None = None  # what we last knew of hooks
 
-    def run_whole(self, input_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor | None:
+    def run_whole(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor | None:
         """A forward of the target's body in one call: input_ids and positions [B, N] -> [B, N, H]. None, and nothing
         has run, where its ends are not compiled, or hooks want more than what enters a layer or leaves the body."""
         if self._follow_hooks() or len(self._bodies) < len(TOKEN_RANGES) or not self._ends.only_tapped:
@@ -177,7 +177,7 @@ class CompiledLayers:
         return out.view(shape)
 
     @contextmanager
-    def running(self, plan: AttentionPlan, rows: int) -> Iterator[None]:
+    def running(self, plan: AttentionMetadata, rows: int) -> Iterator[None]:
         """A forward of the target's body inside runs its layers compiled. Hooks that are there when it begins fire."""
         hooked = self._follow_hooks()
         calls = [self._calls[index] for index in hooked]
@@ -242,7 +242,7 @@ class CompiledLayers:
     def _check(self, noted: list[Noted], programs: list[Program], allowed: float) -> None:
         """Each layer's program must ask for the same attention and give the same output as the layer."""
         for index, (layer, note) in enumerate(zip(self._layers, noted, strict=True)):
-            plan = NotedPlan()
+            plan = NotedMetadata()
             now.start(plan)
             now.call.layer = index
             try:

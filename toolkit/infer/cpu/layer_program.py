@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from toolkit.infer.cpu.compile_cpp import compiler, compiler_name, cpu_flags
 from toolkit.infer.cpu.layer_runner import Program
 from toolkit.infer.cpu.packed_products import C_FUNCTIONS, merge_products, stand_in, teach_inductor
 from toolkit.infer.request.errors import CompileError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.infer.cpu.compile_cpp import compiler, compiler_name, cpu_flags
 
 logger = get_logger(__name__)
 

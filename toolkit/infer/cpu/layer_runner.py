@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.attention.opaque_attention import AttentionCall, now
+from toolkit.infer.cpu.compile_cpp import load_cpp
 from toolkit.infer.request.draft_tree import DraftShape, candidates
 from toolkit.infer.request.errors import CompileError
-from toolkit.infer.cpu.compile_cpp import load_cpp
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MESSAGE_SIZE = 2000

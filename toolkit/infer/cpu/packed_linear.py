@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.log import get_logger
 from toolkit.infer.cpu.blocked_product import from_blocks, is_blocked, takes, to_blocks, traceable_product
 from toolkit.infer.cpu.joined_linear import JoinedLinear, biases_of, join, same_input_layers
+from toolkit.log import get_logger
 
 log = get_logger(__name__)
 

@@ -18,8 +18,8 @@ So of T seconds, with plain rounds of p seconds, a useless head costs at most
 
     START_CREDIT * p + TRIAL_SHARE * T  (trials)  +  one trial's surprise, owed to the account  +  looks
 
-and a look every LOOK_GAP rounds costs r = (the head's reading of LOOK_GAP positions a row, and LOOKED rows of its
-output matrix) / (LOOK_GAP plain rounds) of all time: about the head's share of the target's parameters where both are
+and a look every PROBE_GAP rounds costs r = (the head's reading of PROBE_GAP positions a row, and PROBED rows of its
+output matrix) / (PROBE_GAP plain rounds) of all time: about the head's share of the target's parameters where both are
 bound by arithmetic, and more where plain rounds are bound by memory but this reading is not. Demo target and its
 EAGLE-3 head, compiled, on two cores without AMX: r = 2.6 % at 16 rows, 1.2 % at 1. The looks before the first gap of
 that length read 42 positions a row: in the 128 rounds of an answer that is a third of r.
@@ -31,9 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.infer.request.draft_tree import DraftShape, candidates
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, StepCosts
+from toolkit.infer.request.draft_tree import DraftShape, candidates
 from toolkit.infer.request.request import Request
 
 FIRST_ROUNDS = 2  # plain rounds before anything else: the first is often slow
@@ -48,7 +48,7 @@ START_MARGIN = 1.04  # drafting starts when it is faster by so much more, and en
 CHANGE_MARGIN = 1.03  # another shape takes over when it is that much faster than the one in use
 # Plain rounds before a look: the first, one with news to expect, one while some rows were never looked at, and at most.
 # SOON is also how long the choice to draft nothing stands while nothing is learnt but plain rounds' seconds.
-FIRST_LOOK, SOON, NEW_ROWS_GAP, LOOK_GAP = 2, 8, 48, 128
+FIRST_PROBE, SOON, NEW_ROWS_GAP, PROBE_GAP = 2, 8, 48, 128
 
 
 def smaller_shapes(most: DraftShape) -> list[DraftShape]:
@@ -68,22 +68,22 @@ def smaller_shapes(most: DraftShape) -> list[DraftShape]:
 class AdaptiveShape:
     """Chooses an arm for every round and learns from what came of it. `most`: the largest shape.
 
-    look_due: after `choose` gave None: whether the head is to be looked at in this round; `looked` takes what it saw.
+    probe_due: after `choose` gave None: whether the head is to be looked at in this round; `looked` takes what it saw.
     """
 
     def __init__(self, most: DraftShape) -> None:
         self.most = most
         self.shapes = smaller_shapes(most)
         self.widest = max(one.top_k for one in self.shapes)
-        self.look_due = False
+        self.probe_due = False
         self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), most.num_steps)
         self._costs = StepCosts()
         self._best: Arm = None
         self._chosen: Arm = None
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
-        self._unread, self._gap = 0, FIRST_LOOK  # plain rounds since the head read; after how many it is looked at
-        self._look_after: float = FIRST_LOOK  # the same, for the rows there are
+        self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head read; after how many it is looked at
+        self._probe_after: float = FIRST_PROBE  # the same, for the rows there are
         self._picked = 0  # the round of the last choice
         self._account: float | None = None  # seconds; None: no round was measured
         self._trial_pace: float | None = None  # seconds a token by the best arm, while another one is tried
@@ -97,23 +97,23 @@ class AdaptiveShape:
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
             known = self._acceptance.known_share(requests)
-            self._look_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
+            self._probe_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
         # Behind a pause drafting would be measured with the reading of all that waited. Nor is a head tried unseen.
-        self.look_due = self._unread >= (self._look_after if arm is None or self._gap == FIRST_LOOK else SOON)
-        if self.look_due:
+        self.probe_due = self._unread >= (self._probe_after if arm is None or self._gap == FIRST_PROBE else SOON)
+        if self.probe_due:
             arm = self._trial_pace = None
         self._unread = 0 if arm is not None else self._unread + 1
         self._last_run[arm] = self._rounds
         self._chosen = arm
         return arm
 
-    def looked(self, requests: Sequence[Request], ranks: Sequence[Sequence[int]]) -> None:
+    def probed(self, requests: Sequence[Request], ranks: Sequence[Sequence[int]]) -> None:
         """A look: of every row, and every position it could be compared at, the rank of the right token; `widest`
         where it was not among the drafts."""
-        self._unread, self._gap = 0, min(4 * self._gap, LOOK_GAP)
+        self._unread, self._gap = 0, min(4 * self._gap, PROBE_GAP)
         for request, of_row in zip(requests, ranks, strict=True):
             if request.speculative and (of_row or len(request.output_ids) > SOON):  # else it is too new to tell
-                self._acceptance.look(request, of_row)
+                self._acceptance.probe(request, of_row)
         self._expected = None
 
     def record(

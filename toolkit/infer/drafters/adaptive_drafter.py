@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.drafter import Drafter, Ranks
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 
 
 class AdaptiveDrafter:
@@ -57,9 +57,9 @@ class AdaptiveDrafter:
             return self.inner.propose(requests)
         started = self._clock()
         shape = self.chooser.choose(requests)
-        if shape is None and self.chooser.look_due:
-            tree, ranks = self.inner.look(requests, self.chooser.widest)
-            self.chooser.looked(requests, ranks)
+        if shape is None and self.chooser.probe_due:
+            tree, ranks = self.inner.probe(requests, self.chooser.widest)
+            self.chooser.probed(requests, ranks)
             started = self._clock()  # what a plain round takes is measured without it
         elif shape is None:
             tree = self.inner.skip(requests)
@@ -73,18 +73,18 @@ class AdaptiveDrafter:
         self._round = None
         return self.inner.skip(requests)
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
         self._round = None
-        return self.inner.look(requests, width)
+        return self.inner.probe(requests, width)
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
-        self.inner.observe(requests, found)
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        self.inner.observe(requests, result)
         if self._round is None:
             return
         shape, tree, started, proposed = self._round
         self._round = None
         ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
-        self.chooser.record(requests, ran, found.ranks, proposed - started, self._clock() - proposed)
+        self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inner.move_row(destination, source)

@@ -11,13 +11,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import DraftShape, candidates
-from toolkit.infer.drafters.draft_rollout import Expansion
+from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.request.draft_tree import DraftShape, candidates
 
 
 def draft_beams(
-    nodes: Expansion, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
+    nodes: DraftRollout, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Expand the k best nodes of each level by their k best children.
 
@@ -57,7 +57,7 @@ def draft_beams(
     return tokens, above, levels_of(shape, device), scores
 
 
-def _children(nodes: Expansion, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
+def _children(nodes: DraftRollout, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
     """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
     # Never nan, and no child exceeds its parent: rerank relies on it.
     scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)

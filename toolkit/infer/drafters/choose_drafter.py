@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
 from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
+from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.load import Target
 
 Draft = DraftCheckpoint | NgramLookup

@@ -21,7 +21,7 @@ class Unread(NamedTuple):
     counts: list[int]
 
 
-class Pending:
+class DraftInputs:
     """Grows as it is needed. Row r holds counts[r] positions side by side; what lies behind them is left over.
 
     features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: what each stage but the last left at its last committed

@@ -24,7 +24,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.attention.metadata import AttentionPlan, tree_plan
+from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu.compiled_head import CompiledHead
@@ -51,7 +51,7 @@ class HeadReader:
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
     def read(
-        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, reach: int
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionMetadata, reach: int
     ) -> Tensor:
         """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
         if self.compiled is not None:
@@ -68,7 +68,7 @@ class HeadReader:
         return out.view(rows, new, -1)
 
 
-class Expansion:
+class DraftRollout:
     """The nodes of one round.
 
     tokens, positions (those of stage 0) and parents (node numbers; -1: the position before the first node): [B, M].
@@ -87,7 +87,7 @@ class Expansion:
         room: int,
     ) -> None:
         """tokens [B, P] and hidden [B, P, H]: the pending positions, counts[b] of row b, which follow before[b]
-        committed ones. carry [B, S-1, H] as `Pending` has it. room: nodes that will be added at most."""
+        committed ones. carry [B, S-1, H] as `DraftInputs` has it. room: nodes that will be added at most."""
         rows, pending = tokens.shape
         device = tokens.device
         self._reader, self._before, self._old_carry = reader, before, carry
@@ -151,12 +151,12 @@ class Expansion:
         positions = (self.positions[:, newest] - self.stage).clamp(min=0)
         return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, plan, reach)
 
-    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionPlan, int]:
+    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionMetadata, int]:
         """How the newest n of M nodes attend: sees [B, n, M], depths [B, M]; and what no position reaches."""
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
         before = [max(0, held - self.stage) for held in self._before]
-        # Pending nodes stand in a line, so no position lies further out than this.
-        return tree_plan(self._reader.caches[self.stage], before, sees, depths), max(self._before) + self.nodes
+        # DraftInputs nodes stand in a line, so no position lies further out than this.
+        return tree_metadata(self._reader.caches[self.stage], before, sees, depths), max(self._before) + self.nodes
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:

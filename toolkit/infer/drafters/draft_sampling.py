@@ -14,13 +14,13 @@ from torch import Tensor
 from toolkit.infer.request.draft_tree import Proposal
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowLaws, draw_from
+from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
 
 Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
 
 
-class Picks(Protocol):
-    """The picks of one round: called once for each level, then asked for the laws that were drawn from."""
+class DraftSampling(Protocol):
+    """The picks of one round: called once for each level, then asked for the distributions that were drawn from."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Scores [B, 1, D] -> places in the draft vocabulary, [B, 1]."""
@@ -31,7 +31,7 @@ class Picks(Protocol):
         ...
 
 
-class BestPicks:
+class BestTokens:
     """The most probable token in every row."""
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class BestPicks:
         return None
 
 
-class DrawnPicks:
+class DrawnTokens:
     """Rows that `draws` draw from the head's law under their own settings; the others take the most probable. ids [D]:
     the target ids of the draft vocabulary.
 
@@ -54,16 +54,16 @@ class DrawnPicks:
         self._ids, self._batch = ids, len(requests)
         self._all = not any(request.params.temperature > 0 and not draws(request) for request in requests)
         self._hot = torch.tensor(hot, dtype=torch.long, device=ids.device)
-        self._laws = RowLaws([requests[row].params for row in hot], ids.device)
+        self._distributions = RowDistributions([requests[row].params for row in hot], ids.device)
         self._roots = torch.tensor([requests[row].length for row in hot], dtype=torch.long, device=ids.device)[:, None]
         self._drawn_from: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         best = logits.max(dim=-1).indices
-        q = self._laws.written_out(logits[self._hot])
+        q = self._distributions.probs(logits[self._hot])
         positions = self._roots + len(self._drawn_from)
         self._drawn_from.append(q)
-        drawn = draw_from(q[:, 0], self._laws.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])
+        drawn = draw_from(q[:, 0], self._distributions.round_uniform(self._roots, positions, Stream.DRAFT)[:, 0])
         return best.index_copy(0, self._hot, drawn[:, None])
 
     def proposal(self) -> Proposal:
@@ -74,8 +74,8 @@ class DrawnPicks:
         return Proposal(q.new_zeros(self._batch, *q.shape[1:]).index_copy(0, self._hot, q), self._ids, drawn)
 
 
-def picks_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> Picks:
+def draft_sampling_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> DraftSampling:
     """Of one round; draws None: no request ever draws. A round in which none does is a round of best tokens."""
     if draws is None or not any(map(draws, requests)):
-        return BestPicks()
-    return DrawnPicks(requests, ids, draws)
+        return BestTokens()
+    return DrawnTokens(requests, ids, draws)

@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 
 Ranks = list[list[int]]  # by row and position: the right token's rank among the drafts, their number if it is not there
 
@@ -51,12 +51,12 @@ class Drafter(Protocol):
         """Roots only, in the place of propose. The drafter goes on following the target, so it may propose again."""
         ...
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
         """As skip; and what one level of `width` drafts would have been worth at recent positions, whose successors
         are known: nothing is verified for it. A row without such positions gets an empty list."""
         ...
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """The target has just verified the trees last proposed; called before tokens are appended to the requests."""
         ...
 
@@ -107,10 +107,10 @@ class NoDrafter:
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return self.propose(requests)
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
         return self.skip(requests), [[] for _ in requests]
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         pass
 
     def move_row(self, destination: int, source: int) -> None:

@@ -10,17 +10,17 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.cache.kv_cache import KVShape
-from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.eagle2 import Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.mtp import MtpHead
-from toolkit.targets.features import AuxCapture, LastCapture
+from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.cpu.int8_linear import Int8Linear
-from toolkit.targets.load import Target
 from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.targets.features import AuxCapture, LastCapture
+from toolkit.targets.load import Target
 
 
 class DraftingHead(Protocol):

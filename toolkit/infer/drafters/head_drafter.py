@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.attention.metadata import prompt_plan
+from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu.compiled_head import CompiledHead
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.drafters.beams import draft_beams, levels_of
-from toolkit.infer.drafters.draft_sampling import BestPicks, Draws, Picks, picks_for
+from toolkit.infer.drafters.draft_inputs import DraftInputs, Unread
+from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
+from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import drafting_head
-from toolkit.infer.drafters.draft_rollout import Expansion, HeadReader
-from toolkit.infer.drafters.shadow_acceptance import ranks_in_hindsight
-from toolkit.infer.drafters.draft_inputs import Pending, Unread
+from toolkit.infer.drafters.shadow_acceptance import shadow_ranks
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 
 CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
@@ -68,7 +68,7 @@ class AutoregressiveDrafter:
         compiled = CompiledHead(self._head, target.embed_tokens, self.to_target, self._dtype) if torch_compile else None
         self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, compiled)
         width, hidden_size = self._head.width, self._head.config.hidden_size
-        self.pending = Pending(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self.inputs = DraftInputs(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
         self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
         self._draws = draws
@@ -100,7 +100,7 @@ class AutoregressiveDrafter:
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Read what the target has read; of the last position what follows is only known when something was sampled."""
-        pending, rows, stages = self.pending, len(requests), self._head.stages
+        pending, rows, stages = self.inputs, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
         whole = requests[0].unread <= tokens
         drafted = any(map(self._drafts, requests))
@@ -128,7 +128,7 @@ class AutoregressiveDrafter:
             if count < 1:
                 break
             after = texts[:, 1 + stage : 1 + stage + count]
-            plan = prompt_plan(cache, first_row, starts, count)
+            plan = prompt_metadata(cache, first_row, starts, count)
             hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], plan, max(starts) + count)
             if whole and stage + 1 < stages:
                 pending.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
@@ -136,11 +136,11 @@ class AutoregressiveDrafter:
     def positions_read(self, row: int, request: Request) -> int:
         return self._read[row]
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
         if not any(map(self._drafts, requests)):
             return
-        pending = self.pending
+        pending = self.inputs
         if self._next_carry is not None:
             pending.clear(len(requests), self._next_carry)
             self._next_carry = None
@@ -148,14 +148,14 @@ class AutoregressiveDrafter:
             if not self._drafts(request):
                 pending.counts[row] = 0  # it is never read for; the newest position keeps its place
         features = self._head.features().to(self._dtype)
-        if all(node == place for path in found.path_nodes for place, node in enumerate(path)):
-            features = features[:, : found.path.shape[1]]  # as of a chain: nothing to pick
+        if all(node == place for path in result.path_nodes for place, node in enumerate(path)):
+            features = features[:, : result.path.shape[1]]  # as of a chain: nothing to pick
         else:
-            features = features.gather(1, found.path[:, :, None].expand(-1, -1, features.shape[2]))
-        pending.append(features, found.tokens, [accepted + 1 for accepted in found.accepted])
+            features = features.gather(1, result.path[:, :, None].expand(-1, -1, features.shape[2]))
+        pending.append(features, result.tokens, [accepted + 1 for accepted in result.accepted])
 
     def move_row(self, destination: int, source: int) -> None:
-        self.pending.move_row(destination, source)
+        self.inputs.move_row(destination, source)
         self._read[destination] = self._read[source]
 
     # -- drafting ------------------------------------------------------------------------------------------------------
@@ -167,23 +167,28 @@ class AutoregressiveDrafter:
         if not drafted:
             return root_only(roots)
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
-        picks = picks_for(requests, self.to_target, self._draws)
+        sampling = draft_sampling_for(requests, self.to_target, self._draws)
         unread = self._unread(requests)
-        if (tree := self._drafted_at_once(requests, unread, roots, shape, own, picks)) is not None:
+        if (tree := self._drafted_at_once(requests, unread, roots, shape, own, sampling)) is not None:
             return tree
         nodes = self._read_pending(unread, room=room_for(shape))
-        tree = self.tree_from(nodes, roots, shape, own, picks)
+        tree = self.tree_from(nodes, roots, shape, own, sampling)
         self._finish(nodes, requests)
         return tree
 
     def tree_from(
-        self, nodes: Expansion, roots: Tensor, shape: DraftShape, own: Sequence[DraftShape | None], picks: Picks
+        self,
+        nodes: DraftRollout,
+        roots: Tensor,
+        shape: DraftShape,
+        own: Sequence[DraftShape | None],
+        sampling: DraftSampling,
     ) -> DraftTree:
         """Expand the pending positions `nodes` and build trees on roots [B]. own: the part of `shape` that each row
         keeps, None the root only."""
         if shape.is_chain:
-            drafts = self._draft_chain(nodes, shape, picks)
-            return chain_tree(roots, drafts, kept_of_chain(own), picks.proposal())
+            drafts = self._draft_chain(nodes, shape, sampling)
+            return chain_tree(roots, drafts, kept_of_chain(own), sampling.proposal())
         found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
         return rerank(roots, *found, kept_of_tree(own), shape.num_steps)
 
@@ -192,18 +197,18 @@ class AutoregressiveDrafter:
         roots = root_tokens(requests, self._device)
         self._next_carry = None
         self.first_tokens(requests)
-        if any(map(self._drafts, requests)) and max(self.pending.counts[: len(requests)]) >= CATCH_UP:
+        if any(map(self._drafts, requests)) and max(self.inputs.counts[: len(requests)]) >= CATCH_UP:
             self._finish(self._read_pending(self._unread(requests), room=0), requests)
         return root_only(roots)
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
         """The pending positions are read, and drafted from where the token that followed is pending too."""
         roots = root_tokens(requests, self._device)
         self._next_carry = None
         if not any(map(self._drafts, requests)):
             return root_only(roots), [[] for _ in requests]
         nodes = self._read_pending(self._unread(requests), room=0)
-        ranks = ranks_in_hindsight(nodes, self.pending.counts[: len(requests)], self.to_target, width)
+        ranks = shadow_ranks(nodes, self.inputs.counts[: len(requests)], self.to_target, width)
         self._finish(nodes, requests)
         return root_only(roots), ranks
 
@@ -217,10 +222,10 @@ class AutoregressiveDrafter:
         """What follows a prompt's last position was not known when the prompt was admitted."""
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
-                self.pending.tokens[row, 0] = request.output_ids[0]
+                self.inputs.tokens[row, 0] = request.output_ids[0]
 
     def _unread(self, requests: Sequence[Request]) -> Unread:
-        rows, pending = len(requests), self.pending
+        rows, pending = len(requests), self.inputs
         self.first_tokens(requests)
         counts = pending.counts[:rows]
         before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
@@ -228,11 +233,11 @@ class AutoregressiveDrafter:
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
         return Unread(pending.tokens[held], pending.features[held].contiguous(), before, counts)
 
-    def _read_pending(self, unread: Unread, room: int) -> Expansion:
+    def _read_pending(self, unread: Unread, room: int) -> DraftRollout:
         """The pending positions of every row; `room` nodes more can be added."""
         tokens, features, before, counts = unread
         hidden = self._head.first_hidden(features)
-        return Expansion(self.reader, tokens, hidden, self.pending.carry[: len(tokens)], before, counts, room)
+        return DraftRollout(self.reader, tokens, hidden, self.inputs.carry[: len(tokens)], before, counts, room)
 
     def _drafted_at_once(
         self,
@@ -241,17 +246,17 @@ class AutoregressiveDrafter:
         roots: Tensor,
         shape: DraftShape,
         own: Sequence[DraftShape | None],
-        picks: Picks,
+        sampling: DraftSampling,
     ) -> DraftTree | None:
         """As tree_from, read and drafted in one call; None where that is not to be had."""
         compiled = self.reader.compiled
-        if compiled is None or (shape.is_chain and not isinstance(picks, BestPicks)):
+        if compiled is None or (shape.is_chain and not isinstance(sampling, BestTokens)):
             return None
         limits = None if shape.is_chain else limits_of(own, shape)
         found = compiled.drafts(unread, self.reader.caches[0], shape, limits)
         if found is None:
             return None
-        self._next_carry = self.pending.carry[: len(requests)]  # of one stage: none
+        self._next_carry = self.inputs.carry[: len(requests)]  # of one stage: none
         self._note_read(requests)
         tokens, parents, scores = found
         if shape.is_chain:
@@ -259,7 +264,7 @@ class AutoregressiveDrafter:
         levels = levels_of(shape, self._device)
         return rerank(roots, tokens, parents, levels, scores, kept_of_tree(own), shape.num_steps)
 
-    def _finish(self, nodes: Expansion, requests: Sequence[Request]) -> None:
+    def _finish(self, nodes: DraftRollout, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""
         self._next_carry = nodes.finish()
         self._note_read(requests)
@@ -269,20 +274,20 @@ class AutoregressiveDrafter:
             if self._drafts(request):
                 self._read[row] = request.length - self._head.stages
 
-    def note_round(self, requests: Sequence[Request], found: Walk) -> None:
+    def note_round(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """In the place of propose and observe: a recorded round read all that was pending and left its own path there,
         with the stages' carry."""
         self._note_read(requests)
-        self.pending.counts[: len(requests)] = [accepted + 1 for accepted in found.accepted]
+        self.inputs.counts[: len(requests)] = [accepted + 1 for accepted in result.accepted]
 
-    def _draft_chain(self, nodes: Expansion, shape: DraftShape, picks: Picks) -> Tensor:
+    def _draft_chain(self, nodes: DraftRollout, shape: DraftShape, sampling: DraftSampling) -> Tensor:
         """Drafts [B, num_steps], target ids."""
         hidden, last = nodes.at_roots()[:, None], nodes.roots
-        drafts = [self.to_target[picks(nodes.logits(hidden))]]
+        drafts = [self.to_target[sampling(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
             hidden = nodes.grow(drafts[-1], last)
             last = torch.full_like(last, nodes.nodes - 1)
-            drafts.append(self.to_target[picks(nodes.logits(hidden))])
+            drafts.append(self.to_target[sampling(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
 
 

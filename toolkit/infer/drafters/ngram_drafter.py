@@ -20,12 +20,12 @@ from itertools import islice
 
 import torch
 
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.drafters.drafter import Ranks, root_tokens
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 
 PLACES_PER_BRANCH = 4  # places looked at for every branch wanted: recent ones often continue alike
 
@@ -139,13 +139,13 @@ class NgramDrafter:
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return root_only(root_tokens(requests, self._device))
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
         """Every token since the last look or draft is looked up as if it were to come."""
         histories = self._histories[: len(requests)]
         ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]
         return self.skip(requests), ranks
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         pass  # the requests themselves say what was accepted
 
     def move_row(self, destination: int, source: int) -> None:

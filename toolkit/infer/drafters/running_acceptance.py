@@ -73,7 +73,7 @@ class RunningAcceptance:
         for rates in (self._engine, self._of(request)):
             rates.add(hits, shape.num_steps, self._classes(shape))
 
-    def look(self, request: Request, ranks: Sequence[int]) -> None:
+    def probe(self, request: Request, ranks: Sequence[int]) -> None:
         """One level of the widest shape, unverified, at as many positions: the rank of the right token, or the width
         where it was not there."""
         classes, own = len(self._widths), self._of(request)

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.drafters.drafter import Ranks
-from toolkit.infer.drafters.draft_rollout import Expansion
 
-LOOKED = 32  # positions drafted from, of all rows together (but at least one a row): the output matrix may be large
+PROBED = 32  # positions drafted from, of all rows together (but at least one a row): the output matrix may be large
 
 
-def ranks_in_hindsight(nodes: Expansion, counts: Sequence[int], to_target: Tensor, width: int) -> Ranks:
+def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> Ranks:
     """nodes: the pending positions as stage 0 has just read them, counts[b] of row b. to_target [D]: target ids."""
-    each = max(1, LOOKED // len(counts))
+    each = max(1, PROBED // len(counts))
     places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
     ranks: Ranks = [[] for _ in counts]
     if not places:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from toolkit.infer.request.request import Request, VerifyEvent
 from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 
 
 def commit(
-    requests: Sequence[Request], found: Walk, logprobs: NodeLogprobs | None, started: float, proposed: float
+    requests: Sequence[Request], result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
 ) -> list[Request]:
     """Append what was accepted and the target's own token behind it. Returns the requests that it was for.
 
@@ -20,12 +20,12 @@ def commit(
     """
     verified = time.perf_counter()
     rows = [row for row, request in enumerate(requests) if not request.finished]
-    counts = [requests[row].append_run(found.path_tokens[row], found.accepted[row]) for row in rows]
+    counts = [requests[row].append_run(result.path_tokens[row], result.accepted[row]) for row in rows]
     if logprobs is not None:
-        logprobs.record(requests, found)
+        logprobs.record(requests, result)
     times = (proposed - started, verified - proposed, time.perf_counter() - verified)
     for row, count in zip(rows, counts, strict=True):
-        accepted, offer = found.accepted[row], (found.offered[row], found.depth_offered[row])
+        accepted, offer = result.accepted[row], (result.offered[row], result.depth_offered[row])
         cut = count < accepted + 1
         requests[row].events.append(VerifyEvent(*offer, accepted, count, cut, *times, len(rows)))
     return [requests[row] for row in rows]

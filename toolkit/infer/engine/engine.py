@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.engine.commit import commit
-from toolkit.infer.request.detokenize import Detokenizer
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
+from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.request.errors import EngineError
+from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.engine.commit import commit
+from toolkit.infer.engine.prefill import PromptReader
+from toolkit.infer.engine.scheduler import Move, Scheduler
+from toolkit.infer.engine.verify_step import TreeVerifier
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.overlap import Launches
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.dispatch import use_device
-from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
-from toolkit.infer.engine.prefill import PromptReader
+from toolkit.infer.request.detokenize import Detokenizer
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
-from toolkit.infer.drafters.choose_verifier import choose_verifier
 from toolkit.infer.verify.logprobs import NodeLogprobs
 from toolkit.infer.verify.sampler import Choices
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.engine.scheduler import Move, Scheduler
-from toolkit.infer.engine.verify_step import TreeVerifier
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
@@ -45,8 +45,8 @@ class Engine:
 
     draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
     at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
-    made for. verify: how drafts are accepted at a temperature above 0: "follow", and for chains of a head "rejection"
-    and "block" (see verifiers.py). All are exact in law; with "follow" a seed writes the tokens of plain decoding, with
+    made for. verify: how drafts are accepted at a temperature above 0: "target", and for chains of a head "rejection"
+    and "block" (see verifiers.py). All are exact in law; with "target" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
     no seed, follow for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
     adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see
@@ -64,7 +64,7 @@ class Engine:
         *,
         max_batch: int = 16,
         max_context: int | None = None,
-        verify: str = "follow",
+        verify: str = "target",
         adaptive: bool = False,
         memory: MemorySettings = DEFAULT_MEMORY,
         torch_compile: bool = False,
@@ -247,13 +247,15 @@ class Engine:
     def _propose(self) -> DraftTree:
         return self.drafter.propose(self._running)
 
-    def _verify(self, tree: DraftTree) -> tuple[Walk, Choices]:
-        found, choices = self._verifying(self._running, tree)
-        self.drafter.observe(self._running, found)
-        return found, choices
+    def _verify(self, tree: DraftTree) -> tuple[VerifyResult, Choices]:
+        result, choices = self._verifying(self._running, tree)
+        self.drafter.observe(self._running, result)
+        return result, choices
 
-    def _commit(self, found: Walk, logprobs: NodeLogprobs | None, started: float, proposed: float) -> list[Request]:
-        touched = commit(self._running, found, logprobs, started, proposed)
+    def _commit(
+        self, result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
+    ) -> list[Request]:
+        touched = commit(self._running, result, logprobs, started, proposed)
         self._finish()
         return touched
 
@@ -271,16 +273,16 @@ class Engine:
         started = time.perf_counter()
         tree = self._propose()
         proposed = time.perf_counter()
-        found, choices = self._verify(tree)
-        return self._commit(found, choices.logprobs, started, proposed)
+        result, choices = self._verify(tree)
+        return self._commit(result, choices.logprobs, started, proposed)
 
     def _land(self) -> list[Request]:
         """Commit what a launched round has found, if there is one."""
         landed = self._launches.land()
         if landed is None:
             return []
-        found, began = landed  # its parts cannot be told apart: the round counts as verification
-        return self._commit(found, None, began, began)
+        result, began = landed  # its parts cannot be told apart: the round counts as verification
+        return self._commit(result, None, began, began)
 
     def _keep(self, row: int, request: Request) -> None:
         """Let what a row has read be found again."""

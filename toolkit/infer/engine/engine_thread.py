@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request, TokenLogprob
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)

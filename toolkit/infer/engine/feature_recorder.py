@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.load import Target
 
@@ -77,13 +77,13 @@ class FeatureRecorder:
             # A copy, since the padding of the others would stay with it.
             recorded.append(states[row, : min(tokens, request.unread)].to("cpu", copy=True))
 
-    def observe(self, requests: Sequence[Request], found: Walk) -> None:
-        self.inner.observe(requests, found)
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        self.inner.observe(requests, result)
         states = self._states()
         if states.shape[1] > 1:
-            states = states.gather(1, found.path[:, :, None].expand(-1, -1, states.shape[2]))
+            states = states.gather(1, result.path[:, :, None].expand(-1, -1, states.shape[2]))
         states = states.cpu()
-        for row, (request, accepted) in enumerate(zip(requests, found.accepted, strict=True)):
+        for row, (request, accepted) in enumerate(zip(requests, result.accepted, strict=True)):
             recorded = self._recorded.get(request)
             if recorded is not None:
                 assert recorded.positions == request.length - 1, "a forward of the target passed unseen"
@@ -109,8 +109,8 @@ class FeatureRecorder:
     def skip(self, requests: Sequence[Request]) -> DraftTree:
         return self.inner.skip(requests)
 
-    def look(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
-        return self.inner.look(requests, width)
+    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+        return self.inner.probe(requests, width)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inner.move_row(destination, source)  # ours lie by request

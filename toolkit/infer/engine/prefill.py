@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import prompt_plan
-from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.request.draft_tree import root_only
+from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
+from toolkit.infer.engine.scheduler import Scheduler
+from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler
-from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.verify.walk import walk
 from toolkit.targets.load import Target
 
@@ -76,7 +76,7 @@ class PromptReader:
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
-        plan = prompt_plan(self._cache, first_row, starts, tokens)
+        plan = prompt_metadata(self._cache, first_row, starts, tokens)
         # Padding may lie past the context; clamping only keeps learned position tables in range.
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), plan)
         drafter.admit(first_row, group, tokens)
@@ -102,11 +102,11 @@ class PromptReader:
         roots = root_only(input_ids[rows, ends])
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
-        found = walk(roots, first.tokens, first.along)
-        for request, tokens in zip(requests, found.path_tokens, strict=True):
+        result = walk(roots, first.tokens, first.extra)
+        for request, tokens in zip(requests, result.path_tokens, strict=True):
             request.append_run(tokens, 0)
         if first.logprobs is not None:
-            first.logprobs.record(requests, found)
+            first.logprobs.record(requests, result)
         return requests
 
 

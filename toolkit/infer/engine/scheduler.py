@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.cache.cache_manager import KVMemory
+from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 
 # Padding in a forward of prompts that are to be of about one length: tokens that hardly cost, and a share of the rest.

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.infer.attention.metadata import AttentionPlan
-from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
+from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.attention.noted_forward import forwards
 from toolkit.infer.attention.opaque_attention import COMPILED, now
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.request.errors import CompileError
 
 SIZES = 256  # that one kind of layer may be compiled for; Dynamo's own limit of 8 is for programs that never settle
@@ -80,7 +80,7 @@ class CompiledRounds:
             self._forward.attention = before
 
     def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
-        def forward(*tensors: Any, plan: AttentionPlan, **keywords: Any) -> Any:
+        def forward(*tensors: Any, plan: AttentionMetadata, **keywords: Any) -> Any:
             now.start(plan)
             now.call.layer = index
             try:

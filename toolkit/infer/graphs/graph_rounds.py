@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.graphs.compiled_rounds import CompiledRounds
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
-from toolkit.infer.request.errors import CompileError, EngineError
-from toolkit.infer.engine.round import Machine
-from toolkit.infer.graphs.in_flight import Flight, HostCopy
+from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.engine.round import RoundContext
+from toolkit.infer.graphs.compiled_rounds import CompiledRounds
+from toolkit.infer.graphs.in_flight import HostCopy, InFlight
 from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, buckets_up_to
-from toolkit.infer.graphs.round_state import PADDING, RoundState, Standing
+from toolkit.infer.graphs.round_state import PADDING, RoundState, RowState
 from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import is_edited
-from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.verifiers import Verifier
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 from toolkit.log import get_logger
 from toolkit.targets.load import Target
 
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 class GraphRounds:
     """The recorded rounds of one engine, a cache in scattered pages and its target's own forward.
 
-    Raises EngineError for settings or a machine that nothing can be recorded on.
+    Raises EngineError for settings or a context that nothing can be recorded on.
     """
 
     settings: GraphSettings
@@ -54,7 +54,7 @@ class GraphRounds:
     def __post_init__(self) -> None:
         shape = self.cache.shape
         self.settings.check(shape.device)
-        if self.cache.pool.homes:
+        if self.cache.pool.contiguous:
             raise EngineError("cuda graphs came with a cache at homes; they need scattered pages (scattered_pages)")
         buckets = buckets_up_to(min(self.settings.max_rows, self.max_batch))
         self._most_rows = buckets[-1]
@@ -62,8 +62,8 @@ class GraphRounds:
         self._head = self.drafter if isinstance(self.drafter, AutoregressiveDrafter) else None
         self._never = self._why_never(ops.paged_width)
         self._state = RoundState(self._most_rows, self.cache.pool, shape.device)
-        machine = Machine(self.target, self.forward, self.cache, ops, self._head, self.max_context, self._state)
-        self._recordings = Recordings(machine, buckets, self.max_batch, self.settings.capture, self._compile())
+        context = RoundContext(self.target, self.forward, self.cache, ops, self._head, self.max_context, self._state)
+        self._recordings = Recordings(context, buckets, self.max_batch, self.settings.capture, self._compile())
         if self.settings.at_start:
             self._record_all()
 
@@ -76,40 +76,42 @@ class GraphRounds:
         else:
             self._say(self._never)
 
-    def launch(self, requests: Sequence[Request]) -> Flight | None:
+    def launch(self, requests: Sequence[Request]) -> InFlight | None:
         """The round of these rows, from where their requests stand; None where it has to run eagerly."""
         kind = self.kind_of(requests)
         recorded = None if kind is None else self._recordings.of(kind)
         if kind is None or recorded is None:
             return None
         self._state.settle(requests)
-        standing = self._standing(requests)
-        self._state.stand(standing, kind.bucket)
-        return self._start(list(requests), kind, recorded, standing)
+        row_states = self._row_states(requests)
+        self._state.stand(row_states, kind.bucket)
+        return self._start(list(requests), kind, recorded, row_states)
 
-    def launch_behind(self, flight: Flight) -> Flight:
+    def launch_behind(self, in_flight: InFlight) -> InFlight:
         """The next round of the same rows, from where the device will be then."""
-        return self._start(flight.requests, flight.kind, flight.recorded, None)
+        return self._start(in_flight.requests, in_flight.kind, in_flight.recorded, None)
 
     def _start(
-        self, requests: list[Request], kind: Kind, recorded: Recorded, standing: list[Standing] | None
-    ) -> Flight:
+        self, requests: list[Request], kind: Kind, recorded: Recorded, row_states: list[RowState] | None
+    ) -> InFlight:
         self._state.take_pages(len(requests), kind.bucket)
         self._state.left[: len(requests)] = [None] * len(requests)  # known again when the last round has landed
         recorded.replay()
-        return Flight(requests, kind, recorded, standing, HostCopy(recorded.round.followed.numbers[: len(requests)]))
+        return InFlight(
+            requests, kind, recorded, row_states, HostCopy(recorded.round.followed.numbers[: len(requests)])
+        )
 
-    def land(self, flight: Flight, behind: Flight | None) -> Walk:
+    def land(self, in_flight: InFlight, behind: InFlight | None) -> VerifyResult:
         """What the round has found; waits for it. behind: the round that was launched meanwhile."""
-        found = flight.walk()
-        left = flight.left(found)
+        result = in_flight.walk()
+        left = in_flight.left(result)
         if behind is None:
             self._state.left[: len(left)] = left
         else:
             behind.stood, behind.began = left, time.perf_counter()
         if self._head is not None:
-            self._head.note_round(flight.requests, found)
-        return found
+            self._head.note_round(in_flight.requests, result)
+        return result
 
     def _compile(self) -> CompiledRounds | None:
         if self.settings.compiled is None:
@@ -160,15 +162,15 @@ class GraphRounds:
             return f'drafts are drawn (verify="{self.verifier.name}")'
         if any(head.shape_of(one) != head.shape for one in requests):
             return "a request is not drafted for in the engine's own shape"
-        if max(head.pending.counts[: len(requests)]) > head.shape.num_steps + 1:
+        if max(head.inputs.counts[: len(requests)]) > head.shape.num_steps + 1:
             return "the head has more to read than one round leaves"
         return None
 
-    def _standing(self, requests: Sequence[Request]) -> list[Standing]:
+    def _row_states(self, requests: Sequence[Request]) -> list[RowState]:
         head = self._head
         if head is not None:
             head.first_tokens(requests)
-        counts = [PADDING[2]] * len(requests) if head is None else head.pending.counts[: len(requests)]
+        counts = [PADDING[2]] * len(requests) if head is None else head.inputs.counts[: len(requests)]
         return [(one.output_ids[-1], one.length - 1, count, 1) for one, count in zip(requests, counts, strict=True)]
 
 

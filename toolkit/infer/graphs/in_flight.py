@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.graphs.recordings import Kind, Recorded
-from toolkit.infer.graphs.round_state import Standing
+from toolkit.infer.graphs.round_state import RowState
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import Walk, walk_from
+from toolkit.infer.verify.walk import VerifyResult, result_from
 
 
 class HostCopy:
@@ -38,13 +38,13 @@ class HostCopy:
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlight:
     """requests: by row. stood: where the rows stood when it began; None until the round before it has landed."""
 
     requests: list[Request]
     kind: Kind
     recorded: Recorded
-    stood: list[Standing] | None
+    stood: list[RowState] | None
     results: HostCopy
     began: float = field(default_factory=time.perf_counter)  # no sooner than the round before it was over
 
@@ -53,12 +53,12 @@ class Flight:
         """Tokens that it commits of a row, at most."""
         return 1 if self.kind.shape is None else self.kind.shape.num_steps + 1
 
-    def walk(self) -> Walk:
+    def walk(self) -> VerifyResult:
         """What it has found, once it is over."""
-        return walk_from(self.results.read())
+        return result_from(self.results.read())
 
-    def left(self, found: Walk) -> list[Standing]:
+    def left(self, result: VerifyResult) -> list[RowState]:
         """Where its rows stand behind it."""
         assert self.stood is not None, "rounds land in the order in which they were launched"
-        rows = zip(self.stood, found.accepted, found.path_tokens, strict=True)
+        rows = zip(self.stood, result.accepted, result.path_tokens, strict=True)
         return [(tokens[-1], stood[1] + accepted + 1, accepted + 1, 1) for stood, accepted, tokens in rows]

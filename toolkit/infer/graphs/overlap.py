@@ -20,11 +20,11 @@ The host waits for round n first ("drains") where it has to know what round n ha
 
 from __future__ import annotations
 
-from toolkit.infer.graphs.in_flight import Flight
-from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.cache.cache_manager import ROOM
 from toolkit.infer.engine.scheduler import Scheduler
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.graphs.graph_rounds import GraphRounds
+from toolkit.infer.graphs.in_flight import InFlight
+from toolkit.infer.verify.walk import VerifyResult
 
 
 class Launches:
@@ -32,30 +32,30 @@ class Launches:
 
     def __init__(self, graphs: GraphRounds | None, scheduler: Scheduler) -> None:
         self.graphs, self._scheduler = graphs, scheduler
-        self._flight: Flight | None = None
+        self._in_flight: InFlight | None = None
         self.overlap = graphs is not None and graphs.settings.overlap
 
     @property
     def in_flight(self) -> bool:
         """A round was launched that has not landed."""
-        return self._flight is not None
+        return self._in_flight is not None
 
     def launch(self) -> bool:
         """The round of all rows, none being in flight; False where it has to run eagerly."""
-        assert self._flight is None, "a round whose results nobody has read would be lost"
-        self._flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
+        assert self._in_flight is None, "a round whose results nobody has read would be lost"
+        self._in_flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
         return self.in_flight
 
-    def land(self) -> tuple[Walk, float] | None:
+    def land(self) -> tuple[VerifyResult, float] | None:
         """What the round in flight has found, and when it began (perf_counter). The next one is in flight then, if it
         may be launched before. None: no round was in flight."""
-        landing, self._flight = self._flight, None  # where anything fails, nothing is in flight
+        landing, self._in_flight = self._in_flight, None  # where anything fails, nothing is in flight
         if landing is None or self.graphs is None:
             return None
         behind = self._next(self.graphs, landing) if self.overlap else None
-        found = self.graphs.land(landing, behind)
-        self._flight = behind
-        return found, landing.began
+        result = self.graphs.land(landing, behind)
+        self._in_flight = behind
+        return result, landing.began
 
     def may_take_rows(self) -> bool:
         """Whether ended requests may lose their rows: a round in flight has them until it lands.
@@ -63,19 +63,19 @@ class Launches:
         Unless nobody waits for it, so that it is forgotten: what will use their pages is launched behind it.
         """
         if any(not request.finished for request in self._scheduler.running):
-            return self._flight is None
-        self._flight = None
+            return self._in_flight is None
+        self._in_flight = None
         return True
 
-    def _next(self, graphs: GraphRounds, flight: Flight) -> Flight | None:
-        """The round behind `flight`; None: `flight` has to land first."""
+    def _next(self, graphs: GraphRounds, in_flight: InFlight) -> InFlight | None:
+        """The round behind `in_flight`; None: `in_flight` has to land first."""
         running = self._scheduler.running
         if any(request.finished or request.ends_with_next for request in running) or self._scheduler.prompts_due():
             return None
-        if graphs.kind_of(running) != flight.kind:
+        if graphs.kind_of(running) != in_flight.kind:
             return None
         # A row may have gone past its limit, and past the context with it: its table ends ROOM positions behind that.
-        written = flight.most + self._scheduler.memory.slack
-        if written > ROOM or not self._scheduler.make_room_ahead(flight.most):
+        written = in_flight.most + self._scheduler.memory.slack
+        if written > ROOM or not self._scheduler.make_room_ahead(in_flight.most):
             return None
-        return graphs.launch_behind(flight)
+        return graphs.launch_behind(in_flight)

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.infer.engine.round import DeviceRound, RoundContext
 from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
+from toolkit.infer.graphs.static_sampling import StaticSampling
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError, EngineError
-from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
-from toolkit.infer.engine.round import DeviceRound, Machine
-from toolkit.infer.graphs.static_sampling import FixedLaws
 from toolkit.log import get_logger, progress
 
 logger = get_logger(__name__)
 
 STEP = 8  # rows between two buckets, from the first bucket of that size on
-LAWS = {True: "sampled from cut laws", False: "sampled", None: "greedy"}
+SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def buckets_up_to(rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one recording is good for. shape None: nothing is drafted. cut: laws may be cut by top-k, top-p, min-p;
+    """What one recording is good for. shape None: nothing is drafted. cut: top-k, top-p, min-p may cut them;
     None: all rows are greedy."""
 
     bucket: int
@@ -69,7 +69,7 @@ class Kind:
     @property
     def name(self) -> str:
         what = "plain decoding" if self.shape is None else self.shape.name
-        return f"{self.bucket} rows of {what}, {LAWS[self.cut]}"
+        return f"{self.bucket} rows of {what}, {SAMPLING_KINDS[self.cut]}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Recorded:
 class Recordings:
     """buckets: numbers of rows. rows: those that the engine may run, recorded or not."""
 
-    machine: Machine
+    context: RoundContext
     buckets: list[int]
     rows: int
     capture: Capture | None
@@ -98,8 +98,8 @@ class Recordings:
     def record_all(self, shape: DraftShape | None, *, drawn: bool) -> None:
         """Every bucket of that draft shape, in every kind of sampling or (not drawn) greedily."""
         started, free = time.perf_counter(), self._free_bytes()
-        laws = list(LAWS) if drawn else [None]
-        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in laws]
+        distributions = list(SAMPLING_KINDS) if drawn else [None]
+        kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
         self._hold(shape)
         failed: list[str] = []
         with progress(len(kinds), "recording CUDA graphs", "graph") as bar:
@@ -147,25 +147,25 @@ class Recordings:
 
     def _hold(self, shape: DraftShape | None) -> None:
         """Room for what rounds of that shape leave for the next, at addresses that stay."""
-        drafter = self.machine.drafter
+        drafter = self.context.drafter
         if drafter is None or shape is None:
             return
-        drafter.pending.hold(self.rows, shape.num_steps + 1)
-        if drafter.pending.features is not self._held:  # they grew, so that what was recorded reads old ones
+        drafter.inputs.hold(self.rows, shape.num_steps + 1)
+        if drafter.inputs.features is not self._held:  # they grew, so that what was recorded reads old ones
             self._made.clear()
             self._failed.clear()
             self._capture = self.capture or CudaCapture()  # a pool dies with its graphs
-            self._held = drafter.pending.features
+            self._held = drafter.inputs.features
 
     def _record(self, kind: Kind) -> Recorded:
         """Recorded on padding rows, so that no request's pages change; what waits in these rows is put back."""
-        machine, rows = self.machine, slice(0, kind.bucket)
-        laws = None if kind.cut is None else FixedLaws(machine.state, kind.bucket, cut=kind.cut)
-        one = DeviceRound(machine, kind.bucket, kind.shape, laws)
-        stores = [] if machine.drafter is None else machine.drafter.pending.stores
+        context, rows = self.context, slice(0, kind.bucket)
+        distributions = None if kind.cut is None else StaticSampling(context.state, kind.bucket, cut=kind.cut)
+        one = DeviceRound(context, kind.bucket, kind.shape, distributions)
+        stores = [] if context.drafter is None else context.drafter.inputs.stores
         before = [store[rows].clone() for store in stores]
-        machine.state.stand([], kind.bucket)
-        machine.state.take_pages(0, kind.bucket)
+        context.state.stand([], kind.bucket)
+        context.state.take_pages(0, kind.bucket)
         try:
             compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
             replay = self._capture(self.compiled.around(one) if self.compiled is not None and compiled else one)
@@ -175,5 +175,5 @@ class Recordings:
         return Recorded(one, replay)
 
     def _free_bytes(self) -> int | None:
-        device = self.machine.cache.shape.device
+        device = self.context.cache.shape.device
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

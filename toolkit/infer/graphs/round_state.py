@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.request.request import Request
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 # What the host writes of a row, in this order: the last committed token; positions whose target keys are cached;
 # positions that the drafter has not read yet; 1 for a request, 0 for padding.
-Standing = tuple[int, int, int, int]
-PADDING: Standing = (0, 1, 1, 0)
-COLD = SamplingParams(temperature=1.0, seed=0)  # stands in the laws of rows that do not draw
+RowState = tuple[int, int, int, int]
+PADDING: RowState = (0, 1, 1, 0)
+COLD = SamplingParams(temperature=1.0, seed=0)  # stands in the distributions of rows that do not draw
 
 
 class RoundState:
-    """written by the host between rounds: standing [4, R] and table [R, P] int64, where the host's rows are not those
+    """written by the host between rounds: row_states [4, R] and table [R, P] int64, where the host's rows are not those
     that the last round left; and, when the rows change, the settings: hot [R] bool, temperature, min_p [R] fp32,
-    top_p [R] fp64, top_k, seeds [R] int64. A round itself moves `standing` on by what it commits.
+    top_p [R] fp64, top_k, seeds [R] int64. A round itself moves `row_states` on by what it commits.
     """
 
     def __init__(self, rows: int, pool: PagePool, device: torch.device) -> None:
         self._pool, self._pinned = pool, device.type == "cuda"
-        self.standing = torch.tensor([PADDING] * rows, device=device).T.contiguous()
+        self.row_states = torch.tensor([PADDING] * rows, device=device).T.contiguous()
         self.table = torch.zeros(rows, pool.pages_per_row, dtype=torch.long, device=device)
         self.hot = torch.zeros(rows, dtype=torch.bool, device=device)
         self.temperature = torch.ones(rows, dtype=torch.float32, device=device)
@@ -40,15 +40,15 @@ class RoundState:
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.long, device=device)
-        self.left: list[Standing | None] = [PADDING] * rows  # what the device holds of every row; None: not known here
+        self.left: list[RowState | None] = [PADDING] * rows  # what the device holds of every row; None: not known here
         self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows  # likewise: whose pages, and how many
         self._drawing: list[Request] = []  # likewise: the requests whose settings
 
-    def stand(self, standing: Sequence[Standing], bucket: int) -> None:
+    def stand(self, row_states: Sequence[RowState], bucket: int) -> None:
         """The bucket's first rows stand as given, the others are padding."""
-        wanted = [*standing, *[PADDING] * (bucket - len(standing))]
+        wanted = [*row_states, *[PADDING] * (bucket - len(row_states))]
         if wanted != self.left[:bucket]:
-            self._upload(self.standing[:, :bucket], list(zip(*wanted, strict=True)))
+            self._upload(self.row_states[:, :bucket], list(zip(*wanted, strict=True)))
             self.left[:bucket] = wanted
 
     def take_pages(self, rows: int, bucket: int) -> None:

@@ -1,14 +1,14 @@
-"""The laws of a bucket's rows, with settings that lie in static buffers. Shapes: B rows of the bucket."""
+"""The distributions of a bucket's rows, with settings that lie in static buffers. Shapes: B rows of the bucket."""
 
 from __future__ import annotations
 
 import torch
 
 from toolkit.infer.graphs.round_state import RoundState
-from toolkit.infer.verify.token_distribution import RowLaws
+from toolkit.infer.verify.token_distribution import RowDistributions
 
 
-class FixedLaws(RowLaws):
+class StaticSampling(RowDistributions):
     """cut: rows may have a top-k, top-p or min-p. What they are is only known when a round runs, so that the whole
     vocabulary is looked at. Draws are functions of (seed, position, logits): no generator has a state to keep."""
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels import paged_reference, reference, tree_reference
-
 from toolkit.infer.cpu import choices as cpu_choices
+from toolkit.infer.kernels import paged_reference, reference, tree_reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.log import get_logger
 

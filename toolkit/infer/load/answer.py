@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.detokenize import TextStream
 from toolkit.infer.request.request import TokenLogprob, VerifyEvent
-from toolkit.infer.engine.engine_thread import Update
 
 
 class Answer:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.load.answer import Answer, events_of_answer
+from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
-from toolkit.infer.request.request import Request
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.engine.engine_thread import Update
+from toolkit.infer.request.request import Request
 
 
 class ConversationError(ValueError):

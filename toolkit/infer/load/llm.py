@@ -9,17 +9,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from toolkit.infer.request.acceptance import AcceptanceStats, summarise
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.load.answer import Answer, events_of_answer
+from toolkit.infer.load.offline_prompts import read_offline_prompts
+from toolkit.infer.load.open_parallel import open_parallel
+from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.load.offline_prompts import read_offline_prompts
-from toolkit.infer.load.open_parallel import open_parallel
-from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.engine.engine_thread import Update
+from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
 
 Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
 
@@ -66,7 +66,7 @@ class LLM:
     draft: a draft directory, "ngram" (no head: what followed the same words earlier is drafted), or None for plain
     decoding. shape: a DraftShape or "num_steps,top_k,num_draft_tokens"; None takes the best measured one, else a chain
     of 4. adaptive: draft less than the shape, or nothing, where that is faster; None: unless a shape was given. verify:
-    "auto", "follow", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's
+    "auto", "target", "rejection" or "block" (see Engine). token_map: a freq_N.pt for heads that share the target's
     output matrix. revision: of a target on a hub.
     max_batch: answers written at once (serve's --max-running-requests); more prompts wait. max_context: tokens of
     prompt and answer together.

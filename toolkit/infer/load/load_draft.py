@@ -10,12 +10,12 @@ from torch import nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.checkpoint.open_head import open_head
+from toolkit.infer.cpu.blocked_product import takes
+from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.log import get_logger
-from toolkit.infer.cpu.blocked_product import takes
 from toolkit.targets.load import Target
-from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.targets.quantize import DRAFT_QUANTIZATIONS, quantize_head
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list

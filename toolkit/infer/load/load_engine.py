@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
-from toolkit.infer.graphs.compiled_rounds import DEFAULT_ROWS, CompileSettings
-from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
-from toolkit.infer.request.errors import CompileError, DraftShapeError
-from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, MemorySettings
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.graphs.compiled_rounds import DEFAULT_ROWS, CompileSettings
+from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.load_draft import (
     OpenError,
     check_draft_quantization,
@@ -27,7 +26,8 @@ from toolkit.infer.load.load_draft import (
 from toolkit.infer.parallel.rank_engine import engine_of
 from toolkit.infer.parallel.ranks import Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
-from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError, DraftShapeError
 from toolkit.log import get_logger
 from toolkit.targets.load import Target, load_target
 
@@ -130,7 +130,7 @@ def open_engine(
 def verify_for(name: str, draft: Draft | None, shape: DraftShape | None, *, drawing: bool) -> str:
     """The verifier's name. drawing: "auto" may draw drafts; graphs do not record that. What does not go together is
     said here, before the target is loaded."""
-    name = "follow" if name == "auto" and not drawing else name
+    name = "target" if name == "auto" and not drawing else name
     choose_verifier(name, draft, shape)
     return name
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.infer.load.load_engine import Opened, open_engine
-from toolkit.infer.parallel.driver import Leader
-from toolkit.infer.parallel.rank_engine import LeadEngine
+from toolkit.infer.parallel.driver import Driver
+from toolkit.infer.parallel.rank_engine import DriverEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 
@@ -21,12 +21,12 @@ def open_parallel(tensor_parallel_size: int, **options: Any) -> Opened:
     """
     if tensor_parallel_size == 1:
         return open_engine(**options)
-    leader = Leader(tensor_parallel_size, options)
+    driver = Driver(tensor_parallel_size, options)
     try:
-        with leader.working():
-            return open_engine(**options, ranks=leader)
+        with driver.working():
+            return open_engine(**options, ranks=driver)
     except BaseException as error:
-        leader.close()
+        driver.close()
         if isinstance(error, RankLostError):
             raise ParallelError(str(error)) from error
         raise
@@ -49,12 +49,12 @@ def interrupted_by_loss(opened: Opened) -> Iterator[None]:
 
     Raises ParallelError that says which rank was lost.
     """
-    leader = opened.engine.leader if isinstance(opened.engine, LeadEngine) else None
+    driver = opened.engine.driver if isinstance(opened.engine, DriverEngine) else None
     try:
-        if leader is not None:
-            leader.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
+        if driver is not None:
+            driver.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
         yield
     finally:
         opened.engine.close()
-    if leader is not None and leader.lost is not None:
-        raise ParallelError(leader.lost)
+    if driver is not None and driver.lost is not None:
+        raise ParallelError(driver.lost)

@@ -1,7 +1,7 @@
 """Rank 0: starts the other ranks as processes of their own, tells them what to do, and notices when one ends.
 
-Orders go through a pipe each, so that a follower also learns at once that rank 0 has gone. A rank whose peer died may
-hang in a collective for ever (NCCL) or fail there (gloo). So a thread waits for the followers' ends: it kills those
+Messages go through a pipe each, so that a worker also learns at once that rank 0 has gone. A rank whose peer died may
+hang in a collective for ever (NCCL) or fail there (gloo). So a thread waits for the workers' ends: it kills those
 that are left, lets the next step raise RankLostError, and ends the process itself where a step never returns.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit
-from toolkit.infer.parallel.messages import Decided, Open, Order, Stop, send
+from toolkit.infer.parallel.messages import Decided, Message, Open, Stop, send
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
@@ -32,17 +32,17 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 NOTICE_S = 3.0  # within which a rank's end is noticed after a collective failed because of it
 RETURN_S = 10.0  # what a step gets to return after a rank has ended
-STOP_S = 10.0  # what followers get to end in order
-FOLLOWER = "toolkit.infer.load.worker_main"
+STOP_S = 10.0  # what workers get to end in order
+WORKER = "toolkit.infer.load.worker_main"
 
 
-class Leader(Ranks):
-    """size: ranks in all. The followers start at once; `join` waits for them. Raises ParallelError for a bad size."""
+class Driver(Ranks):
+    """size: ranks in all. The workers start at once; `join` waits for them. Raises ParallelError for a bad size."""
 
     rank = 0
 
     def __init__(self, size: int, options: dict[str, Any]) -> None:
-        """options: what the followers call open_engine with."""
+        """options: what the workers call open_engine with."""
         if size < 2:
             raise ParallelError(f"tensor_parallel_size is {size}; 1 or more is needed")
         if dist.is_initialized():
@@ -57,7 +57,7 @@ class Leader(Ranks):
         self._closed = False
         self._inside = False  # a forward may wait for other ranks
         self._when_lost: Callable[[], None] = lambda: None
-        self._store: dist.Store | None = None  # kept as long as a follower may ask it
+        self._store: dist.Store | None = None  # kept as long as a worker may ask it
         prefer_loopback()
         self._processes = [self._launch(rank) for rank in range(1, size)]
         for rank, process in enumerate(self._processes, start=1):
@@ -68,7 +68,7 @@ class Leader(Ranks):
         path = os.pathsep.join(filter(None, (str(Path(toolkit.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // self.size)))
-        command = [sys.executable, "-m", FOLLOWER]
+        command = [sys.executable, "-m", WORKER]
         # A session of its own: Ctrl-C is rank 0's to hear.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -103,17 +103,17 @@ class Leader(Ranks):
 
     # -- telling the others --------------------------------------------------------------------------------------------
 
-    def tell(self, order: Order) -> None:
+    def tell(self, message: Message) -> None:
         """Raises RankLostError."""
         self._check()
         for rank in range(1, self.size):
-            self._send(rank, order)
+            self._send(rank, message)
 
-    def _send(self, rank: int, order: Order) -> None:
+    def _send(self, rank: int, message: Message) -> None:
         pipe = self._processes[rank - 1].stdin
-        assert pipe is not None, "followers are started with a pipe"
+        assert pipe is not None, "workers are started with a pipe"
         try:
-            send(order, pipe)
+            send(message, pipe)
         except OSError as error:
             self._noticed.wait(NOTICE_S)
             raise RankLostError(self.lost or f"rank {rank} of {self.size} does not listen any more") from error
@@ -158,7 +158,7 @@ class Leader(Ranks):
             os._exit(1)
 
     def _end_group(self, why: str) -> str | None:
-        """Kill the followers. Returns what had ended the group before, None if nothing had."""
+        """Kill the workers. Returns what had ended the group before, None if nothing had."""
         with self._lock:
             before = self.lost
             if before is None:
@@ -171,14 +171,14 @@ class Leader(Ranks):
         return before
 
     def close(self) -> None:
-        """End the followers, and wait for that. A second call does nothing."""
+        """End the workers, and wait for that. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         atexit.unregister(self.close)
         for process in self._processes:
-            assert process.stdin is not None, "followers are started with a pipe"
+            assert process.stdin is not None, "workers are started with a pipe"
             with contextlib.suppress(OSError):
                 send(Stop(), process.stdin)
             with contextlib.suppress(OSError):

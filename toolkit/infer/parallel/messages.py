@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.request import Request
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Stop:
     """End in order."""
 
 
-Order = Open | Add | Abort | Step | Reshape | Decided | Stop
+Message = Open | Add | Abort | Step | Reshape | Decided | Stop
 
 
 def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
@@ -75,13 +75,13 @@ def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
     return tuple((request.arrival, len(request.output_ids), request.output_ids[-1]) for request in running)
 
 
-def send(order: Order, pipe: IO[bytes]) -> None:
+def send(message: Message, pipe: IO[bytes]) -> None:
     """Raises OSError when nobody reads the pipe."""
-    pipe.write(pickle.dumps(order))
+    pipe.write(pickle.dumps(message))
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> Order:
+def receive(pipe: IO[bytes]) -> Message:
     """The next order of our own rank 0. Raises EOFError when it has gone, UnpicklingError when it went amid one."""
-    order: Order = pickle.load(pipe)
-    return order
+    message: Message = pickle.load(pipe)
+    return message

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.parallel.driver import Leader
-from toolkit.infer.parallel.messages import Abort, Add, Order, Reshape, Step, Stop, written
+from toolkit.infer.parallel.driver import Driver
+from toolkit.infer.parallel.messages import Abort, Add, Message, Reshape, Step, Stop, written
 from toolkit.infer.parallel.ranks import RankLostError, Ranks
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 
 class RankEngine(Engine):
@@ -24,19 +24,19 @@ class RankEngine(Engine):
     def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
         if isinstance(self.drafter, AdaptiveDrafter):
-            self.drafter.choose_by(lambda most: LeadersShape(most, ranks))
+            self.drafter.choose_by(lambda most: DriversShape(most, ranks))
 
-    def check_written(self, by_leader: tuple[tuple[int, int, int], ...]) -> None:
+    def check_written(self, by_driver: tuple[tuple[int, int, int], ...]) -> None:
         """Raises RankLostError when this rank has other tokens than rank 0: its forwards would be of another text."""
         own = written(self._running)
-        if own != by_leader:
+        if own != by_driver:
             raise RankLostError(
-                f"this rank's requests (arrival, tokens, last token) are {own}, those of rank 0 {by_leader}: the ranks "
+                f"this rank's requests (arrival, tokens, last token) are {own}, those of rank 0 {by_driver}: the ranks "
                 "do not compute the same; they need devices of one kind"
             )
 
 
-class LeadersShape(AdaptiveShape):
+class DriversShape(AdaptiveShape):
     """Chooses on rank 0, and when the head is to look; the others do as it chose, whatever their own rounds took."""
 
     def __init__(self, most: DraftShape, ranks: Ranks) -> None:
@@ -45,10 +45,10 @@ class LeadersShape(AdaptiveShape):
 
     def choose(self, requests: Sequence[Request]) -> Arm:
         def decide() -> tuple[Arm, bool]:
-            arm = super(LeadersShape, self).choose(requests)
-            return arm, self.look_due
+            arm = super(DriversShape, self).choose(requests)
+            return arm, self.probe_due
 
-        arm, self.look_due = self._ranks.agree(decide)
+        arm, self.probe_due = self._ranks.agree(decide)
         return arm
 
     def record(
@@ -58,12 +58,12 @@ class LeadersShape(AdaptiveShape):
             super().record(requests, arm, ranks, draft_s, verify_s)
 
 
-class LeadEngine(RankEngine):
+class DriverEngine(RankEngine):
     """Rank 0's. Every method may raise RankLostError; then the engine has ended for good."""
 
-    def __init__(self, leader: Leader, *parts: Any, **options: Any) -> None:
-        super().__init__(leader, *parts, **options)
-        self.leader = leader
+    def __init__(self, driver: Driver, *parts: Any, **options: Any) -> None:
+        super().__init__(driver, *parts, **options)
+        self.driver = driver
 
     def add_request(
         self,
@@ -77,54 +77,54 @@ class LeadEngine(RankEngine):
         request = super().add_request(
             prompt_ids, params, speculative=speculative, shape=shape, request_id=request_id
         )  # what is refused here is never told
-        self.leader.tell(
+        self.driver.tell(
             Add(request.arrival, request.prompt_ids, request.params, speculative, shape, request.states_seed)
         )
         return request
 
     def abort(self, request: Request) -> None:
-        if not request.finished and self.leader.lost is None:
-            self.leader.tell(Abort(request.arrival))
+        if not request.finished and self.driver.lost is None:
+            self.driver.tell(Abort(request.arrival))
         super().abort(request)
 
     def set_shape(self, shape: DraftShape) -> None:
         super().set_shape(shape)
-        self.leader.tell(Reshape(shape))
+        self.driver.tell(Reshape(shape))
 
     def step(self) -> list[Request]:
-        self.leader.tell(Step(written(self._running)))
-        with self.leader.working():
+        self.driver.tell(Step(written(self._running)))
+        with self.driver.working():
             return super().step()
 
     def close(self) -> None:
         super().close()
-        self.leader.close()
+        self.driver.close()
 
 
 def engine_of(ranks: Ranks) -> Callable[..., Engine]:
     """What makes this rank's engine, with the arguments of Engine."""
-    return partial(LeadEngine, ranks) if isinstance(ranks, Leader) else partial(RankEngine, ranks)
+    return partial(DriverEngine, ranks) if isinstance(ranks, Driver) else partial(RankEngine, ranks)
 
 
-def obey(engine: Engine, next_order: Callable[[], Order]) -> None:
+def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
     """Do what rank 0 does, until it stops. Raises whatever a step raises."""
     assert isinstance(engine, RankEngine), "a rank has a RankEngine"
     requests: dict[int, Request] = {}
-    while not isinstance(order := next_order(), Stop):
-        match order:
+    while not isinstance(message := next_message(), Stop):
+        match message:
             case Add(arrival, prompt_ids, params, speculative, shape, states_seed):
                 requests[arrival] = engine.add_request(prompt_ids, params, speculative=speculative, shape=shape)
                 requests[arrival].states_seed = states_seed
                 assert requests[arrival].arrival == arrival, "the ranks count requests differently"
             case Abort(arrival):
                 engine.abort(requests.pop(arrival))
-            case Step(by_leader):
-                engine.check_written(by_leader)
+            case Step(by_driver):
+                engine.check_written(by_driver)
                 for request in engine.step():
                     if request.finished:
                         requests.pop(request.arrival, None)
             case Reshape(shape):
                 engine.set_shape(shape)
             case _:
-                raise AssertionError(f"{order} came between rounds")
+                raise AssertionError(f"{message} came between rounds")
     engine.close()

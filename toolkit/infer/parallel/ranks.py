@@ -1,10 +1,10 @@
 """One process's place among the N of one machine that run one engine together (tensor parallel).
 
 Every rank runs the same engine on the same requests and takes the same decisions, each with its part of the weights and
-of the cache. Rank 0, the leader, is the user's process; it starts the others and tells them what it is asked to do:
+of the cache. Rank 0, the driver, is the user's process; it starts the others and tells them what it is asked to do:
 
-    rank 0    HTTP, LLM --> LeadEngine   add, abort, step   ---- collectives inside a forward ----+
-                               |  orders, through a pipe each                                     |
+    rank 0    HTTP, LLM --> DriverEngine   add, abort, step   ---- collectives inside a forward ----+
+                               |  messages, through a pipe each                                     |
     rank r                     +-----> RankEngine   add, abort, step  ----------------------------+
 
 What could differ between ranks is taken from rank 0 (`agree`: choices that depend on the clock) or is the least of all
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
 
 T = TypeVar("T")
 # Of one collective. Ranks read their weights one after the other; a rank that dies is noticed by other means.

@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.infer.parallel.ranks import ParallelError, Ranks
-from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
-from toolkit.log import get_logger
 from toolkit.heads.decoder_layer import Attention, GatedMLP
 from toolkit.heads.eagle3 import Eagle3Head
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.parallel.ranks import ParallelError, Ranks
+from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
+from toolkit.infer.request.errors import UnsupportedTargetError
+from toolkit.log import get_logger
 from toolkit.targets.load import Target, load_config, load_target
 
 logger = get_logger(__name__)

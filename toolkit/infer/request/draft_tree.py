@@ -17,9 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import chain_mask, node_numbers, without_padding
+from toolkit.infer.request.errors import DraftShapeError
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def candidates(num_steps: int, top_k: int) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The laws that a chain's drafts were drawn from.
+    """The distributions that a chain's drafts were drawn from.
 
     q [B, N-1, D] fp32: the law over the draft vocabulary at the node before each draft; 0 in rows whose drafts were not
     drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn; None: in

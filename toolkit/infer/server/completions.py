@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread, Ticket
 from toolkit.infer.load.answer import Answer, usage
 from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids
 from toolkit.infer.request.detokenize import Detokenizer
@@ -19,7 +20,6 @@ from toolkit.infer.request.errors import DraftShapeError, SamplingError
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded
 from toolkit.infer.server.default_sampling import DefaultSampling
-from toolkit.infer.engine.engine_thread import EngineFailure, EngineThread, Ticket
 from toolkit.infer.server.http_client import EventStream, unless_disconnected
 from toolkit.infer.server.openai_logprobs import LogprobForm
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields

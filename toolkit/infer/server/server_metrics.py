@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.load.answer import Answer, events_of_answer
+from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.request import Request, VerifyEvent
 
 # name -> (kind, help)

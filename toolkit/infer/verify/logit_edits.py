@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.request.draft_tree import DraftTree
-from toolkit.infer.request.request import Request
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 
 def penalises(params: SamplingParams) -> bool:

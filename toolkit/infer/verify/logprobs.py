@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.request.request import Request, TokenLogprob
-from toolkit.infer.verify.walk import Walk
+from toolkit.infer.verify.walk import VerifyResult
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NodeLogprobs:
         )
         return cls(parts[0].rows, chosen, top, ids)
 
-    def along(self, path: Tensor) -> Tensor:
+    def extra(self, path: Tensor) -> Tensor:
         """What the host needs of the nodes on `path` [B, A], as int64 [.], for `verify.walk` to read with the rest."""
         path = path[list(self.rows)]
         wide = path[:, :, None].expand(-1, -1, self.top.shape[2])
@@ -52,13 +52,13 @@ class NodeLogprobs:
         bits = torch.cat((chosen, top), dim=2).contiguous().view(torch.int32).long()  # as they are, not rounded
         return torch.cat((bits, ids), dim=2).flatten()
 
-    def record(self, requests: Sequence[Request], found: Walk) -> None:
+    def record(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Give every asking request the entries of its newest tokens, those on the path that it really got.
 
-        found: walked with `along`.
+        found: walked with `extra`.
         """
-        most, nodes = self.top.shape[2], found.path.shape[1]
-        read = iter(_nodes_of(found.also, most))
+        most, nodes = self.top.shape[2], result.path.shape[1]
+        read = iter(_nodes_of(result.extra_numbers, most))
         for row in self.rows:
             request = requests[row]
             new, wanted = request.output_ids[len(request.logprobs) :], request.params.logprobs

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import LogitEdits, holds_stops, is_edited
 from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.token_distribution import RowLaws
-from toolkit.infer.verify.verifiers import FOLLOW, Verifier
+from toolkit.infer.verify.token_distribution import RowDistributions
+from toolkit.infer.verify.verifiers import TARGET, Verifier
 
 GREEDY = SamplingParams()
 
@@ -35,9 +35,9 @@ class Choices:
     logprobs: NodeLogprobs | None
 
     @property
-    def along(self) -> Callable[[Tensor], Tensor] | None:
+    def extra(self) -> Callable[[Tensor], Tensor] | None:
         """For `verify.walk`: what else it is to read."""
-        return None if self.logprobs is None else self.logprobs.along
+        return None if self.logprobs is None else self.logprobs.extra
 
     @classmethod
     def joined(cls, parts: Sequence[Choices]) -> Choices:
@@ -55,7 +55,7 @@ class Sampler:
     """
 
     def __init__(
-        self, requests: Sequence[Request], vocab_size: int, device: torch.device, verifier: Verifier = FOLLOW
+        self, requests: Sequence[Request], vocab_size: int, device: torch.device, verifier: Verifier = TARGET
     ) -> None:
         params = [request.params for request in requests]
         edited = [row for row, request in enumerate(requests) if is_edited(request)]
@@ -104,7 +104,7 @@ class _Rows:
         self._hot = torch.tensor(hot, dtype=torch.long, device=device)
         self._all_hot = len(hot) == len(params)
         self._numbers = self._hot if numbers is None else torch.tensor(numbers, device=device)[self._hot]
-        self._laws = RowLaws([params[row] for row in hot], device)
+        self._distributions = RowDistributions([params[row] for row in hot], device)
         self._choose = verifier.choose
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree) -> Tensor:
@@ -112,8 +112,8 @@ class _Rows:
         if not len(self._hot):
             return greedy(logits)
         if self._all_hot:
-            return self._choose(self._laws, logits, positions, tree, self._numbers)
-        chosen = self._choose(self._laws, logits[self._hot], positions[self._hot], tree, self._numbers)
+            return self._choose(self._distributions, logits, positions, tree, self._numbers)
+        chosen = self._choose(self._distributions, logits[self._hot], positions[self._hot], tree, self._numbers)
         return greedy(logits).index_copy_(0, self._hot, chosen)
 
 

@@ -26,7 +26,7 @@ TOP_WIDTHS = (64, 1024)  # how many of the most probable tokens are looked at be
 BLOCK = 256
 
 
-class RowLaws:
+class RowDistributions:
     """Temperature, top-k, top-p, min-p and seed of R requests that draw (temperature above 0), as tensors."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
@@ -44,7 +44,7 @@ class RowLaws:
         """logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
         return draw_from(self._weights(logits), self.target_uniform(positions).flatten()).view_as(positions)
 
-    def written_out(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """logits [R, n, V] -> probabilities [R, n, V] fp32."""
         weights = self._weights(logits)
         if self._cut:
@@ -60,7 +60,7 @@ class RowLaws:
         return round_uniform(self._seeds, roots, positions, stream)
 
     def _weights(self, logits: Tensor) -> Tensor:
-        """logits [R, n, V] -> weights of the laws, [R * n, V]."""
+        """logits [R, n, V] -> weights of the distributions, [R * n, V]."""
         nodes, size = logits.shape[1:]
         scaled = (logits.float() / self._temperature[:, None, None]).flatten(0, 1)
         if not self._cut:

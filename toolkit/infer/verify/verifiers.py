@@ -1,6 +1,6 @@
 """How drafts of requests that draw (temperature above 0) are accepted: three rules, each exact in law.
 
-follow       the target draws a token at every node; a child that carries it is accepted. Drafts may come from anywhere,
+target       the target draws a token at every node; a child that carries it is accepted. Drafts may come from anywhere,
              and a set of siblings is accepted with the probability that the target gives to the set. The draws depend
              on (seed, position, logits) alone, so that speculative and plain runs of one seed write the same tokens.
 rejection    chains whose drafts the head drew from its own law q: x is accepted with probability min(1, p(x) / q(x)),
@@ -10,7 +10,7 @@ block        the same chains, accepted together from their end, so that never fe
              (Sun et al., arXiv 2403.10444, algorithm 2).
 
 With the last two a speculative run writes other tokens than a plain run of the same seed: only the law is the same.
-`auto` is block, and follow for requests that state a seed, whose tokens then depend on nothing else.
+`auto` is block, and target for requests that state a seed, whose tokens then depend on nothing else.
 
 A rule gives a token for every node; `verify.walk` steps to the child that carries it. In a chain of two drafts a, b of
 which a is kept, and y is drawn behind it:
@@ -35,17 +35,17 @@ from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowLaws, draw_from
+from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
 
 LOGIT_ROWS = 512  # rows of logits held at once, where nodes are looked at one by one
 
-# (laws of R rows, their logits [R, n, V], positions [R, n], the batch's trees, the rows' numbers [R]) -> tokens [R, n]
-Choose = Callable[[RowLaws, Tensor, Tensor, DraftTree, Tensor], Tensor]
+# (distributions of R rows, logits [R, n, V], positions [R, n], trees of the batch, rows [R]) -> tokens [R, n]
+Choose = Callable[[RowDistributions, Tensor, Tensor, DraftTree, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DrawnChains:
-    """Chains of drafts that were drawn, with both laws.
+    """Chains of drafts that were drawn, with both distributions.
 
     p [R, N, V]: the target's law of the token behind each node. q [R, N, V]: the law that this token's draft was drawn
     from, all 0 where there is no draft. drafts [R, N]: its id (any where there is none). drafted [R, N] bool.
@@ -113,17 +113,21 @@ def settle(rule: Rule, chains: DrawnChains, u: Tensor) -> Tensor:
     return torch.where(number < kept[:, None], chains.drafts, drawn[:, None])
 
 
-def follow(laws: RowLaws, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor) -> Tensor:
+def target_draws(
+    distributions: RowDistributions, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor
+) -> Tensor:
     """The target's own draws."""
-    return laws.draw(logits, positions)
+    return distributions.draw(logits, positions)
 
 
 def by(rule: Rule) -> Choose:
     """Choose by a rule for drawn chains, whose nodes have to be given all at once."""
 
-    def choose(laws: RowLaws, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor) -> Tensor:
+    def choose(
+        distributions: RowDistributions, logits: Tensor, positions: Tensor, tree: DraftTree, rows: Tensor
+    ) -> Tensor:
         if tree.proposal is None:  # roots only: nothing was drafted
-            return follow(laws, logits, positions, tree, rows)
+            return target_draws(distributions, logits, positions, tree, rows)
         assert logits.shape[1] == tree.nodes, "a chain is accepted as a whole"
         drafts = torch.nn.functional.pad(tree.tokens[rows, 1:], (0, 1))
         drafted = torch.nn.functional.pad(tree.valid[rows, 1:], (0, 1))
@@ -131,10 +135,10 @@ def by(rule: Rule) -> Choose:
         if drawn is not None:
             drafted = drafted & drawn
         q = tree.proposal.scattered(rows, drafted, logits.shape[2])
-        coins = laws.round_uniform(positions[:, :1], positions, Stream.COIN)
-        chains = DrawnChains(laws.written_out(logits), q, drafts, drafted, coins)
-        settled = settle(rule, chains, laws.target_uniform(positions))
-        return settled if drawn is None else torch.where(drawn, settled, laws.draw(logits, positions))
+        coins = distributions.round_uniform(positions[:, :1], positions, Stream.COIN)
+        chains = DrawnChains(distributions.probs(logits), q, drafts, drafted, coins)
+        settled = settle(rule, chains, distributions.target_uniform(positions))
+        return settled if drawn is None else torch.where(drawn, settled, distributions.draw(logits, positions))
 
     return choose
 
@@ -162,7 +166,7 @@ class Verifier:
         if self.draws_drafts and not shape.is_chain:
             raise DraftShapeError(
                 f'verify="{self.name}" came with draft shape {shape.name} ({shape.as_text()}); it needs a chain: draft '
-                f'with {DraftShape.chain(shape.num_steps).as_text()}, or take verify="follow", which verifies trees too'
+                f'with {DraftShape.chain(shape.num_steps).as_text()}, or take verify="target", which verifies trees too'
             )
 
 
@@ -171,8 +175,8 @@ def nodes_at_once(rows: int, nodes: int, *, drawn: bool) -> int:
     return nodes if drawn else max(1, LOGIT_ROWS // rows)
 
 
-FOLLOW = Verifier("follow", follow, draws_drafts=False)
+TARGET = Verifier("target", target_draws, draws_drafts=False)
 REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
 BLOCK = Verifier("block", by(block), draws_drafts=True)
 AUTO = Verifier("auto", by(block), draws_drafts=True, keeps_seeds=True)
-VERIFIERS = {verifier.name: verifier for verifier in (AUTO, FOLLOW, REJECTION, BLOCK)}
+VERIFIERS = {verifier.name: verifier for verifier in (AUTO, TARGET, REJECTION, BLOCK)}

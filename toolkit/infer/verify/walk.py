@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.request.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Walk:
+class VerifyResult:
     """The accepted path of every row.
 
     path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries behind
@@ -31,7 +31,7 @@ class Walk:
 
     On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
     ranks: which child of its parent each accepted node was, from 0, in the order in which the drafter prefers them.
-    offered: drafted nodes. depth_offered: depth of the deepest one. also: what was to be read along with these.
+    offered: drafted nodes. depth_offered: depth of the deepest one. extra_numbers: what was read with these.
     """
 
     path: Tensor
@@ -42,24 +42,24 @@ class Walk:
     ranks: list[list[int]]
     offered: list[int]
     depth_offered: list[int]
-    also: list[int]
+    extra_numbers: list[int]
 
 
-def walk(tree: DraftTree, choices: Tensor, along: Callable[[Tensor], Tensor] | None = None) -> Walk:
+def walk(tree: DraftTree, choices: Tensor, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
     """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once.
 
-    along: from `path` to whatever else the host will need, int64 [.], which is read with it.
+    extra: from `path` to whatever else the host will need, int64 [.], which is read with it.
     """
     if tree.nodes == 1:
         zeros = [0] * len(choices)
         path = torch.zeros_like(choices)
-        written, also = _read(choices, None if along is None else along(path))
-        return Walk(
-            path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, also,
+        written, extra_numbers = _read(choices, None if extra is None else extra(path))
+        return VerifyResult(
+            path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, extra_numbers,
         )  # fmt: skip
     followed = follow(tree, choices)
-    rows, also = _read(followed.numbers, None if along is None else along(followed.path))
-    return _as_walk(followed, rows, also)
+    rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
+    return _as_result(followed, rows, extra_numbers)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
@@ -69,40 +69,40 @@ def follow(tree: DraftTree, choices: Tensor) -> Followed:
     return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
 
 
-def _as_walk(followed: Followed, rows: Sequence[Sequence[int]], also: list[int]) -> Walk:
+def _as_result(followed: Followed, rows: Sequence[Sequence[int]], extra_numbers: list[int]) -> VerifyResult:
     """The walks by what the host has read of them: `followed.numbers`, row by row."""
     longest = (followed.numbers.shape[1] - 3) // 3
     of_path, of_tokens, of_ranks = (
         [list(row[start : start + 1 + row[0]]) for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
-    return Walk(
+    return VerifyResult(
         followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
-        [row[1] for row in rows], [row[2] for row in rows], also,
+        [row[1] for row in rows], [row[2] for row in rows], extra_numbers,
     )  # fmt: skip
 
 
-def walk_from(numbers: Tensor) -> Walk:
+def result_from(numbers: Tensor) -> VerifyResult:
     """The walks by what the host has read of a `Followed`."""
-    return _as_walk(Followed(numbers), numbers.tolist(), [])
+    return _as_result(Followed(numbers), numbers.tolist(), [])
 
 
-def _read(rows: Tensor, also: Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """rows [B, C] by row, and `also` [.] behind them: one copy to the host."""
-    if also is None:
+def _read(rows: Tensor, extra_numbers: Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """rows [B, C] by row, and `extra_numbers` [.] behind them: one copy to the host."""
+    if extra_numbers is None:
         return rows.tolist(), []
     count, width = rows.shape
-    flat = torch.cat((rows.flatten(), also)).tolist()
+    flat = torch.cat((rows.flatten(), extra_numbers)).tolist()
     return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
 
 
-def moved_entries(found: Walk, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+def moved_entries(result: VerifyResult, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Cache entries that accepted nodes have to move to, and come from: (row, position to, position from) of each.
 
     Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
     """
     return [
         (row, length + place, length + node)
-        for row, (length, path) in enumerate(zip(lengths, found.path_nodes, strict=True))
+        for row, (length, path) in enumerate(zip(lengths, result.path_nodes, strict=True))
         for place, node in enumerate(path)
         if node != place
     ]

@@ -56,7 +56,7 @@ def outside(forecast: float | None, interval: tuple[float, float] | None) -> boo
     return not interval[0] - SLACK <= forecast <= interval[1] + SLACK
 
 
-def parting(
+def explain_gap(
     measured: RealAcceptance,
     found: Comparison,
     prompts: HeldOutPrompts,

@@ -10,7 +10,7 @@ import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.train import passing_engine
+from toolkit.train import temporary_engine as passing_engine
 
 
 @pytest.mark.parametrize("fails", [False, True])

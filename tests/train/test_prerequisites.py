@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.train import earlier_stages
-from toolkit.train.earlier_stages import bring_up_to_date, stage_environment
+from toolkit.train import prerequisites as earlier_stages
 from toolkit.train.errors import TrainError
+from toolkit.train.prerequisites import bring_up_to_date, stage_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -88,7 +88,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from toolkit.train import earlier_stages
+from toolkit.train import prerequisites as earlier_stages
 folder = Path(sys.argv[1])
 def run(line, env, check):
     time.sleep(1.5)

@@ -21,7 +21,7 @@ from toolkit.weights import sha256_json
 logger = get_logger(__name__)
 
 
-class KeptRounds:
+class ResumeLog:
     """The groups of one measurement. `made_of`: everything that decides its rows (settings, models, machine, versions).
 
     A file of another measurement is started over.
