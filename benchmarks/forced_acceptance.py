@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import Ops
-from toolkit.infer.verify.walk import walk as verify
+from toolkit.infer.verify import walk as verify
 from toolkit.tokenmap.token_map import TokenMap
 
 

@@ -27,9 +27,9 @@ import torch
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters import head_drafter as autoregressive_drafter
 from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.engine import round as device_round
+from toolkit.infer.engine import verify_step as tree_verifier
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.engine import round as device_round
-from toolkit.infer.engine.engine import verify_step as tree_verifier
 from toolkit.infer.engine.round import DeviceRound
 from toolkit.infer.engine.verify_step import TreeVerifier
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run

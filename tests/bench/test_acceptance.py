@@ -74,7 +74,7 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
     """The comparison must be able to fail: an engine whose accepted tokens are shifted by one is not lossless."""
-    from toolkit.infer.engine.engine import verify_step as tree_verifier
+    from toolkit.infer.engine import verify_step as tree_verifier
 
     honest = tree_verifier.walk
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
-from toolkit.infer.drafters.draft_rollout import Expansion
+from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -102,8 +102,8 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    scored, inner = [], Expansion.logits
-    monkeypatch.setattr(Expansion, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
+    scored, inner = [], DraftRollout.logits
+    monkeypatch.setattr(DraftRollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
     with torch.inference_mode():
         tree = engine.drafter.propose(engine._running)
     assert len(scored) == STEPS

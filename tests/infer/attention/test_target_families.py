@@ -19,12 +19,12 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_rounds import CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
+from toolkit.infer.request import draft_tree
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import draft_tree
-from toolkit.infer.verify.walk import sampler
-from toolkit.infer.verify.walk import walk as verify
+from toolkit.infer.verify import sampler
+from toolkit.infer.verify import walk as verify
 from toolkit.targets.load import Target, TargetError
 from toolkit.tokenmap.token_map import TokenMap
 

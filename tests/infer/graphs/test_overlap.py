@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.infer.test_host_reads import HostReads
 
+from tests.infer.engine.test_host_reads import HostReads
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.graph_rounds import GraphRounds
