@@ -30,8 +30,19 @@ WORDS = (
     "rivers, trains, numbers 0 1 2 3 4 5 6 7 8 9 and the weather in spring; system user assistant You are helpful."
 )
 DRAFT_VOCAB = 160
+PLAIN = "not (process or compile or soak or slow or gpu or peers)"  # the tier of `pytest` alone
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # of every worker: two workers share two cores
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest` alone runs the plain tier in two worker processes. Named paths run every tier, in this process."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    config.option.markexpr = config.option.markexpr or PLAIN
+    if config.option.numprocesses is None and not config.option.usepdb:
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 def train_tokenizer(vocab_size: int = 400) -> PreTrainedTokenizerFast:

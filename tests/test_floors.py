@@ -255,3 +255,11 @@ def test_files_and_functions_stay_readable() -> None:
                 if length > 70:
                     long.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}: {length} lines")
     assert not long, "\n".join(long)
+
+
+def test_tests_mirror_the_package() -> None:
+    """Tests of a folder that has moved would stay where nobody looks for them."""
+    tests = PACKAGE.parent / "tests"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    without = {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
+    assert without <= {"benchmarks", "peers"}, without

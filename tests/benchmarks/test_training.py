@@ -155,6 +155,7 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
     assert "accept_length" in shown and "one row" in shown
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks into /proc")
 def test_a_killed_command_leaves_no_process_behind() -> None:
     """It would take the processor from whatever is measured next."""
@@ -369,6 +370,7 @@ def test_rows_of_several_machines_are_told(script, capsys) -> None:
     assert capsys.readouterr().err == "warning: rows of several machines stand side by side: unknown, x\n"
 
 
+@pytest.mark.process
 def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, alone) -> None:
     """One whose run folder is gone must neither end the table nor leave a row; another's row is its own."""
     for name in set(os.environ) - set(alone):

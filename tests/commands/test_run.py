@@ -92,6 +92,7 @@ def rows_of(path: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key != "seconds_per_step"} for row in rows]
 
 
+@pytest.mark.process
 def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, str]) -> None:
     """The promise of README's first command."""
     folder, out = finished
@@ -108,6 +109,7 @@ def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, st
     assert "accept_length" in out and "total" in out
 
 
+@pytest.mark.process
 def test_second_run_skips_all_without_torch(finished: tuple[Path, str], home: Path) -> None:
     """README promises seconds. Nothing heavy is imported to find out that nothing has changed."""
     code = (
@@ -120,6 +122,7 @@ def test_second_run_skips_all_without_torch(finished: tuple[Path, str], home: Pa
     assert done.stdout.count("skipped, up to date") == 6
 
 
+@pytest.mark.process
 def test_killed_in_rollouts_and_in_training_it_continues(finished: tuple[Path, str], home: Path) -> None:
     """SIGKILL leaves no time to tidy up: the files must be enough, and the curve must be the uninterrupted one.
 
@@ -148,6 +151,7 @@ def kill_when(process: subprocess.Popen[str], path: Path, lines: int) -> None:
         process.communicate()
 
 
+@pytest.mark.process
 def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home: Path) -> None:
     """Measuring with other settings must not train again."""
     shutil.copytree(finished[0], home / "runs" / "changed")
@@ -155,6 +159,7 @@ def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home
     assert out.count("skipped, up to date") == 4 and "bench.max_tokens changed from 10 to 6" in out
 
 
+@pytest.mark.process
 def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Path, str], home: Path) -> None:
     """Measuring takes longest but for training; what was measured before the kill must not be measured again."""
     folder = Path(shutil.copytree(finished[0], home / "runs" / "measured"))

@@ -100,6 +100,7 @@ def process(tiny_draft_directory):
             running.kill()
 
 
+@pytest.mark.process
 def test_served_draft_writes_what_the_plain_target_writes(process):
     """The whole way: HTTP, thread, engine, draft head; greedy speculative text equals plain text, streamed or not."""
     running, text = process
@@ -120,6 +121,7 @@ def test_served_draft_writes_what_the_plain_target_writes(process):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.process
 def test_the_printed_curl_line_works(process):
     """The line that a new user copies."""
     line = next(line for line in process[1].splitlines() if "curl" in line)
@@ -128,6 +130,7 @@ def test_the_printed_curl_line_works(process):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_the_server_in_order(process):
     """Status 0 and no traceback. Runs last: it ends the module's server."""
     running, _ = process

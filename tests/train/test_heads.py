@@ -18,6 +18,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.train.initialise import initialise_random
 
+pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
     "eagle2": ("eagle2", ("train.layers=2", "train.pack=true")),

@@ -25,6 +25,7 @@ from toolkit.weights import load_tensors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "toolkit" / "train" / "eagle3.py"
+pytestmark = pytest.mark.process
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 

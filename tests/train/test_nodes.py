@@ -147,6 +147,7 @@ def test_the_job_trains_the_head_it_is_told(slurm, tmp_path, head, script):
         assert all(line.endswith(f" {script} a=b") for line in started)
 
 
+@pytest.mark.process
 def test_two_nodes_give_the_curve_of_one_process(tiny_run, slurm, tmp_path):
     """The Slurm script itself, one process a node: fp32, same global batch, 1e-4 relative as for two processes of one.
 

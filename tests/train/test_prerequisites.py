@@ -101,6 +101,7 @@ time.sleep(1.0)
 """
 
 
+@pytest.mark.process
 def test_processes_wait_for_the_first_one_s_files(tmp_path):
     """The old files lie there while new ones are made: whoever looked for files alone would train on those."""
     (tmp_path / "made").write_text("old")

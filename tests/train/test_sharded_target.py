@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.process
 def test_two_halves_are_one_target(tiny_target_directory, tmp_path):
     """fp32, bf16 and a mixture of experts, to the bit. Weights that stay whole beside the parts, a layer that is not
     cut again after its forward, and a process with fewer texts to store that runs fewer forwards, would each show."""

@@ -361,6 +361,7 @@ def any_drafts(chance: random.Random, widest: DraftShape) -> dict:
     return {"shape": chance.choice([one for one in own if one.fits_in(widest)]) if chance.random() < 0.3 else None}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("scattered", "count", "verify", "shape"), [
     (False, 200, "target", "3,3,8"),
     (True, 100, "rejection", "3,1,4"),

@@ -23,6 +23,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 
+pytestmark = pytest.mark.compile
 LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill every bucket
 CUDA = torch.device("cuda")
 

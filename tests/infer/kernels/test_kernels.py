@@ -98,6 +98,7 @@ def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
     assert set(found["ran"]) == set(GROUPS), "a kernel that never ran was not compared"
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("group", ALL)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernel_compiles_for_gpus(capability: int, group: str) -> None:

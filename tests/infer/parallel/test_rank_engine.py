@@ -103,6 +103,7 @@ def test_other_tokens_than_rank_0():
             RankEngine.check_written(own, other)
 
 
+@pytest.mark.process
 def test_offline(family, head_for, prompts):
     """The same tokens in two processes, step by step with requests that come, are refused and are aborted; an adaptive
     drafter on each. Then the worker dies in the middle of a step: the step must not wait for it for ever, what serves
@@ -151,6 +152,7 @@ def test_offline(family, head_for, prompts):
         llm.close()
 
 
+@pytest.mark.process
 def test_a_follower_ends_with_rank_0():
     """Its pipe closes when rank 0 is killed; it may wait for messages or in a collective then."""
     command = [sys.executable, "-m", WORKER]
@@ -165,6 +167,7 @@ def children(pid):
         return [int(child) for child in file.read().split()]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_server(family, head_for, prompts):
     """HTTP answers are those of one process, greedy and sampled; Ctrl-C ends both processes in order."""

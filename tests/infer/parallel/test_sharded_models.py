@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.process
 CHAIN, TREE = "4,1,5", "3,3,10"
 ALL = [(shape, 0.0, count) for shape in (None, CHAIN, TREE) for count in (1, 4)] + [(TREE, 1.0, 4)]
 CASES = {  # target, kind of head (None: plain), changed sizes of the head, whether a token map narrows it
