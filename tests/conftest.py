@@ -123,7 +123,7 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
 def interpreted_layers(monkeypatch) -> list[str]:
     """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
     minute. Returns what was asked for, in order."""
-    from toolkit.infer.attention.metadata import tree_metadata
+    from toolkit.infer.attention.metadata import TreeMetadata
     from toolkit.infer.attention.opaque_attention import now
     from toolkit.infer.cpu import body_ends, compiled_head, compiled_layers, layer_program
     from toolkit.infer.drafters.beams import draft_beams
@@ -195,7 +195,8 @@ def interpreted_layers(monkeypatch) -> list[str]:
             seen = torch.cat((self.sees[every, parents], own), dim=2)
             self.sees = torch.cat((torch.nn.functional.pad(self.sees, (0, k)), seen), dim=1)
             cache, first_row = now.plan._rows_of_cache
-            now.start(tree_metadata(cache, self.lengths, seen, None, first_row), now.rows)
+            lengths, span = torch.tensor(self.lengths), max(self.lengths) + seen.shape[2]
+            now.start(TreeMetadata(cache, now.plan._table, lengths, span, seen, None, first_row), now.rows)
             at = (torch.tensor(self.lengths)[:, None] + self.level).expand(rows, k)
             hidden = self.read(self.states[every, parents].view(1, rows * k, -1), tokens.reshape(1, -1), at)
             self.states = torch.cat((self.states, hidden.view(rows, k, -1)), dim=1)

@@ -91,9 +91,11 @@ def test_prompt_plan(make_cache, window, softcap, sinks, value_dim, starts):
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "value_dim"), KNOBS)
-@pytest.mark.parametrize("lengths", [[7, 7], [3, 11]])
-def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
-    """A node sees its row's prefix and its ancestors, by their positions where there is a window (depth, not place)."""
+@pytest.mark.parametrize(("lengths", "span"), [([7, 7], 13), ([3, 11], 17), ([3, 11], 40)])
+def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths, span):
+    """A node sees its row's prefix and its ancestors, by their positions where there is a window (depth, not place).
+
+    The span may be that of the longest row, or the whole table as in recorded rounds."""
     generator = torch.Generator().manual_seed(1)
     cache = make_cache(value_dim)
     parents = torch.tensor([[0, 0, 1, 1, 3], [0, 1, 1, 2, 4]])
@@ -101,7 +103,9 @@ def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths):
     mask = ancestor_mask(parents, 4)
     q = torch.randn(2, 6, 6, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, width, generator=generator) for width in (8, value_dim))
-    out = tree_metadata(cache, lengths, mask, depths).attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
+    table = cache.pool.table(0, 2, 10, q.device)
+    plan = tree_metadata(cache, table, torch.tensor(lengths), span, mask, depths)
+    out = plan.attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     for row, length in enumerate(lengths):
         for node in range(6):
             at = length + depths[row, node].item()

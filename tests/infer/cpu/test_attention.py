@@ -36,7 +36,9 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
         torch.randn(rows, new, count, width, generator=torch.Generator().manual_seed(7)).to(dtype).transpose(1, 2)
         for count in (heads, kv_heads, kv_heads)
     )
-    plan = TreeMetadata(cache, lengths, mask, torch.zeros(rows, nodes, dtype=torch.long))
+    table = pool.table(0, rows, pool.pages_per_row, torch.device("cpu"))
+    depths = torch.zeros(rows, nodes, dtype=torch.long)
+    plan = TreeMetadata(cache, table, torch.tensor(lengths), max(lengths) + nodes, mask, depths)
     assert plan._row_attention is not None
     if not ours:
         plan._row_attention = None

@@ -45,7 +45,9 @@ class PromptMetadata:
     """
 
     def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
-        self._window = cache.window(first_row, [0] * rows, tokens, tokens)
+        device = cache.shape.device
+        table = cache.pool.table(first_row, rows, cache.pool.pages_of(tokens), device)
+        self._window = cache.window(first_row, table, torch.arange(tokens, device=device).expand(rows, tokens), tokens)
         self._tokens = tokens
         self._masks: dict[int | None, Tensor] = {}
 
@@ -63,8 +65,10 @@ class PromptMetadata:
 
 
 class TreeMetadata:
-    """N new nodes per row behind prefixes of `lengths` tokens, in rows first_row .. first_row+B-1.
+    """N new nodes a row after prefixes of lengths [B] tokens, in rows first_row .. first_row+B-1.
 
+    table [B, P] int64: the rows' pages. span: positions that are read, at least the longest row's with its nodes; with
+    one row exactly that.
     node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
     depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
     """
@@ -72,27 +76,27 @@ class TreeMetadata:
     def __init__(
         self,
         cache: KVCache,
-        lengths: Sequence[int],
+        table: Tensor,
+        lengths: Tensor,
+        span: int,
         node_mask: Tensor,
         depths: Tensor | None = None,
         first_row: int = 0,
     ) -> None:
-        rows, new, nodes = node_mask.shape
-        longest = max(lengths)
-        self._rows, self._new, self._span = rows, new, longest + nodes
-        self._starts = [length + nodes - new for length in lengths]
-        self._one_for_all = nodes == 1 and min(lengths) == longest  # every query sees every key
+        self._rows, self._new, self._nodes = node_mask.shape
+        self._span = span
         self._node_mask, self._depths = node_mask, depths
-        self._lengths = torch.tensor(lengths, device=node_mask.device)
+        self._table, self._lengths = table, lengths
         self._masks: dict[int | None, Tensor | None] = {}
         self._allowed: Tensor | None = None
-        self._row_attention = _row_attention(cache, self._lengths, node_mask)
+        self._row_attention = _row_attention(cache, lengths, node_mask)
         self._rows_of_cache = (cache, first_row)
 
     @cached_property
     def _window(self) -> Window:
         cache, first_row = self._rows_of_cache
-        return cache.window(first_row, self._starts, self._new, self._span)
+        new = torch.arange(self._nodes - self._new, self._nodes, device=self._lengths.device)
+        return cache.window(first_row, self._table, self._lengths[:, None] + new, self._span)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         scaling, window, softcap, sinks = scoring
@@ -120,8 +124,8 @@ class TreeMetadata:
         return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._row_attention.for_cpp()}
 
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        if window is None and self._one_for_all:
-            return None
+        if window is None and self._rows == self._nodes == 1:
+            return None  # the query sees every key
         allowed = self._allowed_keys()
         if window is not None:
             allowed = allowed & (self._distances() < window)
@@ -163,20 +167,22 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
     device = cache.shape.device
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(starts), -1, -1)
     depths = torch.arange(tokens, device=device).expand(len(starts), -1)
-    return TreeMetadata(cache, starts, causal, depths, first_row)
+    span = max(starts) + tokens
+    table = cache.pool.table(first_row, len(starts), cache.pool.pages_of(span), device)
+    return TreeMetadata(cache, table, torch.tensor(starts, device=device), span, causal, depths, first_row)
 
 
 def tree_metadata(
-    cache: KVCache, lengths: Sequence[int], node_mask: Tensor, depths: Tensor | None = None, first_row: int = 0
+    cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor | None = None
 ) -> AttentionMetadata:
-    """N new nodes per row behind prefixes of `lengths` tokens; arguments as of `TreeMetadata`."""
+    """N new nodes a row after prefixes of lengths [B] tokens, in rows 0 .. B-1; arguments as of `TreeMetadata`.
+
+    Nothing is read on the host, so that a forward can be recorded and run again on other lengths and pages.
+    """
     kernels = _paged_kernels(cache)
     if kernels is not None:
-        span, device = max(lengths) + node_mask.shape[2], node_mask.device
-        table = cache.pool.table(first_row, len(lengths), cache.pool.pages_of(span), device)
-        begin = torch.tensor(lengths, device=device)
-        return PagedTreeMetadata(cache, kernels, table, begin, span, node_mask, depths)
-    return TreeMetadata(cache, lengths, node_mask, depths, first_row)
+        return PagedTreeMetadata(cache, kernels, table, lengths, span, node_mask, depths)
+    return TreeMetadata(cache, table, lengths, span, node_mask, depths)
 
 
 def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:

@@ -125,9 +125,10 @@ class TargetForward:
         pool.grow(0, PROBE_TOKENS)
         cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
+        nodes = (pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device), torch.tensor([half], device=device))
         with running():
             first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half))
-            rest = self(ids[:, half:], at[:, half:], tree_metadata(cache, [half], chain, at[:, :half]))
+            rest = self(ids[:, half:], at[:, half:], tree_metadata(cache, *nodes, PROBE_TOKENS, chain, at[:, :half]))
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()

@@ -102,10 +102,12 @@ class KVCache:
         self._memory[id(zeros)] = memory
         return zeros
 
-    def window(self, first_row: int, starts: Sequence[int], new: int, span: int) -> Window:
-        """Rows first_row .. first_row+B-1, of which row b is written at starts[b] .. starts[b]+new-1; S = span."""
-        kind = ContiguousWindow if self.pool.contiguous else PagedWindow
-        return kind(self, first_row, starts, new, span)
+    def window(self, first_row: int, table: Tensor, positions: Tensor, span: int) -> Window:
+        """Rows first_row .. first_row+B-1 with pages table [B, P], written at positions [B, N]; S = span."""
+        places = self.pool.places_in(table, positions)
+        if self.pool.contiguous:
+            return ContiguousWindow(self, slice(first_row, first_row + len(table)), places, span)
+        return PagedWindow(self, table, places, span)
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
         """Copy whole pages, all layers."""
@@ -133,22 +135,13 @@ class KVCache:
 
 
 class ContiguousWindow:
-    """Rows that lie side by side at their contiguous: reading is a view."""
+    """Rows that lie side by side: reading is a view."""
 
-    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
-        self._cache = cache
-        rows = slice(first_row, first_row + len(starts))
-        self._seen = (rows, slice(0, span))
-        self._new = (rows, slice(starts[0], starts[0] + new))
-        ragged = min(starts) != max(starts)
-        self._places = cache.pool.places(first_row, starts, new, cache.shape.device) if ragged else None
+    def __init__(self, cache: KVCache, rows: slice, places: Tensor, span: int) -> None:
+        self._cache, self._places, self._seen = cache, places, (rows, slice(0, span))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        if self._places is None:
-            self._cache.contiguous_keys[layer][self._new] = keys
-            self._cache.contiguous_values[layer][self._new] = values
-        else:
-            write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
+        write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.contiguous_keys[layer][self._seen], self._cache.contiguous_values[layer][self._seen]
@@ -157,11 +150,9 @@ class ContiguousWindow:
 class PagedWindow:
     """Rows whose pages lie anywhere: reading gathers them. What reads through the table instead has to equal it."""
 
-    def __init__(self, cache: KVCache, first_row: int, starts: Sequence[int], new: int, span: int) -> None:
-        pool, device = cache.pool, cache.shape.device
-        self._cache, self._span = cache, span
-        self._table = pool.table(first_row, len(starts), pool.pages_of(span), device)
-        self._places = pool.places(first_row, starts, new, device)
+    def __init__(self, cache: KVCache, table: Tensor, places: Tensor, span: int) -> None:
+        self._cache, self._places, self._span = cache, places, span
+        self._table = table[:, : cache.pool.pages_of(span)]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)

@@ -171,9 +171,6 @@ class PagePool:
     def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
         """[B, count] int64: where the positions starts[b] .. starts[b]+count-1 of rows first_row .. lie in a cache."""
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-        if self.contiguous:
-            rows = torch.arange(first_row, first_row + len(starts), device=device)[:, None]
-            return rows * (self.pages_per_row * self.page_size) + positions
         table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
         return self.places_in(table, positions)
 
@@ -186,7 +183,10 @@ class PagePool:
         return self._holders.get(page, 0)
 
     def table(self, first_row: int, rows: int, pages: int, device: torch.device) -> Tensor:
-        """[rows, pages] int64: page tables, cut or filled up with page 0."""
+        """[rows, pages] int64: page tables. Scattered: cut, or filled up with page 0. Contiguous: all that rows can have."""
+        if self.contiguous:
+            numbers = torch.arange(first_row, first_row + rows, device=device)[:, None]
+            return numbers * self.pages_per_row + torch.arange(pages, device=device)
         tables = (self.tables[row][:pages] for row in range(first_row, first_row + rows))
         return torch.tensor([table + [0] * (pages - len(table)) for table in tables], device=device)
 

@@ -149,7 +149,10 @@ class CompiledHead:
         if self._drafts is None or max(pending, beams) > FEW or (window is not None and window < farthest):
             return None
         assert min(counts) >= 1, "the state at a row's last token is what its drafts begin with"
-        plan = tree_metadata(cache, before, chain_mask(pending, tokens.device).expand(rows, pending, pending))
+        span = max(before) + pending
+        table = cache.pool.table(0, rows, cache.pool.pages_of(span), tokens.device)
+        seen = chain_mask(pending, tokens.device).expand(rows, pending, pending)
+        plan = tree_metadata(cache, table, torch.tensor(before), span, seen)
         now.start(plan, rows)
         try:
             if now.call.attend is None:

@@ -154,9 +154,11 @@ class DraftRollout:
     def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionMetadata, int]:
         """How the newest n of M nodes attend: sees [B, n, M], depths [B, M]; and what no position reaches."""
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
-        before = [max(0, held - self.stage) for held in self._before]
+        before = torch.tensor([max(0, held - self.stage) for held in self._before], device=sees.device)
         # DraftInputs nodes stand in a line, so no position lies further out than this.
-        return tree_metadata(self._reader.caches[self.stage], before, sees, depths), max(self._before) + self.nodes
+        cache, reach = self._reader.caches[self.stage], max(self._before) + self.nodes
+        table = cache.pool.table(0, len(before), cache.pool.pages_of(reach), sees.device)
+        return tree_metadata(cache, table, before, reach, sees, depths), reach
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ class TreeVerifier:
     def __call__(self, requests: Sequence[Request], tree: DraftTree) -> tuple[VerifyResult, Choices]:
         """A row of L tokens has the target's keys of L - 1; its root is the last of them."""
         lengths = [request.length - 1 for request in requests]
-        plan = tree_metadata(self._cache, lengths, tree.mask, tree.depths)
-        positions = at = torch.tensor(lengths, device=self._target.device)[:, None] + tree.depths
+        held, span = torch.tensor(lengths, device=self._target.device), max(lengths) + tree.nodes
+        table = self._cache.pool.table(0, len(lengths), self._cache.pool.pages_of(span), held.device)
+        plan = tree_metadata(self._cache, table, held, span, tree.mask, tree.depths)
+        positions = at = held[:, None] + tree.depths
         if max(lengths) + tree.deepest >= self._max_context:
             # Nodes past the context are never committed; clamping only keeps learned position tables in range.
             at = positions.clamp(max=self._max_context - 1)
