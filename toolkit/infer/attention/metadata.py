@@ -67,8 +67,8 @@ class PromptMetadata:
 class TreeMetadata:
     """N new nodes a row after prefixes of lengths [B] tokens, in rows first_row .. first_row+B-1.
 
-    table [B, P] int64: the rows' pages. span: positions that are read, at least the longest row's with its nodes; with
-    one row exactly that.
+    table [B, P] int64: the rows' pages. span: positions that are read, at least those of the longest row with
+    its nodes.
     node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
     depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
     """
@@ -87,7 +87,7 @@ class TreeMetadata:
         self._span = span
         self._node_mask, self._depths = node_mask, depths
         self._table, self._lengths = table, lengths
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._masks: dict[int | None, Tensor] = {}
         self._allowed: Tensor | None = None
         self._row_attention = _row_attention(cache, lengths, node_mask)
         self._rows_of_cache = (cache, first_row)
@@ -123,9 +123,7 @@ class TreeMetadata:
         fields = {"row_numbers": cache.row_numbers, "bfloat16": cache.shape.dtype == torch.bfloat16, "span": self._span}
         return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._row_attention.for_cpp()}
 
-    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        if window is None and self._rows == self._nodes == 1:
-            return None  # the query sees every key
+    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         allowed = self._allowed_keys()
         if window is not None:
             allowed = allowed & (self._distances() < window)

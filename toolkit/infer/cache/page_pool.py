@@ -183,7 +183,7 @@ class PagePool:
         return self._holders.get(page, 0)
 
     def table(self, first_row: int, rows: int, pages: int, device: torch.device) -> Tensor:
-        """[rows, pages] int64: page tables. Scattered: cut, or filled up with page 0. Contiguous: all that rows can have."""
+        """[rows, pages] int64: page tables, cut or (scattered) filled up with page 0."""
         if self.contiguous:
             numbers = torch.arange(first_row, first_row + rows, device=device)[:, None]
             return numbers * self.pages_per_row + torch.arange(pages, device=device)
