@@ -41,19 +41,19 @@ from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
 from toolkit.threads import users_threads
 
-MUON = ("train.optimizer=muon", "train.learning_rate=1.5e-3", "train.muon_learning_rate=0.02")
+MUON = ("train.optimizer.name=muon", "train.optimizer.learning_rate=1.5e-3", "train.optimizer.muon_learning_rate=0.02")
 # What each changes of `ours`. "published" and "fading features" are other trainers (training_published.py, and
 # training_features.py); so is what --variant calls by such a name and a comma.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "published": (),
     "ours": (),
-    "random start": ("train.init=random",),
-    "copied, no ridge": ("train.init=copied",),
-    "rate 2e-3": ("train.learning_rate=2e-3",),
+    "random start": ("train.head.init=random",),
+    "copied, no ridge": ("train.head.init=copied",),
+    "rate 2e-3": ("train.optimizer.learning_rate=2e-3",),
     "muon": MUON,
-    "no curriculum": ("train.ttt_curriculum=[]",),
-    "no curriculum, muon": ("train.ttt_curriculum=[]", *MUON),  # the defaults of a recipe
-    "trained lm_head": ("train.lm_head=target",),
+    "no curriculum": ("train.unroll.curriculum=[]",),
+    "no curriculum, muon": ("train.unroll.curriculum=[]", *MUON),  # the defaults of a recipe
+    "trained lm_head": ("train.head.lm_head=target",),
     "fading features": (),
 }
 ENGINE = ("published", "ours")
@@ -127,7 +127,7 @@ def planned(args: argparse.Namespace, folders: dict[str, Path]) -> list[Cell]:
 
 
 def recipe_of(args: argparse.Namespace, changes: Sequence[str] = ()) -> Recipe:
-    return load_recipe(args.recipe or default_recipe_path(), ["train.features=offline", *args.overrides, *changes])
+    return load_recipe(args.recipe or default_recipe_path(), ["train.data.features=offline", *args.overrides, *changes])
 
 
 def until(cells: Sequence[Cell], minutes: float | None) -> Iterator[Cell]:
@@ -221,7 +221,9 @@ def chosen_variants(more: Sequence[str], only: Sequence[str] | None) -> dict[str
         changes = tuple(word for word in words if "=" in word)
         name = " ".join(word for word in words if "=" not in word)
         if not name or not changes or name in VARIANTS:
-            raise SystemExit(f"--variant {one!r}: a new name and settings such as train.learning_rate=2e-3 are needed")
+            raise SystemExit(
+                f"--variant {one!r}: a new name and settings such as train.optimizer.learning_rate=2e-3 are needed"
+            )
         idle = [word for word in changes if not word.startswith("train.")]
         if idle:
             raise SystemExit(f"--variant {one!r}: {idle[0]} is no setting of the training, train.a=b")

@@ -58,7 +58,7 @@ def train_variant(recipe: str, overrides: list[str], run: Path, folder: Path, sh
     # The stages before training were done in the run folder; this one only borrows their files.
     environment = {**os.environ, "TOOLKIT_STAGES_DONE": "1"}
     line = [sys.executable, "-m", "accelerate.commands.launch", str(script), "--recipe", recipe, *overrides]
-    subprocess.run([*line, f"run_dir={folder}", f"train.mask_shift={shift}"], check=True, env=environment)
+    subprocess.run([*line, f"run_dir={folder}", f"train.unroll.mask_shift={shift}"], check=True, env=environment)
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -103,8 +103,8 @@ def main() -> int:
     args = parser.parse_args()
     recipe = load_recipe(args.recipe, args.overrides)
     run = Path(recipe.run_dir)
-    shape = DraftShape.chain(recipe.train.ttt_steps)
-    examples, _ = load_examples(run / "rollouts" / "rollouts.jsonl", "held_out", recipe.train.max_length)
+    shape = DraftShape.chain(recipe.train.unroll.ttt_steps)
+    examples, _ = load_examples(run / "rollouts" / "rollouts.jsonl", "held_out", recipe.train.data.max_length)
     prompts = [prompt_of(example) for example in examples]
     answers: dict[str, list[Answered]] = {}
     target = load_target(recipe.target.model, dtype=recipe.target.dtype, revision=recipe.target.revision)

@@ -6,7 +6,7 @@ on-policy    trained on what the target answers to the first user turn of each c
              them: temperature, length and held-out share are the recipe's)
 off-policy   trained on the answers that stand in the file, cut at the same length
 
-Both read the target's features of their text, stored once (not with train.features=online), and are taught by the
+Both read the target's features of their text, stored once (not with train.data.features=online), and are taught by the
 target's law there: only the text differs. Both get the token map of the rollouts, and are judged where heads work:
 forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a chain of 4. Every
 line has a process of its own.
@@ -120,12 +120,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    alike = ["train.features=offline", "rollouts.keep_features=false"]
+    alike = ["train.data.features=offline", "rollouts.keep_features=false"]
     recipe = load_recipe(args.recipe or default_recipe_path(), [*alike, *args.overrides])
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folders = prepare(args, recipe, Path(name))
-        if recipe.train.features == "offline":  # once, and not in every training
+        if recipe.train.data.features == "offline":  # once, and not in every training
             for folder in folders.values():
                 print(in_process_of_its_own(store_features, folder, folder, recipe), file=sys.stderr)
         jobs = [

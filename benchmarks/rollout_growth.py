@@ -1,6 +1,7 @@
-"""How much faster rollouts get as the head improves: every refresh of a training with train.rollout_every.
+"""How much faster rollouts get as the head improves: every refresh of a training with train.on_policy.every.
 
-    toolkit run recipes/smollm2-135m.yaml train.rollout_every=200 train.features=online rollouts.keep_features=false ...
+    toolkit run recipes/smollm2-135m.yaml train.on_policy.every=200 train.data.features=online \\
+        rollouts.keep_features=false
     python benchmarks/rollout_growth.py RUN
 
 Reads what the training measured (RUN/train/metrics.jsonl); nothing is run. The plain speed beside each refresh is that
@@ -97,13 +98,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a run that was trained with train.rollout_every")
+    parser.add_argument("run", type=Path, help="folder of a run that was trained with train.on_policy.every")
     parser.add_argument("--note", help="what else the machine did, for the record")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = refreshes(args.run / "train" / "metrics.jsonl")
     if not rows:
-        raise SystemExit(f"{args.run} holds no fresh rollouts: train it with train.rollout_every")
+        raise SystemExit(f"{args.run} holds no fresh rollouts: train it with train.on_policy.every")
     show(rows)
     command = f"python benchmarks/{command_line()}"
     settings = settings_of(args.run)

@@ -2,14 +2,14 @@
 
     python benchmarks/training.py [--run runs/smollm2-135m] [--tokens 50000 200000] [--seeds 0 1 2] [a.b=c ...]
 
-`published` is `training_published.py`; `ours` is the trainer by the recipe's own settings (`train.x=y` changes them).
-Both unroll the recipe's train.ttt_steps and take the same batches in the same order, from the same rollouts. Every line
-of the record has a process of its own. Two measurements:
+`published` is `training_published.py`; `ours` is the trainer by the recipe's own settings (`train.x.y=z` sets them).
+Both unroll the recipe's train.unroll.ttt_steps and take the same batches in the same order, from the same rollouts.
+Every line of the record has a process of its own. Two measurements:
 
 step           a few steps of --step-tokens ids in one forward, the target's included: the rollouts as they are, and
                joined into one row as long as that, as long conversations would lie there: seconds, most memory held;
-               of a recipe with train.features: offline, ours also with stored features in the target's place (what of
-               them is absent is made first)
+               of a recipe with train.data.features: offline, ours also with stored features in the target's place (what
+               of them is absent is made first)
 accept_length  a training on --tokens supervised tokens, of stored features where the recipe has them; then the
                forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
                chain of 4
@@ -48,7 +48,8 @@ DEFINITIONS = {
     "processor_seconds_per_step": "processor time of the process; the least of the steps, of a training their mean",
     "start_processor_seconds": "loading the target, where the head starts from it fitting it, and where features are "
     "stored making or checking them; not in the steps",
-    "start_tokens": "answer tokens that the head's start was fitted on (train.init=target), perhaps more than `tokens`",
+    "start_tokens": "answer tokens that the head's start was fitted on (train.head.init=target), perhaps more than "
+    "`tokens`",
     "tokens_per_s": "tokens of a step (the mean) by seconds_per_step",
     "peak_memory_bytes": "the most held while steps run: resident memory of the process on a CPU (pages of stored "
     "features included), tensors on a GPU",
@@ -104,7 +105,7 @@ def planned(args: argparse.Namespace, recipe: Recipe) -> list[Job]:
     if args.only != "step":
         seeded = [replace(base, recipe=replace(recipe, seed=seed)) for seed in args.seeds]
         wanted += [replace(one, tokens=tokens) for tokens in args.tokens for one in seeded]
-    stored = [STORED] if recipe.train.features == "offline" and "ours" in args.variants else []
+    stored = [STORED] if recipe.train.data.features == "offline" and "ours" in args.variants else []
     return [
         replace(job, variant=variant)
         for job in wanted
@@ -143,8 +144,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     recipe = load_recipe(args.recipe or default_recipe_path(), args.overrides)
-    if recipe.train.head != "eagle3":
-        raise SystemExit(f"train.head is {recipe.train.head}; the published recipe is one of eagle3 heads")
+    if recipe.train.head.kind != "eagle3":
+        raise SystemExit(f"train.head.kind is {recipe.train.head.kind}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)
     torch.set_num_threads(args.threads)
     with ThreadPoolExecutor(args.at_once) as waiting:

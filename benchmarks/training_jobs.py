@@ -24,7 +24,7 @@ from training_published import PublishedTrainer
 
 from toolkit.data.batches import BatchPlan, Example
 from toolkit.data.examples import load_examples
-from toolkit.recipe import Recipe, TrainSettings
+from toolkit.recipe import Recipe
 from toolkit.train.draft_head import regressed, trained_head
 from toolkit.train.head_snapshot import as_draft, gathered_weights, head_of
 from toolkit.train.held_out_prompts import read_held_out
@@ -33,12 +33,13 @@ from toolkit.train.loop import Trainer
 from toolkit.train.real_acceptance import Measurement
 from toolkit.train.split_data import Data
 from toolkit.train.step import forecast_accept_length
+from toolkit.train_settings import OnPolicySettings, TrackingSettings, TrainSettings
 
 VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Trainer}
 # Variants of other names differ in their recipe or rollouts.
 TRAINERS = {**VARIANTS, "fading features": FadingFeaturesTrainer}
 LAYOUTS = ("rollouts", "one row")
-STORED = "ours, stored features"  # of a step: the recipe's train.features: offline
+STORED = "ours, stored features"  # of a step: the recipe's train.data.features: offline
 ROLLOUTS, TOKEN_MAP = "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"
 CHAIN = 4
 Result = TypeVar("Result")
@@ -104,7 +105,7 @@ def trainer_of(variant: str) -> str:
 
 def start_tokens(trainer: Trainer) -> int:
     """Answer tokens that the regression of the head's start read: the first of the training's order."""
-    if trainer.settings.init != "target":
+    if trainer.settings.head.init != "target":
         return 0
     batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
     columns = regressed(trainer.model.module.head).in_features
@@ -120,30 +121,35 @@ def borrow_features(theirs: Path, ours: Path) -> None:
 
 def benched(job: Job) -> TrainSettings:
     """The recipe's training, one forward a step, and no measurements within. Single steps run the target (but for
-    STORED) and unroll all of train.ttt_steps, whatever the curriculum; they start from random weights, which change
-    neither their seconds nor their memory."""
+    STORED) and unroll all of train.unroll.ttt_steps, whatever the curriculum; they start from random weights, which
+    change neither their seconds nor their memory."""
     train = job.recipe.train
-    batch = {None: train.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
+    batch = {None: train.data.global_batch, "one row": 1}.get(job.layout) or rollouts_a_step(job)
     return replace(
         train,
-        features=train.features if job.layout is None or job.variant == STORED else "online",
-        init=train.init if job.layout is None else "random",
-        ttt_curriculum=train.ttt_curriculum if job.layout is None else (),
-        global_batch=batch,
-        micro_batch=batch,
-        real_every=None,
-        rollout_every=None,
-        wandb=False,
-        tensorboard=False,
-        real_shapes=(f"{CHAIN},1,{CHAIN + 1}",),
-        real_temperatures=(0.0,),
-        real_max_tokens=job.max_tokens,
+        head=replace(train.head, init=train.head.init if job.layout is None else "random"),
+        unroll=replace(train.unroll, curriculum=train.unroll.curriculum if job.layout is None else ()),
+        data=replace(
+            train.data,
+            features=train.data.features if job.layout is None or job.variant == STORED else "online",
+            global_batch=batch,
+            micro_batch=batch,
+        ),
+        evaluation=replace(
+            train.evaluation,
+            real_every=None,
+            real_shapes=(f"{CHAIN},1,{CHAIN + 1}",),
+            real_temperatures=(0.0,),
+            real_max_tokens=job.max_tokens,
+        ),
+        on_policy=OnPolicySettings(),
+        tracking=TrackingSettings(),
     )
 
 
 def rollouts_a_step(job: Job) -> int:
     """So many that a step holds about the job's tokens."""
-    examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.max_length)
+    examples, _ = load_examples(job.run / ROLLOUTS, "train", job.recipe.train.data.max_length)
     return max(1, round(job.tokens * len(examples) / sum(examples.lengths)))
 
 
@@ -240,7 +246,7 @@ def judged(job: Job, trainer: Trainer) -> dict[str, Any]:
     real one where the job has prompts."""
     weights = gathered_weights(trainer.accelerator, trainer.model)
     target, side, plan = trainer.target, trainer.side, trainer.plan
-    settings = replace(trainer.settings, ttt_steps=CHAIN)
+    settings = replace(trainer.settings, unroll=replace(trainer.settings.unroll, ttt_steps=CHAIN))
     head = head_of(weights, plan.config, target.device, side.head_dtype)
     forecast = forecast_accept_length(
         trained_head(plan, settings, head, side.teacher).eval(), side, trainer.data.held_out, CHAIN

@@ -23,39 +23,47 @@ from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
 from toolkit.heads.eagle3 import Eagle3Head
-from toolkit.recipe import Recipe, TrainSettings
+from toolkit.recipe import Recipe
 from toolkit.train.loop import Trainer
 from toolkit.train.optimizer import set_learning_rates
 from toolkit.train.schedule import rate_factor
+from toolkit.train_settings import TrainSettings
 
-PUBLISHED: dict[str, Any] = {
-    "head": "eagle3",
-    "layers": 1,
-    "init": "random",
-    "lm_head": None,
-    "loss": "soft_cross_entropy",
-    "step_decay": 0.8,
-    "ttt_curriculum": (),
-    "optimizer": "adamw",
-    "learning_rate": 1e-4,
-    "betas": (0.9, 0.999),
-    "weight_decay": 0.0,
-    "clip": 0.5,
-    "schedule": "cosine",
-    "warmup_ratio": 0.015,
-    "fc_norm": False,
-    "norm_output": False,
-    "sliding_window": None,
-    "anchors": None,
-    "checkpointing": False,
-    "pack": False,
-    "mask_shift": 0,  # the mask below lags by itself
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "head": {
+        "kind": "eagle3",
+        "layers": 1,
+        "init": "random",
+        "lm_head": None,
+        "fc_norm": False,
+        "norm_output": False,
+        "sliding_window": None,
+    },
+    "unroll": {
+        "loss": "soft_cross_entropy",
+        "step_decay": 0.8,
+        "curriculum": (),
+        "anchors": None,
+        "checkpointing": False,
+        "mask_shift": 0,  # the mask below lags by itself
+    },
+    "optimizer": {
+        "name": "adamw",
+        "learning_rate": 1e-4,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.5,
+        "schedule": "cosine",
+        "warmup_ratio": 0.015,
+    },
+    "data": {"pack": False},
 }
 
 
 def published_settings(settings: TrainSettings) -> TrainSettings:
     """The published recipe at these settings' number of steps, batch, lengths and precision."""
-    return replace(settings, **PUBLISHED)
+    sections = {name: replace(getattr(settings, name), **values) for name, values in PUBLISHED.items()}
+    return replace(settings, **sections)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -137,7 +145,7 @@ class PublishedTrainer(Trainer):
 
     def _trained(self, head: Any) -> nn.Module:
         kept_ids = self.plan.token_map.t2d.to(self.target.device)
-        return PublishedHead(head, self.settings.ttt_steps, self.settings.step_decay, kept_ids)
+        return PublishedHead(head, self.settings.unroll.ttt_steps, self.settings.unroll.step_decay, kept_ids)
 
     def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
         set_learning_rates(self.optimizer, rate_factor(step, self.steps, self.settings), self.settings)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "toolkit"
 FLOORS = {
     "recipe": 0,
     "recipe_yaml": 0,
-    "recipe_checks": 0,
+    "train_settings": 0,
     "weights": 0,
     "log": 0,
     "errors": 0,
@@ -61,7 +61,12 @@ NOT_YET = {
 # A drafter runs a head through the engine's attention, and is told what a round has verified.
 INFER_SIDEWAYS = {("drafters", "attention"), ("drafters", "verify")}
 # Modules of one floor that may import each other: floor 0 has no packages that could drift apart.
-SIDEWAYS = {("recipe", "recipe_yaml"), ("recipe", "recipe_checks"), ("recipe", "log"), ("recipe_checks", "recipe_yaml")}
+SIDEWAYS = {
+    ("recipe", "recipe_yaml"),
+    ("recipe", "train_settings"),
+    ("recipe", "log"),
+    ("train_settings", "recipe_yaml"),
+}
 JUNK = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "core", "base"}
 
 

@@ -14,7 +14,6 @@ from toolkit.recipe import (
     Recipe,
     RecipeError,
     TargetSettings,
-    TrainSettings,
     default_recipe_path,
     load_recipe,
     print_config,
@@ -22,6 +21,7 @@ from toolkit.recipe import (
     to_dict,
 )
 from toolkit.targets.features import default_aux_layer_ids
+from toolkit.train_settings import DataSettings, TrainSettings
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
 
@@ -57,7 +57,7 @@ def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
     recipe, text = load_recipe(path), path.read_text(encoding="utf-8")
     assert recipe.name == path.stem and f"toolkit run recipes/{path.name}" in text
     assert len(Run(recipe, path).stages()) == 6
-    for shape in (*recipe.bench.shapes, *(recipe.train.real_shapes or ())):
+    for shape in (*recipe.bench.shapes, *(recipe.train.evaluation.real_shapes or ())):
         assert DraftShape.parse(shape).as_text() == shape
     header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     words = " ".join(header).replace("\\", "").split()
@@ -67,62 +67,74 @@ def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
         assert (default_recipe_path().parents[1] / line[2]).is_file()
         recipe.train.check_processes(int(line[line.index("--num_processes") + 1]))
     if recipe.name in LAYERS:
-        assert recipe.train.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
+        assert recipe.train.head.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
     told = {name: next(line for line in header if line.startswith(name)) != name for name in FIELDS}
     assert len(set(told.values())) == 1, f"measured on a machine, at a commit, or not at all: {told}"
 
 
 def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A printed config that another key order, a float form or a tuple changed would be no record of the run."""
-    overrides = ["train.learning_rate=1e-4", "train.aux_layer_ids=[1, 3, 5]", "bench.shapes=['3,1,4']", "seed=7"]
+    overrides = [
+        "train.optimizer.learning_rate=1e-4",
+        "train.head.aux_layer_ids=[1, 3, 5]",
+        "bench.shapes=['3,1,4']",
+        "seed=7",
+    ]
     recipe = load_recipe(default_recipe_path(), overrides)
     print_config(recipe)
     assert load_recipe(write(tmp_path, capsys.readouterr().out)) == recipe
-    assert to_dict(recipe)["train"]["aux_layer_ids"] == [1, 3, 5]
+    assert to_dict(recipe)["train"]["head"]["aux_layer_ids"] == [1, 3, 5]
 
 
 def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
     """An integer where a float belongs must not change the settings' hash between 1 and 1.0; lists become tuples."""
-    recipe = load_recipe(write(tmp_path, MINIMAL + "train: {epochs: 2, learning_rate: 1e-3, betas: [0, 0.9]}\n"))
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL + "train: {epochs: 2, optimizer: {learning_rate: 1e-3, betas: [0, 0.9]}}\n")
+    )
     assert recipe == Recipe("small", TargetSettings("tiny"), train=recipe.train)
-    assert (type(recipe.train.epochs), recipe.train.learning_rate, recipe.train.betas) == (float, 1e-3, (0.0, 0.9))
+    assert (type(recipe.train.epochs), recipe.train.optimizer.learning_rate, recipe.train.optimizer.betas) == (
+        float,
+        1e-3,
+        (0.0, 0.9),
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
         ("train.max_step=3", "did you mean train.max_steps?"),
+        ("train.optimizer.learning_rte=3", "did you mean train.optimizer.learning_rate?"),
         ("trian.max_steps=3", "did you mean train?"),
         ("target.revision=123", 'write it in quotes: "123"'),
-        ("train.epochs=many", "a finite number is needed"),
-        ("train.epochs=.nan", "a finite number is needed"),
-        ("train.ttt_steps=1.5", "a whole number is needed"),
-        ("train.wandb=1", "true or false is needed"),
-        ("seed=true", "a whole number is needed"),
-        ("train.schedule=cos", "one of cosine, linear, constant"),
-        ("train.betas=[0.9]", "a list of exactly 2 numbers"),
-        ("prompts.sources=a.jsonl", "a list of text"),
-        ("train=3", "a mapping of keys"),
-        ("train.ttt_steps.x=1", "a whole number is needed"),
+        ("train.epochs=many", "train.epochs = 'many': it must be a valid number"),
+        ("train.epochs=.nan", "it must be a finite number"),
+        ("train.unroll.ttt_steps=1.5", "train.unroll.ttt_steps = 1.5: it must be a valid integer"),
+        ("train.tracking.wandb=1", "it must be true or false"),
+        ("seed=true", "seed = True: it must be a valid integer"),
+        ("train.optimizer.schedule=cos", "it must be 'cosine', 'linear' or 'constant'"),
+        ("train.optimizer.betas=[0.9]", "betas[1] is missing"),
+        ("prompts.sources=a.jsonl", "it must be a list"),
+        ("train=3", "train = 3: it must be a mapping of keys"),
+        ("train.unroll.ttt_steps.x=1", "it must be a valid integer"),
         ("name.x=1", "no keys of its own"),
-        ("train.ttt_steps", "not of the form section.key=value"),
+        ("train.unroll.ttt_steps", "not of the form section.key=value"),
         ("name=[", "not valid YAML"),
-        ("train.ttt_steps=0", "above 0"),
-        ("rollouts.top_p=0", "above 0"),
-        ("rollouts.held_out=1", "below 1"),
+        ("train.unroll.ttt_steps=0", "greater than 0"),
+        ("rollouts.top_p=0", "greater than 0"),
+        ("rollouts.held_out=1", "less than 1"),
         ("rollouts={keep_features: true, torch_compile: true}", "false under rollouts.keep_features: true"),
-        ("rollouts.held_out=0", "a share above 0"),
-        ("train.mask_shift=2", "0 (exact) or 1"),
-        ("train.real_temperatures=[]", "a list of temperatures"),
-        ("train.real_shapes=['3,1']", "steps,top_k,nodes"),
-        ("train.rollout_prompts=8", "train.rollout_every, the steps between fresh rollouts (null: never), or"),
-        ("train.rollout_temperatures=[1]", "train.rollout_every"),
-        ("train.max_length=2", "at least 3 ids"),
-        ("bench.shapes=['4,1,5','4,1,5']", "each draft shape once"),
+        ("rollouts.held_out=0", "rollouts.held_out = 0: it must be greater than 0"),
+        ("train.unroll.mask_shift=2", "it must be 0 or 1"),
+        ("train.evaluation.real_temperatures=[]", "at least one value"),
+        ("train.evaluation.real_shapes=['3,1']", "num_steps,top_k,num_draft_tokens"),
+        ("train.on_policy.prompts=8", "train.on_policy.every, the steps between fresh rollouts (null: never), or"),
+        ("train.on_policy.temperatures=[1]", "train.on_policy.every"),
+        ("train.data.max_length=2", "greater than or equal to 3"),
+        ("bench.shapes=['4,1,5','4,1,5']", "each value once"),
         ("token_map.coverage=0.9", "exactly one of the two"),
-        ("train.aux_layer_ids=[3, 1, 2]", "three ascending"),
-        ("bench.shapes=['4,1']", "steps,top_k,nodes"),
-        ("bench.shapes=[]", "at least one"),
+        ("train.head.aux_layer_ids=[3, 1, 2]", "three ascending"),
+        ("bench.shapes=['4,1']", "bench.shapes[0] = '4,1': it must be \"num_steps,top_k,num_draft_tokens\""),
+        ("bench.shapes=[]", "at least one value"),
         ("name=a/b", "names the run folder"),
     ],
 )
@@ -161,43 +173,55 @@ def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
 
 @pytest.mark.parametrize(
     ("processes", "batch", "micro", "told"),
-    [(3, 8, 8, "train.global_batch"), (1, 12, 8, "train.micro_batch")],
+    [(3, 8, 8, "train.data.global_batch"), (1, 12, 8, "train.data.micro_batch")],
 )
 def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, micro: int, told: str) -> None:
     """Training itself would find it after the minutes of prompts and rollouts."""
     with pytest.raises(RecipeError, match=told):
-        TrainSettings(global_batch=batch, micro_batch=micro).check_processes(processes)
-    TrainSettings(global_batch=12, micro_batch=8).check_processes(2)
-    TrainSettings(global_batch=1, micro_batch=1).check_processes(2)  # the second one has nothing to do
+        TrainSettings(data=DataSettings(global_batch=batch, micro_batch=micro)).check_processes(processes)
+    TrainSettings(data=DataSettings(global_batch=12, micro_batch=8)).check_processes(2)
+    TrainSettings(data=DataSettings(global_batch=1, micro_batch=1)).check_processes(
+        2
+    )  # the second one has nothing to do
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("train.fc_norm=true", "train.fc_norm = True, but False (it belongs to eagle3 heads) or train.head=eagle3"),
-        ("train.lm_head=random", "or train.head=eagle3"),
-        ("train.feature_weight=0.5", "(it belongs to eagle2 heads)"),
-        ("train.sliding_window=3", "at least ttt_steps (4)"),
-        ("train.layers=0", "train.layers = 0"),
-        ("train.ttt_curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
-        ("train.ttt_curriculum=[0.5,0.5]", "sum to less than 1"),
-        ("train.ttt_curriculum=[0.0,0.5]", "above 0"),
-        ("train.patience=3", "null under a curriculum"),
+        (
+            "train.head.fc_norm=true",
+            "train.head.fc_norm = True, but False (it belongs to eagle3 heads) or train.head.kind=eagle3",
+        ),
+        ("train.head.lm_head=random", "or train.head.kind=eagle3"),
+        ("train.unroll.feature_weight=0.5", "(it belongs to eagle2 heads)"),
+        ("train.head.sliding_window=3", "at least ttt_steps (4)"),
+        ("train.head.layers=0", "train.head.layers = 0: it must be greater than 0"),
+        ("train.unroll.curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
+        ("train.unroll.curriculum=[0.5,0.5]", "sum to less than 1"),
+        ("train.unroll.curriculum=[0.0,0.5]", "curriculum[0] = 0.0: it must be greater than 0"),
+        ("train.evaluation.patience=3", "null under a curriculum"),
     ],
 )
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
-    assert told in refused(default_recipe_path(), "train.head=mtp", override)
-    frozen = load_recipe(default_recipe_path(), ["train.head=mtp", "train.lm_head=frozen"])
-    assert frozen.train.head == "mtp", "the target's output matrix is all that it has"
-    mtp = ("train.head=mtp", "train.layers=2", "train.ttt_curriculum=[0.5]")
+    assert told in refused(default_recipe_path(), "train.head.kind=mtp", override)
+    frozen = load_recipe(default_recipe_path(), ["train.head.kind=mtp", "train.head.lm_head=frozen"])
+    assert frozen.train.head.kind == "mtp", "the target's output matrix is all that it has"
+    mtp = ("train.head.kind=mtp", "train.head.layers=2", "train.unroll.curriculum=[0.5]")
     assert "leave some untrained" in refused(default_recipe_path(), *mtp)
 
 
-@pytest.mark.parametrize("override", ["train.real_every=9", "train.rollout_every=9", "target.quantization=int8"])
+@pytest.mark.parametrize(
+    "override", ["train.evaluation.real_every=9", "train.on_policy.every=9", "target.quantization=int8"]
+)
 def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str) -> None:
     """The engine's rounds on one process would wait for the others' for ever; quantised layers are not cut."""
-    off = ["train.target=sharded", "train.real_every=null", "train.features=online", "rollouts.keep_features=false"]
+    off = [
+        "train.target=sharded",
+        "train.evaluation.real_every=null",
+        "train.data.features=online",
+        "rollouts.keep_features=false",
+    ]
     assert load_recipe(default_recipe_path(), off).train.target == "sharded"
     told = refused(default_recipe_path(), *off, override)
     assert f"{override.partition('=')[0]} = " in told and "null under train.target sharded" in told
@@ -207,11 +231,50 @@ def test_settings_of_a_measurement_that_is_off_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would look as if they had been tried; they may stand in a recipe whose measurements are off for once."""
-    path = write(tmp_path, MINIMAL + "train: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}\n")
+    path = write(
+        tmp_path, MINIMAL + "train: {evaluation: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}}\n"
+    )
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     load_recipe(path)
-    load_recipe(path, ["train.rollout_every=9", "train.real_prompts=8", "train.real_every=null"])
+    load_recipe(
+        path, ["train.on_policy.every=9", "train.evaluation.real_prompts=8", "train.evaluation.real_every=null"]
+    )
     assert not caplog.messages, "fresh rollouts are drafted with the first shape"
-    load_recipe(path, ["train.real_every=null"])
-    assert "since train.real_every is null: train.real_prompts, train.real_shapes" in caplog.text
+    load_recipe(path, ["train.evaluation.real_every=null"])
+    assert (
+        "since train.evaluation.real_every is null: train.evaluation.real_prompts, train.evaluation.real_shapes"
+        in caplog.text
+    )
     assert "max_tokens" not in caplog.text, "as by default"
+
+
+def test_former_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
+    """An old recipe would train with defaults if its flat keys were ignored; each key is listed with its new place."""
+    message = refused(write(tmp_path, MINIMAL + "train: {learning_rate: 1e-3, clip: 0.5, head: mtp, max_steps: 3}\n"))
+    assert "train.learning_rate is now train.optimizer.learning_rate" in message
+    assert "train.clip is now train.optimizer.max_grad_norm" in message
+    assert "train.head is now train.head.kind" in message and "max_steps" not in message
+    override = refused(default_recipe_path(), "train.rollout_every=3")
+    assert override.endswith("train.rollout_every is now train.on_policy.every")
+
+
+def test_every_problem_is_a_line_of_its_own(tmp_path: Path) -> None:
+    """Whoever mends a recipe wants to read all of its mistakes at once."""
+    message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\nbench: {warmup: 2024-01-01}\n"))
+    assert "write dates and the like in quotes" in message
+    message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\n"))
+    assert [line.rpartition(": it must")[0].split()[-3] for line in message.splitlines()] == ["seed", "train.epochs"]
+
+
+def test_fingerprints_keep_the_names_of_older_run_folders() -> None:
+    """Finished stages of older run folders would be thrown away if a setting were called otherwise in them."""
+    found = result_settings(TrainSettings())
+    assert (found["head"], found["optimizer"], found["clip"], found["rollout_every"]) == ("eagle3", "muon", None, None)
+    decisive = [
+        entry
+        for section in vars(TrainSettings()).values()
+        if dataclasses.is_dataclass(section)
+        for entry in dataclasses.fields(section)
+        if not entry.metadata
+    ]
+    assert len(found) == 3 + len(decisive), "two settings share a name"

@@ -3,7 +3,6 @@ few tokens, interrupted anywhere, goes on. One file: a process can found the gro
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from accelerate.state import AcceleratorState
 from toolkit.bench.records import read_record
 from toolkit.data.batches import Example, collate, supervised_mask
 from toolkit.jsonl import read_rows
-from toolkit.recipe import TrainSettings, load_recipe
+from toolkit.recipe import load_recipe
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
@@ -31,7 +30,6 @@ from toolkit.train.step import TargetSide, micro_step
 from toolkit.train.trained_head import TrainedHead
 
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
-DEFAULTS = TrainSettings.__init__.__defaults__
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +46,14 @@ def run_folder(tiny_target, tiny_target_directory, tmp_path_factory) -> Path:
             handle.write(json.dumps(row) + "\n")
     half = TokenMap.from_ids(range(0, tiny_target.vocab_size, 2), tiny_target.vocab_size)
     save_token_map(folder / "token_map" / "token_map.safetensors", half)
-    train = {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32", "features": "offline"}
+    data = {"global_batch": 2, "micro_batch": 2, "features": "offline"}
+    unroll = {"ttt_steps": 3, "curriculum": [0.5]}
     recipe = {
         "name": "tiny",
         "target": {"model": str(tiny_target_directory), "dtype": "float32"},
         "run_dir": str(folder),
         "rollouts": {"keep_features": True},
-        "train": {**train, "ttt_curriculum": [0.5], "lm_head": "frozen"},
+        "train": {"precision": "fp32", "data": data, "unroll": unroll, "head": {"lm_head": "frozen"}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder
@@ -76,7 +75,7 @@ def test_published_loss_is_ours_with_a_lagging_mask_over_all_positions(script, t
     ours = micro_step(trained_head(plan, settings, head, side.teacher), side, batch, denominators, 3, shift=1).loss
     expected = torch.autograd.grad(ours, list(head.parameters()))
     features = side.features(batch)
-    theirs = published.PublishedHead(head, 3, settings.step_decay, token_map.t2d)(
+    theirs = published.PublishedHead(head, 3, settings.unroll.step_decay, token_map.t2d)(
         features.aux,
         tiny_target.embed_tokens(batch.input_ids).detach(),
         tiny_target.logits(features.last).detach(),
@@ -127,7 +126,7 @@ def test_the_whole_command(script, run_folder, monkeypatch, tmp_path, capsys, al
     monkeypatch.setattr(OnlineFeatures, "__call__", counted)
     monkeypatch.setattr(training, "in_own_process", here)
     sizes = ["--tokens", "150", "--step-tokens", "40", "--steps", "1", "--max-tokens", "8", "--seeds", "3"]
-    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.learning_rate=0.01"]
+    recipe = ["--recipe", str(run_folder / "recipe.yaml"), "train.optimizer.learning_rate=0.01"]
     monkeypatch.setattr(sys, "argv", ["training.py", *recipe, *sizes, "--out", str(out)])
     assert training.main() == 0
     record = read_record(out, "training")
@@ -215,7 +214,8 @@ def test_on_and_off_policy_differ_in_the_answers_alone(
     training_jobs = script("training_jobs")
     monkeypatch.setattr(measured, "in_own_process", here)
     recipe = tmp_path / "recipe.yaml"
-    train = {"ttt_steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "fp32"}
+    data = {"global_batch": 2, "micro_batch": 2}
+    train = {"precision": "fp32", "unroll": {"ttt_steps": 3}, "data": data}
     rollouts = {"max_tokens": 40, "held_out": 0.3, "temperature": 0.0}
     target = {"model": str(tiny_target_directory), "dtype": "float32"}
     recipe.write_text(yaml.safe_dump({"name": "tiny", "target": target, "rollouts": rollouts, "train": train}))
@@ -268,7 +268,7 @@ def test_cut_off_and_continued(script, tiny_target, run_folder, monkeypatch, tmp
         "ours",
         "too hot",
         "--variant",
-        "too hot train.learning_rate=1e30 train.init=copied",
+        "too hot train.optimizer.learning_rate=1e30 train.head.init=copied",
         "--engine",
         "ours",
     ]
@@ -332,20 +332,21 @@ def test_what_a_cell_s_row_depends_on(script, run_folder, monkeypatch) -> None:
         return {job.variant: cells.cell_of("source", job).digest for job in made}
 
     before = digests()
-    assert before == digests("train.epochs=9", "train.max_steps=7", "train.eval_every=3", "train.real_every=null")
-    assert not set(before.values()) & set(digests("train.warmup_ratio=0.5", "train.max_length=99").values())
+    assert before == digests(
+        "train.epochs=9", "train.max_steps=7", "train.evaluation.eval_every=3", "train.evaluation.real_every=null"
+    )
+    assert not set(before.values()) & set(
+        digests("train.optimizer.warmup_ratio=0.5", "train.data.max_length=99").values()
+    )
     assert not set(before.values()) & set(digests("target.dtype=bfloat16").values())
 
     def changed(now: dict[str, str]) -> list[str]:
         return [name for name, digest in now.items() if digest != before[name]]
 
-    names = list(inspect.signature(TrainSettings).parameters)
-    values = [0.7 if name == "step_decay" else value for name, value in zip(names, DEFAULTS, strict=True)]
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainSettings.__init__, "__defaults__", tuple(values))
-        assert changed(digests()) == ["ours", "fading features"], "the published one states its own"
+    faded = changed(digests("train.unroll.step_decay=0.7"))
+    assert faded == ["ours", "fading features"], "the published one states its own"
     monkeypatch.setattr(script("training_features"), "WEIGHT", 1.0)
-    monkeypatch.setitem(script("training_published").PUBLISHED, "clip", 1.0)
+    monkeypatch.setitem(script("training_published").PUBLISHED["optimizer"], "max_grad_norm", 1.0)
     assert changed(digests()) == ["published", "fading features"]
 
 
@@ -376,7 +377,7 @@ def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, al
     for name in set(os.environ) - set(alone):
         monkeypatch.delenv(name)  # of a training in this process
     cells, jobs = script("training_cells"), script("training_jobs")
-    overrides = ["train.features=online", "rollouts.keep_features=false"]
+    overrides = ["train.data.features=online", "rollouts.keep_features=false"]
     recipe = load_recipe(run_folder / "recipe.yaml", overrides)
     good, gone = (
         cells.Cell(folder.name, jobs.Job("ours", recipe, folder, 60, None, 0, 0, 8, 1), folder.name)
@@ -401,7 +402,7 @@ def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone)
     """Its gradient has to be there at the start; at a weight of 0 the head is that of `ours` to the bit."""
     features = script("training_features")
     AcceleratorState._reset_state(reset_partial_state=True)
-    recipe = load_recipe(run_folder / "recipe.yaml", ["train.features=online", "rollouts.keep_features=false"])
+    recipe = load_recipe(run_folder / "recipe.yaml", ["train.data.features=online", "rollouts.keep_features=false"])
     files = [run_folder / "rollouts/rollouts.jsonl", run_folder / "token_map/token_map.safetensors"]
     trainer = features.FadingFeaturesTrainer(recipe, *files, tmp_path / "train")
     trainer.steps = 4
@@ -413,7 +414,7 @@ def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone)
         module.unrolled.weight = weight
         loss, by_step, _ = module(batch.aux, batch.embeds, batch.supervision, rows, choice, ones)
         found.append((loss.item(), by_step, torch.autograd.grad(loss, module.head.fc.weight)[0]))
-    plain = TrainedHead(module.head, recipe.train.step_decay)(
+    plain = TrainedHead(module.head, recipe.train.unroll.step_decay)(
         batch.aux, batch.embeds, batch.supervision, rows, choice, ones
     )
     assert found[1][0] == plain[0].item() < found[0][0] and torch.equal(found[0][1], plain[1])

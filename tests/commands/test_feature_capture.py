@@ -27,7 +27,7 @@ run_dir: {folder}/run
 prompts: {{sources: [{folder}/prompts.jsonl]}}
 rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25, keep_features: true}}
 token_map: {{size: 128}}
-train: {{features: offline, max_length: 50, precision: fp32, ttt_steps: 2}}
+train: {{precision: fp32, unroll: {{ttt_steps: 2}}, data: {{features: offline, max_length: 50}}}}
 """
 
 
@@ -63,7 +63,7 @@ def opened(run: Run) -> FeatureStore:
 def texts_of_rollouts(run: Run) -> dict[str, list[int]]:
     """By conversation, cut as training cuts them."""
     path = run.folder / "rollouts" / "rollouts.jsonl"
-    splits = (load_examples(path, split, run.recipe.train.max_length)[0] for split in ("train", "held_out"))
+    splits = (load_examples(path, split, run.recipe.train.data.max_length)[0] for split in ("train", "held_out"))
     return {example.id: example.input_ids for examples in splits for example in examples}
 
 
@@ -107,7 +107,7 @@ def test_what_capture_lost_training_makes(recipe: Path) -> None:
 def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
     """They would take room for nothing; a switch of where features come from is no new rollout, and no new training."""
     run = write_rollouts(recipe)
-    for off in (("rollouts.keep_features=false",), ("rollouts.keep_features=false", "train.features=online")):
+    for off in (("rollouts.keep_features=false",), ("rollouts.keep_features=false", "train.data.features=online")):
         out: list[str] = []
         other = Run(load_recipe(recipe, off), recipe)
         run_stages(other.folder, other.stages(), until="rollouts", say=out.append)
@@ -119,8 +119,8 @@ def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
 
 def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None:
     """Features that nothing reads, and a disk without room for the longest texts there can be."""
-    with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.features: offline"):
-        load_recipe(recipe, ["train.features=online"])
+    with pytest.raises(RecipeError, match=r"rollouts\.keep_features .* train\.data\.features: offline"):
+        load_recipe(recipe, ["train.data.features=online"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100_000))
     # Eight conversations of several turns count as 49 positions, four of one turn as their prompt and five tokens.
     with pytest.raises(FeatureStoreError, match=r"at most 0\.\d+ MB .*0\.100 MB") as told:
@@ -130,4 +130,4 @@ def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None
     monkeypatch.undo()
     run = write_rollouts(recipe, "rollouts.max_tokens=5")
     stored = sum(len(ids) - 1 for ids in texts_of_rollouts(run).values())
-    assert stored <= announced < 12 * 49, "an upper bound, and a closer one than texts of train.max_length"
+    assert stored <= announced < 12 * 49, "an upper bound, and a closer one than texts of train.data.max_length"

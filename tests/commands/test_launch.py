@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.commands import launch
 from toolkit.commands.launch import LaunchError, physical_cores, run_child, set_threads, training_line
-from toolkit.recipe import HeadName
+from toolkit.train_settings import HeadName
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 

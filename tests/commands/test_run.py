@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.bench.prompts import PromptsError
 from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
 from toolkit.infer.request.errors import DraftShapeError
-from toolkit.recipe import RecipeError, TrainSettings, load_recipe
+from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.load import Target, TargetError
+from toolkit.train_settings import TrainSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -31,8 +32,8 @@ target: {{model: {target}}}
 prompts: {{sources: [prompts.jsonl]}}
 rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25}}
 token_map: {{size: 128}}
-train: {{max_steps: 24, epochs: 99, global_batch: 4, micro_batch: 4, max_length: 128, eval_every: 12, save_every: 5,
-        precision: fp32, ttt_steps: 2}}
+train: {{max_steps: 24, epochs: 99, save_every: 5, precision: fp32, unroll: {{ttt_steps: 2}},
+        data: {{global_batch: 4, micro_batch: 4, max_length: 128}}, evaluation: {{eval_every: 12}}}}
 bench: {{limit: 2, max_tokens: 10, shapes: ["2,1,3", "2,2,4"], warmup: 0, further_temperatures: [0.8]}}
 """
 
@@ -195,9 +196,9 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
     for override, error, told in (
         ("bench.shapes=['4,1,9']", DraftShapeError, "4,1,9"),
         ("bench.prompts=[absent.jsonl]", PromptsError, "absent.jsonl"),
-        ("train.global_batch=5", RecipeError, "a multiple of 2"),
-        ("train.micro_batch=1.5", RecipeError, "whole number"),
-        ("train.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),
+        ("train.data.global_batch=5", RecipeError, "a multiple of 2"),
+        ("train.data.micro_batch=1.5", RecipeError, "whole number"),
+        ("train.head.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),
     ):
         with pytest.raises(error, match=told):
             recipe = load_recipe(home / "tiny.yaml", [override])

@@ -97,7 +97,7 @@ def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, m
     monkeypatch.setattr(Run, "load_target", lambda self, use: uses.append(use) or load(self, use))
     plain, drafted = Path("plain.jsonl"), Path("drafted.jsonl")
     common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
-    assert cli.main([*common, str(plain), "train.features=offline", "rollouts.keep_features=true"]) == 0
+    assert cli.main([*common, str(plain), "train.data.features=offline", "rollouts.keep_features=true"]) == 0
     assert cli.main([*common, str(drafted), "--draft", str(draft_dir)]) == 0
     ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, drafted)]
     assert ids[0] == ids[1]
@@ -217,7 +217,7 @@ def test_train_passes_the_exit_status_on(
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     lines: list[list[str]] = []
     monkeypatch.setattr(train_command, "run_training", lambda line: lines.append(list(line)) or 143)
-    overrides = ["train.global_batch=4", "train.micro_batch=2"]
+    overrides = ["train.data.global_batch=4", "train.data.micro_batch=2"]
     assert cli.main(["train", "--recipe", str(recipe), "--num-processes", "2", *overrides]) == 143
     assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]
     assert "status 143" in capsys.readouterr().err

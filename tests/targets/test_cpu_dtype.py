@@ -127,7 +127,7 @@ def test_what_writes_a_runs_rollouts(monkeypatch, bf16_model, ours, keeps, expec
         "run_dir": str(bf16_model.parent / "run"),
         "prompts": {"synthesize": 4},
         "rollouts": {"keep_features": keeps},
-        "train": {"features": "offline", "ttt_steps": 2},
+        "train": {"data": {"features": "offline"}, "unroll": {"ttt_steps": 2}},
     }
     path = bf16_model.parent / "recipe.yaml"
     path.write_text(json.dumps(settings))

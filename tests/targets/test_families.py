@@ -99,7 +99,7 @@ def test_packed_sequences_do_not_see_each_other(family, tiny_target):
     try:
         check_packing(target)
     except TargetError as error:
-        assert family in NOT_PACKED and "train.pack=false" in str(error)
+        assert family in NOT_PACKED and "train.data.pack=false" in str(error)
         return
     assert family not in NOT_PACKED
     ids = torch.arange(60)[None] * 7 % target.vocab_size

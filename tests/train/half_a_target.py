@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from toolkit.data.batches import BatchPlan, Example, collate
-from toolkit.recipe import TrainSettings
 from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import Target, load_target, load_tokenizer
 from toolkit.targets.sharding import layer_bytes, share_out, whole
 from toolkit.train import offline_features as offline
 from toolkit.train.split_data import Data
+from toolkit.train_settings import TrainSettings
 
 AUX = (2, 3, 4)
 

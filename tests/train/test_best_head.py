@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.recipe import TrainSettings
 from toolkit.train import evaluation
 from toolkit.train.best_head import has_stopped, judged
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.state import Position
+from toolkit.train_settings import EvaluationSettings, TrainSettings
 
-FORECASTS_ALONE = TrainSettings(real_every=None, patience=2)
-MEASURED = TrainSettings(real_every=2, patience=2)
+FORECASTS_ALONE = TrainSettings(evaluation=EvaluationSettings(real_every=None, patience=2))
+MEASURED = TrainSettings(evaluation=EvaluationSettings(real_every=2, patience=2))
 
 
 def _after(evaluations: list[tuple[float | None, float | None]], settings: TrainSettings) -> list[Position]:
@@ -54,7 +54,7 @@ def test_patience_counts_only_what_decides():
     stopped = _after([(1.5, None), (1.4, None), (1.5, None)], FORECASTS_ALONE)
     assert [has_stopped(one, FORECASTS_ALONE) for one in stopped] == [False, False, True]
     assert stopped[-1].best_step == 3, "of equals the later one is handed on, but it is no gain"
-    assert not has_stopped(stopped[-1], replace(FORECASTS_ALONE, patience=None))
+    assert not has_stopped(stopped[-1], replace(FORECASTS_ALONE, evaluation=EvaluationSettings(real_every=None)))
 
 
 @pytest.mark.parametrize(("mine", "of_main", "kept"), [(1.2, 1.6, True), (1.6, 1.2, False)])

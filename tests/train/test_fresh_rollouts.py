@@ -19,7 +19,7 @@ from toolkit.train.trained_head import TrainedHead
 from toolkit.weights import read_json
 
 STEP = 6
-SETTINGS = ("train.rollout_every=3", "train.rollout_prompts=7", "train.rollout_temperatures=[0.0, 0.8]")
+SETTINGS = ("train.on_policy.every=3", "train.on_policy.prompts=7", "train.on_policy.temperatures=[0.0, 0.8]")
 
 
 @pytest.fixture

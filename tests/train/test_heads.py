@@ -21,17 +21,17 @@ from toolkit.train.initialise import initialise_random
 pytestmark = pytest.mark.process
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADS = {
-    "eagle2": ("eagle2", ("train.layers=2", "train.pack=true")),
-    "mtp": ("mtp", ("train.layers=2", "train.checkpointing=true")),
+    "eagle2": ("eagle2", ("train.head.layers=2", "train.data.pack=true")),
+    "mtp": ("mtp", ("train.head.layers=2", "train.unroll.checkpointing=true")),
     "eagle3-1": (
         "eagle3",
         (
-            "train.fc_norm=true",
-            "train.norm_output=true",
-            "train.lm_head=frozen",
-            "train.anchors=9",
-            "train.ttt_curriculum=[0.2,0.6]",
-            "train.layers=2",
+            "train.head.fc_norm=true",
+            "train.head.norm_output=true",
+            "train.head.lm_head=frozen",
+            "train.unroll.anchors=9",
+            "train.unroll.curriculum=[0.2,0.6]",
+            "train.head.layers=2",
         ),
     ),
 }
@@ -64,7 +64,7 @@ def runs(tiny_run, tmp_path_factory) -> Path:
             run = folder / f"{name}-again" if again else folder / name
             if not again:
                 shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("train", "ckpt"))
-            settings = [f"run_dir={run}", "train.max_steps=40", "train.eval_every=40", *overrides]
+            settings = [f"run_dir={run}", "train.max_steps=40", "train.evaluation.eval_every=40", *overrides]
             jobs.append((head, ["--recipe", str(tiny_run / "recipe.yaml"), *settings]))
     _train(jobs[: len(HEADS)])
     for name in HEADS:
@@ -115,6 +115,6 @@ def test_trained_resumed_and_served(runs, tiny_target, name):
 def test_a_script_trains_its_own_kind(tiny_run):
     """A recipe that says mtp, launched as eagle2, must not become either in silence."""
     script = str(REPOSITORY / "toolkit" / "train" / "eagle2.py")
-    line = [sys.executable, script, "--recipe", str(tiny_run / "recipe.yaml"), "train.head=mtp"]
+    line = [sys.executable, script, "--recipe", str(tiny_run / "recipe.yaml"), "train.head.kind=mtp"]
     refused = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True)
     assert refused.returncode == 2 and "launch toolkit/train/mtp.py" in refused.stderr

@@ -12,13 +12,13 @@ from toolkit.data.batches import Example, collate
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.recipe import TrainSettings
 from toolkit.targets.errors import TargetError
 from toolkit.targets.features import AuxCapture
 from toolkit.train.copied_layers import copy_first_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.initialise_shared import start_eagle2, start_mtp
+from toolkit.train_settings import HeadSettings, TrainSettings
 
 
 def _head(target, draft) -> Eagle3Head:
@@ -47,7 +47,7 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
 
 def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_draft):
     """What the regression is worth is told by a start that differs in `fc` alone."""
-    plan = plan_head(TrainSettings(init="copied"), tiny_target, tiny_draft.token_map)
+    plan = plan_head(TrainSettings(head=HeadSettings(init="copied")), tiny_target, tiny_draft.token_map)
     starts = {
         name: start_head(plan, TrainSettings(), tiny_target, 3, batches).state_dict()
         for name, batches in (("random", None), ("copied", ()), ("target", _batches(tiny_target)))
@@ -60,11 +60,11 @@ def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_
 @pytest.mark.parametrize("init", ["target", "copied", "random"])
 def test_more_layers_than_there_are_to_copy_are_refused(tiny_target, tiny_draft, init):
     """Before the copy, which would fail without a word of the setting; a random head may have any number."""
-    settings = TrainSettings(init=init, layers=tiny_target.n_layers + 1)
+    settings = TrainSettings(head=HeadSettings(init=init, layers=tiny_target.n_layers + 1))
     if init == "random":
-        assert plan_head(settings, tiny_target, tiny_draft.token_map).config.num_hidden_layers == settings.layers
+        assert plan_head(settings, tiny_target, tiny_draft.token_map).config.num_hidden_layers == settings.head.layers
         return
-    with pytest.raises(TargetError, match=f"train.layers = {settings.layers}: .* layers to copy"):
+    with pytest.raises(TargetError, match=f"train.head.layers = {settings.head.layers}: .* layers to copy"):
         plan_head(settings, tiny_target, tiny_draft.token_map)
 
 
@@ -288,10 +288,10 @@ def test_mtp_layers_start_as_the_last_layer(tiny_target):
 @pytest.mark.parametrize("choice", ["random", "target", "frozen"])
 @pytest.mark.parametrize("start", ["random", "target"])
 def test_the_output_matrix_starts_as_told(tiny_target, tiny_draft, monkeypatch, start, choice):
-    """`train.lm_head` decides about the matrix and its norm whatever the rest starts from, and only frozen keeps it."""
+    """`train.head.lm_head` decides about the matrix and its norm whatever the rest starts from; frozen keeps it."""
     scale = torch.full_like(tiny_target.final_norm.weight, 1.5)
     monkeypatch.setattr(tiny_target.final_norm.weight, "data", scale)
-    settings = TrainSettings(lm_head=choice, init=start)
+    settings = TrainSettings(head=HeadSettings(lm_head=choice, init=start))
     plan = plan_head(settings, tiny_target, tiny_draft.token_map)
     batches = [] if start == "target" else None
     head = start_head(plan, settings, tiny_target, 7, batches)
@@ -303,4 +303,4 @@ def test_the_output_matrix_starts_as_told(tiny_target, tiny_draft, monkeypatch, 
         assert 0.015 < float(head.lm_head.weight.detach().std()) < 0.025
         assert not torch.equal(start_head(plan, settings, tiny_target, 8, batches).lm_head.weight, head.lm_head.weight)
     copied = torch.equal(head.midlayer.self_attn.o_proj.weight, tiny_target.layers[-1].self_attn.o_proj.weight)
-    assert copied == (start == "target"), "the rest starts as train.init says"
+    assert copied == (start == "target"), "the rest starts as train.head.init says"

@@ -107,7 +107,7 @@ def test_killed_and_resumed_is_the_same_curve(tiny_run, uninterrupted, tmp_path)
 
 def test_killed_and_resumed_on_two_processes(tiny_run, zero2_on_two, tmp_path):
     """A ZeRO state is in pieces by process: each must find its own again, and the processes the same place."""
-    run, settings = _copy_run(tiny_run, tmp_path / "run"), ("train.max_steps=40", "train.eval_every=4")
+    run, settings = _copy_run(tiny_run, tmp_path / "run"), ("train.max_steps=40", "train.evaluation.eval_every=4")
     _train_until_killed(run, *settings, options=_processes(2, "zero2"))
     _assert_same_run(run, _train(run, *settings, options=_processes(2, "zero2")), zero2_on_two)
 
@@ -143,7 +143,7 @@ def test_resumed_with_another_micro_batch(uninterrupted, tmp_path):
     optimiser would step in the middle of a global batch."""
     run = tmp_path / "run"
     shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("ckpt", "state-000040"))
-    resumed = _train(run, "train.max_steps=40", "train.micro_batch=1")
+    resumed = _train(run, "train.max_steps=40", "train.data.micro_batch=1")
     for ours, theirs in zip(resumed, _losses(uninterrupted), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
@@ -151,7 +151,7 @@ def test_resumed_with_another_micro_batch(uninterrupted, tmp_path):
 @pytest.fixture(scope="module")
 def zero2_on_two(tiny_run, tmp_path_factory) -> Path:
     run = _copy_run(tiny_run, tmp_path_factory.mktemp("two") / "run")
-    _train(run, "train.max_steps=40", "train.eval_every=4", options=_processes(2, "zero2"))
+    _train(run, "train.max_steps=40", "train.evaluation.eval_every=4", options=_processes(2, "zero2"))
     return run
 
 
@@ -162,7 +162,7 @@ def test_two_processes_give_the_curve_of_one(tiny_run, uninterrupted, zero2_on_t
     run = zero2_on_two
     if zero == "zero3":
         run = _copy_run(tiny_run, tmp_path / "run")
-        _train(run, "train.max_steps=40", "train.eval_every=4", options=_processes(2, zero))
+        _train(run, "train.max_steps=40", "train.evaluation.eval_every=4", options=_processes(2, zero))
     for ours, theirs in zip(_losses(run)[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["supervised_tokens"] == theirs["supervised_tokens"]
@@ -176,7 +176,7 @@ def test_a_sharded_target_gives_the_same_curve(tiny_run, tmp_path, request, zero
     """Every process holds half of the layers and runs them all, on its own texts. The same numbers enter the same
     products, so not a bit differs from two whole targets; what was stored by other batches is within 1e-4, as there."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    settings = ("train.max_steps=40", "train.eval_every=4", f"train.features={features}")
+    settings = ("train.max_steps=40", "train.evaluation.eval_every=4", f"train.data.features={features}")
     said = _launch(run, *settings, "train.target=sharded", options=_processes(2, zero))
     here, everywhere = re.search(r"among 2 processes: (\d+) of (\d+) bytes are here", said).groups()
     assert 2 * int(here) == int(everywhere) > 0
@@ -191,7 +191,12 @@ def test_zero3_follows_a_curriculum(tiny_run, tmp_path):
     """DeepSpeed records the order in which a step uses the modules, and fetches weights ahead by it: an unroll that
     grows, and forecasts deeper than it, must neither end the training nor read weights that are not there yet: a step's
     losses would be off by what an update changes, hundredths; roundings make 2e-4 of it."""
-    settings = ("train.max_steps=9", "train.ttt_curriculum=[0.34,0.33]", "train.eval_every=2", "train.layers=2")
+    settings = (
+        "train.max_steps=9",
+        "train.unroll.curriculum=[0.34,0.33]",
+        "train.evaluation.eval_every=2",
+        "train.head.layers=2",
+    )
     one, two = (
         _train(_copy_run(tiny_run, tmp_path / str(len(options))), *settings, options=options)
         for options in ((), _processes(2, "zero3"))
@@ -204,7 +209,7 @@ def test_zero3_follows_a_curriculum(tiny_run, tmp_path):
 def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):
     """Micro-batches of 1 must add up to the mean over the global batch, not to a mean of means."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    accumulated = _train(run, "train.max_steps=40", "train.micro_batch=1", "train.eval_every=40")
+    accumulated = _train(run, "train.max_steps=40", "train.data.micro_batch=1", "train.evaluation.eval_every=40")
     for ours, theirs in zip(accumulated[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
@@ -213,7 +218,12 @@ def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
     """Adam and Muon forgive a gradient of twice the size, its clipping does not: two processes that accumulate, by
     ZeRO-2 and ZeRO-3, against one with a whole batch. Every norm of the steps is over the clip, which is the recipe's:
     what the launcher's file says of it is not used, and that is said."""
-    settings = ("train.max_steps=6", "train.eval_every=6", "train.optimizer=adamw", "train.clip=0.01")
+    settings = (
+        "train.max_steps=6",
+        "train.evaluation.eval_every=6",
+        "train.optimizer.name=adamw",
+        "train.optimizer.max_grad_norm=0.01",
+    )
     whole = _train(_copy_run(tiny_run, tmp_path / "one"), *settings)
     for zero in ("zero2", "zero3"):
         run = _copy_run(tiny_run, tmp_path / zero)
@@ -221,7 +231,7 @@ def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
         asked = tmp_path / f"{zero}.yaml"
         asked.write_text(shipped.replace("  zero_stage", "  gradient_clipping: 7\n  zero_stage"))
         options = ("--config_file", str(asked), *_processes(2, zero)[2:])
-        said = _launch(run, *settings, "train.micro_batch=1", options=options)
+        said = _launch(run, *settings, "train.data.micro_batch=1", options=options)
         assert said.count("says gradient_clipping 7.0, and the recipe's is 0.01") == 1, said
         for ours, theirs in zip(_losses(run), whole, strict=True):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) and theirs["grad_norm"] > 0.01
@@ -233,7 +243,7 @@ def test_offline_features_give_the_same_curve(tiny_run, uninterrupted, tmp_path,
     """fp32, 1e-4 relative over 12 steps: the features come from other batches, so only roundings differ. Two processes
     write a share each and read both."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    rows = _train(run, "train.max_steps=40", "train.features=offline", options=_processes(processes, "zero2"))
+    rows = _train(run, "train.max_steps=40", "train.data.features=offline", options=_processes(processes, "zero2"))
     for ours, theirs in zip(rows[:12], _losses(uninterrupted)[:12], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert len(list((run / "features").glob("shard-*"))) == processes
@@ -243,8 +253,13 @@ def test_bf16_keeps_what_bf16_cannot_show(tiny_run, tmp_path):
     """Updates of 1e-5 are below half a unit in the last place of every bf16 weight above 2^-8: without fp32 master
     weights each would be rounded away, and 40 of them leave such weights where they were."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    settings = ("train.learning_rate=1e-5", "train.schedule=constant", "train.warmup_ratio=0", "train.init=random")
-    _train(run, "train.max_steps=40", "train.eval_every=40", "train.precision=bf16", *settings)
+    settings = (
+        "train.optimizer.learning_rate=1e-5",
+        "train.optimizer.schedule=constant",
+        "train.optimizer.warmup_ratio=0",
+        "train.head.init=random",
+    )
+    _train(run, "train.max_steps=40", "train.evaluation.eval_every=40", "train.precision=bf16", *settings)
     draft = load_draft(run / "ckpt")
     start = Eagle3Head(draft.head.config)
     initialise_random(start, seed=0)
@@ -258,7 +273,7 @@ def test_bf16_keeps_what_bf16_cannot_show(tiny_run, tmp_path):
 def test_wandb_offline(tiny_run, tmp_path):
     """Asked for without an account; a run folder of the id that train/ keeps, so that only a resume goes on in it."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    assert len(_train(run, "train.max_steps=3", "train.wandb=true", WANDB_MODE="offline")) == 3
+    assert len(_train(run, "train.max_steps=3", "train.tracking.wandb=true", WANDB_MODE="offline")) == 3
     name = (run / "train" / "wandb_id").read_text()
     (folder,) = (run / "train" / "wandb").glob("offline-run-*")
     assert folder.name.endswith(name) and (folder / f"run-{name}.wandb").stat().st_size > 0
@@ -266,14 +281,16 @@ def test_wandb_offline(tiny_run, tmp_path):
 
 def test_the_loss_of_the_recipe(tiny_run, tmp_path):
     """Total variation is at most 1, where the default's cross-entropy lies above: an ignored setting would show."""
-    rows = _train(_copy_run(tiny_run, tmp_path / "run"), "train.max_steps=3", "train.loss=total_variation")
+    rows = _train(_copy_run(tiny_run, tmp_path / "run"), "train.max_steps=3", "train.unroll.loss=total_variation")
     assert all(0 < value < 1 for row in rows for value in row["loss_by_step"])
 
 
 def test_states_of_other_settings_are_refused(tiny_run, tmp_path):
     run = _copy_run(tiny_run, tmp_path / "run")
     _train(run)
-    refused = subprocess.run(_line(run, "train.learning_rate=0.5"), env=_environment(), capture_output=True, text=True)
+    refused = subprocess.run(
+        _line(run, "train.optimizer.learning_rate=0.5"), env=_environment(), capture_output=True, text=True
+    )
     assert refused.returncode != 0
     assert "other settings or data" in refused.stderr and "delete" in refused.stderr
 
@@ -287,8 +304,8 @@ def test_misspelt_key(tiny_run):
 
 
 ON_POLICY = (
-    *("train.max_steps=16", "train.rollout_every=6", "train.save_every=100", "train.eval_every=4"),
-    *("train.real_every=8", "train.real_prompts=2", "train.real_max_tokens=12"),
+    *("train.max_steps=16", "train.on_policy.every=6", "train.save_every=100", "train.evaluation.eval_every=4"),
+    *("train.evaluation.real_every=8", "train.evaluation.real_prompts=2", "train.evaluation.real_max_tokens=12"),
 )
 
 
@@ -355,11 +372,16 @@ def test_fresh_rollouts_on_two_processes(tiny_chat_run, on_policy, tmp_path):
 def test_a_training_that_leaves_the_numbers_ends(tiny_run, tmp_path, rate, states, said):
     """The loss after a step of 1e30 is no number, and after one of 1e39 no weight is: nothing of those is stored."""
     run = _copy_run(tiny_run, tmp_path / "run")
-    settings = ("train.optimizer=adamw", f"train.learning_rate={rate}", "train.save_every=1", "train.eval_every=99")
+    settings = (
+        "train.optimizer.name=adamw",
+        f"train.optimizer.learning_rate={rate}",
+        "train.save_every=1",
+        "train.evaluation.eval_every=99",
+    )
     ended = subprocess.run(_line(run, *settings), env=_environment(), capture_output=True, text=True)
     assert ended.returncode != 0
     message = ended.stderr.partition("toolkit: error: ")[2].splitlines()[0]
-    assert all(words in message for words in said) and "lower train.learning_rate" in message
+    assert all(words in message for words in said) and "lower train.optimizer.learning_rate" in message
     assert [path.name for path in (run / "train").glob("state-*")] == states
 
 

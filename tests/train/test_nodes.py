@@ -91,7 +91,7 @@ def test_the_line_over_ssh(monkeypatch):
     words = " ".join(command)
     assert words.startswith("deepspeed --hostfile recipes/accelerate/hostfile --no_local_rank --launcher pdsh")
     assert "--num_gpus 8 --master_addr NODE0 --master_port 29500" in words
-    assert words.endswith(f"{SCRIPT} --recipe recipes/smollm2-135m.yaml train.global_batch=16")
+    assert words.endswith(f"{SCRIPT} --recipe recipes/smollm2-135m.yaml train.data.global_batch=16")
     assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert dict(fetch_hostfile("recipes/accelerate/hostfile")) == {"node0": 8, "node1": 8}
     assert ".deepspeed_env" in (REPOSITORY / ".gitignore").read_text().splitlines()

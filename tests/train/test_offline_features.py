@@ -12,13 +12,13 @@ from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.recipe import TrainSettings
 from toolkit.targets.features import AuxCapture, default_aux_layer_ids
 from toolkit.train import offline_features as offline
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.split_data import Data
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train_settings import HeadSettings, TrainSettings
 
 K = 4
 ALONE = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1, wait_for_everyone=lambda: None)
@@ -42,9 +42,9 @@ def data(tiny_target) -> Data:
 def opened(tiny_target, data, tmp_path):
     """The stored features of `data`, made by the target now."""
 
-    def call(**settings):
-        ids = default_aux_layer_ids(tiny_target.n_layers)
-        return offline.offline_features(TrainSettings(**settings), tiny_target, ids, data, tmp_path / "features", ALONE)
+    def call(layers=1):
+        ids, settings = default_aux_layer_ids(tiny_target.n_layers), TrainSettings(head=HeadSettings(layers=layers))
+        return offline.offline_features(settings, tiny_target, ids, data, tmp_path / "features", ALONE)
 
     return call
 
@@ -135,7 +135,7 @@ def test_every_stored_position_is_the_targets(tiny_target, data, opened):
 
 def test_heads_of_the_last_state_store_no_more(tiny_target, data, tmp_path):
     """EAGLE-1/2 and MTP heads read the last hidden state alone: the layers that EAGLE-3 fuses would double the disk."""
-    settings = TrainSettings(head="eagle2")
+    settings = TrainSettings(head=HeadSettings(kind="eagle2"))
     source = offline.offline_features(settings, tiny_target, None, data, tmp_path / "features", ALONE)
     found = source(data.held_out[0])
     assert source.store.spec.layer_ids == (6,) and torch.equal(found.aux, found.last)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.recipe import RecipeError, TrainSettings
+from toolkit.recipe import RecipeError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
+from toolkit.train_settings import HeadSettings, OptimizerSettings, TrainSettings
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def tiny_head(tiny_draft) -> Eagle3Head:
 
 def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
     """A weight in no group would never be trained, without a word."""
-    settings = TrainSettings(learning_rate=1e-3, muon_learning_rate=0.02)
+    settings = TrainSettings(optimizer=OptimizerSettings(learning_rate=1e-3, muon_learning_rate=0.02))
     optimizer = build_optimizer(tiny_head, settings)
     set_learning_rates(optimizer, 0.5, settings)
     names = {parameter: name for name, parameter in tiny_head.named_parameters()}
@@ -36,7 +37,7 @@ def test_every_weight_is_in_one_group_at_its_own_rate(tiny_head):
 @pytest.mark.parametrize("kind", ["eagle2", "mtp"])
 def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_target, kind):
     """Their `fc` and `eh_proj` are no output matrices; what is left for AdamW has one dimension."""
-    settings = TrainSettings(head=kind, layers=2)
+    settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))
     token_map = TokenMap.identity(tiny_target.vocab_size)
     head = start_head(plan_head(settings, tiny_target, token_map), settings, tiny_target, seed=0)
     matrices, others = (group["params"] for group in build_optimizer(head, settings).param_groups)
@@ -48,7 +49,7 @@ def test_a_head_without_an_output_matrix_moves_all_its_matrices_by_muon(tiny_tar
 
 def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):
     """Without ZeRO too: the update of a matrix has singular values near 1 whatever the gradient's scale."""
-    settings = TrainSettings(muon_learning_rate=0.02, precision="fp32")
+    settings = TrainSettings(precision="fp32", optimizer=OptimizerSettings(muon_learning_rate=0.02))
     optimizer = build_optimizer(tiny_head, settings)
     weight = tiny_head.midlayer.mlp.gate_proj.weight
     before = weight.detach().clone()
@@ -62,15 +63,18 @@ def test_a_step_of_muon_has_the_size_of_its_rate(tiny_head):
 
 def test_adamw_alone_is_clipped_and_muon_refuses_a_clip(tiny_head, monkeypatch, caplog):
     """A clip that is asked for and not applied would be a setting ignored in silence."""
-    adamw = TrainSettings(optimizer="adamw")
+    adamw = TrainSettings(optimizer=OptimizerSettings(name="adamw"))
     assert type(build_optimizer(tiny_head, adamw)) is torch.optim.AdamW
-    assert [gradient_clip(one) for one in (adamw, TrainSettings(optimizer="adamw", clip=1.0), TrainSettings())] == [
+    assert [
+        gradient_clip(one)
+        for one in (adamw, TrainSettings(optimizer=OptimizerSettings(name="adamw", max_grad_norm=1.0)), TrainSettings())
+    ] == [
         0.5,
         1.0,
         0.0,
     ]
-    with pytest.raises(RecipeError, match=r"train\.clip"):
-        TrainSettings(clip=1.0)
+    with pytest.raises(RecipeError, match=r"train\.optimizer\.max_grad_norm"):
+        TrainSettings(optimizer=OptimizerSettings(max_grad_norm=1.0))
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    build_optimizer(tiny_head, TrainSettings(optimizer="adamw", muon_learning_rate=0.01))
-    assert "muon_learning_rate 0.01 is not used under train.optimizer adamw" in caplog.text
+    build_optimizer(tiny_head, TrainSettings(optimizer=OptimizerSettings(name="adamw", muon_learning_rate=0.01)))
+    assert "muon_learning_rate 0.01 is not used under train.optimizer.name adamw" in caplog.text

@@ -11,19 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.data.batches import Example, collate
-from toolkit.recipe import TrainSettings
 from toolkit.targets.features import check_packing
 from toolkit.targets.target import TargetError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.step import Anchors, TargetSide, micro_step, supervised_counts
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 K = 3
 HEADS = {
     "eagle3": {},
     "eagle3-window": {"sliding_window": 5, "norm_output": True},
-    "eagle2": {"head": "eagle2"},
-    "mtp-two-layers": {"head": "mtp", "layers": 2},
+    "eagle2": {"kind": "eagle2"},
+    "mtp-two-layers": {"kind": "mtp", "layers": 2},
 }
 
 
@@ -40,7 +40,7 @@ def _examples(vocabulary: int) -> list[Example]:
 
 @pytest.fixture(scope="module", params=HEADS)
 def made(request, tiny_target):
-    settings = TrainSettings(**HEADS[request.param], ttt_steps=K)
+    settings = TrainSettings(head=HeadSettings(**HEADS[request.param]), unroll=UnrollSettings(ttt_steps=K))
     plan = plan_head(settings, tiny_target, TokenMap.from_ids(range(0, 393, 2), tiny_target.vocab_size))
     side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
     yield start_head(plan, settings, tiny_target, seed=0), side, plan, settings
@@ -50,8 +50,9 @@ def made(request, tiny_target):
 def _step(made, batch, **options):
     """Loss by step, right predictions by step, and the head's gradients."""
     head, side, plan, settings = made
-    model = trained_head(plan, replace(settings, **options), head, side.teacher)
-    drawn = anchors_of(replace(settings, **options), seed=0)
+    settings = replace(settings, unroll=replace(settings.unroll, **options))
+    model = trained_head(plan, settings, head, side.teacher)
+    drawn = anchors_of(settings, seed=0)
     loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0, drawn)
     return by_step, right, torch.autograd.grad(loss, list(head.parameters()))
 
@@ -91,7 +92,7 @@ def test_a_drawn_anchor_stands_for_all_roots(made, tiny_target):
     model, counts = trained_head(plan, settings, head, side.teacher), supervised_counts(batch, K, 0)
     found = {}
     for seed in range(200):
-        anchors = Anchors(1, settings.layers if settings.head == "mtp" else 1, seed)
+        anchors = Anchors(1, settings.head.layers if settings.head.kind == "mtp" else 1, seed)
         root = anchors.of(side.inputs(batch, K).supervision, batch.response.shape).anchors.item()
         if root not in found:
             with torch.no_grad():
@@ -145,7 +146,7 @@ def test_a_target_that_reads_across_documents_is_refused(tiny_target, monkeypatc
     """A model that ignores positions would train the head on features of mixed conversations."""
     check_packing(tiny_target)
     monkeypatch.setitem(tiny_target.__dict__, "body", _Deaf(tiny_target.body))
-    with pytest.raises(TargetError, match="train.pack=false"):
+    with pytest.raises(TargetError, match="train.data.pack=false"):
         check_packing(tiny_target)
 
 

@@ -12,20 +12,20 @@ from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
 from toolkit.train.ttt import unroll
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 STEPS, TOKENS, PROMPTS = 3, 40, 12
 KINDS = {
     "eagle3": {},
     "eagle3-1": {"fc_norm": True, "norm_output": True, "sliding_window": 9},
     "eagle3-two-layers": {"layers": 2},
-    "eagle2": {"head": "eagle2", "layers": 2},
-    "mtp": {"head": "mtp", "sliding_window": 9},
-    "mtp-two-layers": {"head": "mtp", "layers": 2},
+    "eagle2": {"kind": "eagle2", "layers": 2},
+    "mtp": {"kind": "mtp", "sliding_window": 9},
+    "mtp-two-layers": {"kind": "mtp", "layers": 2},
 }
 
 
@@ -46,7 +46,7 @@ def _batch(prompts, answers):
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, tiny_target):
     """A head that knows its answers by heart, so that chains of every depth occur; its unroll, and the prompts."""
-    settings = TrainSettings(**KINDS[request.param], ttt_steps=STEPS)
+    settings = TrainSettings(head=HeadSettings(**KINDS[request.param]), unroll=UnrollSettings(ttt_steps=STEPS))
     plan = plan_head(
         settings, tiny_target, TokenMap.from_ids(range(tiny_target.vocab_size - 60), tiny_target.vocab_size)
     )

@@ -18,7 +18,6 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
 from toolkit.train.errors import TrainError
@@ -30,16 +29,17 @@ from toolkit.train.real_acceptance import Measurement, RealAcceptance, check_eng
 from toolkit.train.state import Position, best_path
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train_settings import DataSettings, EvaluationSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors
 
 STEPS, TOKENS = 3, 32
 SETTINGS = TrainSettings(
-    ttt_steps=STEPS,
     precision="fp32",
-    micro_batch=3,
-    real_max_tokens=TOKENS,
-    real_shapes=("3,1,4", "2,1,3", "3,4,12"),
-    real_temperatures=(0.0, 0.2),
+    unroll=UnrollSettings(ttt_steps=STEPS),
+    data=DataSettings(micro_batch=3),
+    evaluation=EvaluationSettings(
+        real_max_tokens=TOKENS, real_shapes=("3,1,4", "2,1,3", "3,4,12"), real_temperatures=(0.0, 0.2)
+    ),
 )
 
 
@@ -119,8 +119,9 @@ def test_what_cannot_be_compared_is_said(training, monkeypatch, caplog):
     Measurement(side.target, HeldOutPrompts(prompts.prompts[:1]), SETTINGS, seed=0)
     assert "not held against each other: one held-out prompt gives no interval" in caplog.text
     caplog.clear()
-    Measurement(side.target, prompts, replace(SETTINGS, real_shapes=("9,1,10", "3,4,12")), seed=0)
-    assert "no chain of at most train.ttt_steps levels" in caplog.text and "interval" not in caplog.text
+    deep = replace(SETTINGS.evaluation, real_shapes=("9,1,10", "3,4,12"))
+    Measurement(side.target, prompts, replace(SETTINGS, evaluation=deep), seed=0)
+    assert "no chain of at most train.unroll.ttt_steps levels" in caplog.text and "interval" not in caplog.text
 
 
 def _measured(training, **changed) -> RealAcceptance:

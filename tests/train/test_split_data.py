@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.data.jsonl import DataError
-from toolkit.recipe import TrainSettings
 from toolkit.train.split_data import _pad_id, read_data
+from toolkit.train_settings import DataSettings, TrainSettings
 
-SETTINGS = TrainSettings(max_length=5000, global_batch=1)
+SETTINGS = TrainSettings(data=DataSettings(max_length=5000, global_batch=1))
 
 
 def _write(path, *texts: list[int]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.recipe import TrainSettings
 from toolkit.train.errors import TrainError
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import write_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.supervision import plan_supervision
@@ -14,6 +13,7 @@ from toolkit.train.teacher import Teacher, TeacherRows
 from toolkit.train.trained_head import TrainedHead
 from toolkit.train.ttt import unroll
 from toolkit.train.unrolled_head import unrolled_head
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 #          p  p  p  A0 A1 A2 E  \n p
 RESPONSE = [0, 0, 0, 1, 1, 1, 1, 0, 0]
@@ -81,7 +81,7 @@ def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
     """0.1 cross-entropy + 1.0 smooth L1 to the target's state of the position that is predicted from (EAGLE's weights);
     another position's state, a sum over H, or a weight on the wrong half is far off."""
     torch.manual_seed(4)
-    settings = TrainSettings(head="eagle2", ttt_steps=2)
+    settings = TrainSettings(head=HeadSettings(kind="eagle2"), unroll=UnrollSettings(ttt_steps=2))
     plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
     head = start_head(plan, settings, tiny_target, seed=0)
     teacher = Teacher(tiny_target, plan.token_map)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from toolkit.data.batches import Example, collate
-from toolkit.recipe import TrainSettings
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import metrics as metrics_file
 from toolkit.train.errors import TrainError
@@ -17,6 +16,7 @@ from toolkit.train.metric_rows import OF_THE_MACHINE, StepSums, flat_row, step_r
 from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import covered_share
+from toolkit.train_settings import OptimizerSettings, TrackingSettings, TrainSettings, UnrollSettings
 
 
 def test_conditional_counts_by_hand():
@@ -41,7 +41,15 @@ def test_a_step_s_row():
         *(torch.tensor(values) for values in ([2.0, 4.0], [6.0, 2.0], [10.0, 8.0], [10.0, 5.0], [6.0, 0.0]))
     )
     seconds = {"step": 2.0, "target": 0.5, "head": 1.0, "optimizer": 0.25}
-    row = step_row(sums, TrainSettings(optimizer="adamw", step_decay=0.5), 0.5, 1.5, 0.9, seconds, 77)
+    row = step_row(
+        sums,
+        TrainSettings(optimizer=OptimizerSettings(name="adamw"), unroll=UnrollSettings(step_decay=0.5)),
+        0.5,
+        1.5,
+        0.9,
+        seconds,
+        77,
+    )
     assert row["loss"] == 4.0 and row["accuracy_by_step"] == pytest.approx([0.6, 0.25])
     assert row["conditional_accuracy_by_step"] == [0.6, 0.0]
     assert (row["learning_rate"], row["grad_norm"], row["muon_learning_rate"]) == (0.5 * 1.5e-3, 1.5, None)
@@ -87,7 +95,11 @@ def test_tensorboard(tmp_path):
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for values in ((1.0, 2.0, 3.0), (9.0,)):
         metrics = Metrics(
-            tmp_path / "metrics.jsonl", main=True, settings=TrainSettings(tensorboard=True), run_name="t", config={}
+            tmp_path / "metrics.jsonl",
+            main=True,
+            settings=TrainSettings(tracking=TrackingSettings(tensorboard=True)),
+            run_name="t",
+            config={},
         )
         start = 0 if len(values) == 3 else 2
         metrics.rewind(start)
@@ -104,4 +116,4 @@ def test_tensorboard_asked_for_and_absent(monkeypatch):
     monkeypatch.setattr(metrics_file.importlib.util, "find_spec", lambda name: None)
     check_trackers(TrainSettings())
     with pytest.raises(TrainError, match=r"pip install 'toolkit\[tensorboard\]'"):
-        check_trackers(TrainSettings(tensorboard=True))
+        check_trackers(TrainSettings(tracking=TrackingSettings(tensorboard=True)))

@@ -12,6 +12,7 @@ from toolkit.commands.model_arguments import add_compile_argument, add_quantizat
 from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device, of_temperature
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.recipe import BenchSettings
+from toolkit.recipe_yaml import build
 
 if TYPE_CHECKING:
     from toolkit.bench.prompts import Prompt
@@ -123,8 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_any(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    given |= {name: tuple(given[name]) for name in ("shapes", "prompts") if name in given}
-    wanted = BenchSettings(**given)
+    wanted = build(BenchSettings, given, "bench")
     set_threads()
     from toolkit.bench.table import print_acceptance
     from toolkit.infer.drafters.choose_verifier import choose_verifier

@@ -13,9 +13,9 @@ from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.feature_recorder import record_features
 from toolkit.infer.request.request import Request
-from toolkit.recipe import TrainSettings
 from toolkit.targets.target import Target
 from toolkit.train.offline_features import stored_layer_ids
+from toolkit.train_settings import TrainSettings
 
 OnEnd = Callable[[GenerationRequest, Request], None]
 
@@ -28,12 +28,12 @@ def captured_features(
 
     max_tokens: of an answer. Of a conversation only the last turn's text is stored. What is not stored in the end the
     training makes itself: texts that lay in memory when the process was killed, conversations that ended before their
-    last turn, and those of several turns that are longer than train.max_length (they end at the border of a turn).
+    last turn, and those of several turns that are longer than train.data.max_length (they end at the border of a turn).
     Raises `FeatureStoreError` when the disk has no room for the longest texts there can be, or fills up.
     """
     target = engine.target
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
-    longest = min(settings.max_length, engine.max_context)
+    longest = min(settings.data.max_length, engine.max_context)
     most = sorted(most_positions(target, one, max_tokens, longest) for one in conversations)
     store = FeatureStore.start(folder, spec, sum(most))
     # Which texts are stored is known when they are written: the shortest are taken to be.
@@ -45,9 +45,9 @@ def captured_features(
             features = recorder.take(request)
             text = request.prompt_ids + request.output_ids
             last = wanted.last or request.finish_reason == "length"  # a cut answer ends its conversation
-            if features is None or not last or (wanted.turn > 1 and len(text) > settings.max_length):
+            if features is None or not last or (wanted.turn > 1 and len(text) > settings.data.max_length):
                 return
-            ids = text[: settings.max_length]
+            ids = text[: settings.data.max_length]
             writer.add(ids, features[: len(ids) - 1])
 
         yield keep

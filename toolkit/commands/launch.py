@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.recipe import REPOSITORY, HeadName, TrainSettings
+from toolkit.recipe import REPOSITORY
 from toolkit.threads import physical_cores
+from toolkit.train_settings import HeadName, TrainSettings
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPTS = REPOSITORY / "toolkit" / "train"  # one for each kind of head
@@ -49,7 +50,7 @@ def training_processes(asked: int | None, settings: TrainSettings) -> int:
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"{asked} training processes came; at least 1 is needed")
-    return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.global_batch % count == 0)
+    return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.data.global_batch % count == 0)
 
 
 def training_line(

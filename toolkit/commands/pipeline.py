@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.commands.launch import training_processes
 from toolkit.commands.stages import PipelineError, Stage
-from toolkit.recipe import Recipe, RecipeError, TrainSettings, result_settings
+from toolkit.recipe import Recipe, RecipeError, result_settings
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import read_json
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n" + summary(outcomes))
     if args.preview is not None:
         print()
-        target, longest = described.recipe.target, described.recipe.train.max_length
+        target, longest = described.recipe.target, described.recipe.train.data.max_length
         preview.show(
             described.folder / ROLLOUTS, target.model, "train", args.preview, longest, revision=target.revision
         )

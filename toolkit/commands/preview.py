@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="whose tokenizer to read them with (default: the one that wrote them)")
     parser.add_argument("--split", choices=("train", "held_out"), default="train", help="default: train")
     parser.add_argument("--limit", type=int, default=3, metavar="N", help="rollouts shown (default: 3)")
-    parser.add_argument("--max-length", type=int, default=512, metavar="N", help="as train.max_length (default: 512)")
+    parser.add_argument(
+        "--max-length", type=int, default=512, metavar="N", help="as train.data.max_length (default: 512)"
+    )
     parser.epilog = LEGEND
 
 

@@ -50,7 +50,7 @@ def train_head(job: Run) -> str:
     processes = training_processes(job.processes, job.recipe.train)
     job.recipe.train.check_processes(processes)
     threads = set_threads(processes)
-    line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config, job.recipe.train.head)
+    line = training_line(job.recipe_path, job.overrides, processes, job.accelerate_config, job.recipe.train.head.kind)
     say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
     status = run_training(line)
     if status:

@@ -219,8 +219,8 @@ def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "
     where = f"{folder}, where {_size(free)} are free" + (" without those of other settings" if freed else "")
     if each * tokens > free:
         raise FeatureStoreError(
-            f"features need {need} in {where}; free some room, lower train.max_length, or set train.features: online "
-            "(and rollouts.keep_features: false)"
+            f"features need {need} in {where}; free some room, lower train.data.max_length, or set "
+            "train.data.features: online (and rollouts.keep_features: false)"
         )
     if not freed:
         log.info("features: %s in %s", need, where)

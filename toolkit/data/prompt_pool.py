@@ -25,7 +25,7 @@ def read_pool(rollouts: str | Path) -> Conversations:
         if not row.get("messages"):
             raise DataError(
                 f"{rows.where(at)}: the rollout holds no messages, so its prompt cannot be answered afresh; rollouts "
-                "that `toolkit rollouts` wrote are needed (or train.rollout_every=null)"
+                "that `toolkit rollouts` wrote are needed (or train.on_policy.every=null)"
             )
         pool.append((conversation_from_row(row, rows.where(at), str(row["id"])).id, at))
     if not pool:

@@ -28,7 +28,7 @@ def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
         return (1, n_layers // 2, n_layers - 1)
     raise TargetError(
         f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
-        "name them yourself with train.aux_layer_ids=[a,b,c] (0 = the embeddings)"
+        "name them yourself with train.head.aux_layer_ids=[a,b,c] (0 = the embeddings)"
     )
 
 
@@ -158,5 +158,5 @@ def check_packing(target: Target) -> None:
     if not difference < 0.1:
         raise TargetError(
             f"{target.name} lets sequences of one row see each other (states differ by {difference:.0%}): its model "
-            "does not tell them apart by their positions; set train.pack=false"
+            "does not tell them apart by their positions; set train.data.pack=false"
         )

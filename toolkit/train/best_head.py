@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.recipe import TrainSettings
 from toolkit.train.state import Position
+from toolkit.train_settings import TrainSettings
 
 
 def judged(position: Position, forecast: float | None, real: float | None, settings: TrainSettings) -> Position:
@@ -17,7 +17,9 @@ def judged(position: Position, forecast: float | None, real: float | None, setti
     Evaluations without improvement are counted only where they decide: forecasts do not, where the engine measures.
     """
     if real is None and position.best_real is not None:
-        measured_in_vain = settings.real_every is not None and due(position.step, settings.real_every)
+        measured_in_vain = settings.evaluation.real_every is not None and due(
+            position.step, settings.evaluation.real_every
+        )
         return replace(position, stale=position.stale + measured_in_vain)
     if real is not None:
         better, more = _compare(real, position.best_real)
@@ -25,7 +27,7 @@ def judged(position: Position, forecast: float | None, real: float | None, setti
     else:
         better, more = _compare(forecast, position.best_forecast)
         better = better or not position.best_step
-        decides = settings.real_every is None
+        decides = settings.evaluation.real_every is None
     stale = 0 if more else position.stale + decides
     if not better:
         return replace(position, stale=stale)
@@ -43,13 +45,15 @@ def due(step: int, every: int | None) -> bool:
 
 def has_stopped(position: Position, settings: TrainSettings) -> bool:
     """Early stop: `patience` evaluations in a row without improvement."""
-    return settings.patience is not None and position.stale >= settings.patience
+    return settings.evaluation.patience is not None and position.stale >= settings.evaluation.patience
 
 
 def best_in_words(position: Position, settings: TrainSettings) -> str:
     """The accept_length that made it the best head, for the log."""
     if position.best_real is not None:
-        return f"real accept_length {position.best_real:.2f} (mean over train.real_shapes and real_temperatures)"
+        over = "train.evaluation.real_shapes and real_temperatures"
+        return f"real accept_length {position.best_real:.2f} (mean over {over})"
     if position.best_forecast is not None:
-        return f"forecast accept_length {position.best_forecast:.2f} (chain {settings.ttt_steps}, held-out rollouts)"
+        steps = settings.unroll.ttt_steps
+        return f"forecast accept_length {position.best_forecast:.2f} (chain {steps}, held-out rollouts)"
     return "accept_length unknown"

@@ -17,7 +17,6 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.log import get_logger
-from toolkit.recipe import TrainSettings
 from toolkit.targets.errors import TargetError
 from toolkit.targets.features import check_aux_layer_ids, default_aux_layer_ids
 from toolkit.targets.target import Target
@@ -34,6 +33,7 @@ from toolkit.train.initialise_shared import start_eagle2, start_mtp
 from toolkit.train.step import Anchors
 from toolkit.train.teacher import Teacher
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
 
@@ -55,31 +55,33 @@ class HeadPlan:
 
 def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
     """The plan of a new head. Raises `TargetError` when its layers do not fit the target."""
-    every: dict[str, Any] = {"sliding_window": settings.sliding_window}
-    if settings.head == "eagle3":
-        ids = settings.aux_layer_ids or default_aux_layer_ids(target.n_layers)
+    every: dict[str, Any] = {"sliding_window": settings.head.sliding_window}
+    if settings.head.kind == "eagle3":
+        ids = settings.head.aux_layer_ids or default_aux_layer_ids(target.n_layers)
         check_aux_layer_ids(ids, target.n_layers)
-        if settings.init != "random" and settings.layers > target.n_layers:
-            raise TargetError(f"train.layers = {settings.layers}: {target.name} has {target.n_layers} layers to copy")
+        if settings.head.init != "random" and settings.head.layers > target.n_layers:
+            raise TargetError(
+                f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy"
+            )
         config = Eagle3Config.from_target_config(
             target.config,
             vocab_size=target.vocab_size,
             draft_vocab_size=token_map.size,
             aux_layer_ids=ids,
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
-            num_hidden_layers=settings.layers,
+            fc_norm=settings.head.fc_norm,
+            norm_output=settings.head.norm_output,
+            num_hidden_layers=settings.head.layers,
             **every,
         )
         return HeadPlan(config, token_map, ids)
     whole = TokenMap.identity(target.vocab_size)
-    if settings.head == "eagle2":
+    if settings.head.kind == "eagle2":
         eagle2 = Eagle2Config.from_target_config(
-            target.config, vocab_size=target.vocab_size, num_hidden_layers=settings.layers, **every
+            target.config, vocab_size=target.vocab_size, num_hidden_layers=settings.head.layers, **every
         )
         return HeadPlan(eagle2, whole, None)
     mtp = MtpConfig.from_target_config(
-        target.config, vocab_size=target.vocab_size, num_mtp_layers=settings.layers, **every
+        target.config, vocab_size=target.vocab_size, num_mtp_layers=settings.head.layers, **every
     )
     return HeadPlan(mtp, whole, None)
 
@@ -104,7 +106,7 @@ def start_head(
         r2 = _from_target(head, plan, target, seed, batches, stored)
         fit = "" if r2 is None else f"; of what its input should become it explains {r2:.2f}"
         log.info("head starts from the target's weights%s", fit)
-    if isinstance(head, Eagle3Head) and settings.lm_head is not None:
+    if isinstance(head, Eagle3Head) and settings.head.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head
 
@@ -112,14 +114,14 @@ def start_head(
 def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teacher: Teacher) -> TrainedHead:
     """The head with its unroll and losses. An eagle2 head also learns the next feature."""
     weights = {}
-    if settings.head == "eagle2":
-        weights = {"token_weight": settings.token_weight, "feature_weight": settings.feature_weight}
+    if settings.head.kind == "eagle2":
+        weights = {"token_weight": settings.unroll.token_weight, "feature_weight": settings.unroll.feature_weight}
     return TrainedHead(
         head,
-        settings.step_decay,
-        settings.loss,
+        settings.unroll.step_decay,
+        settings.unroll.loss,
         output=None if plan.own_vocabulary else teacher.shared_matrix(),
-        checkpointing=settings.checkpointing,
+        checkpointing=settings.unroll.checkpointing,
         **weights,
     )
 
@@ -127,10 +129,10 @@ def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teach
 def anchors_of(settings: TrainSettings, seed: int, *place: int) -> Anchors | None:
     """The draw of one micro-batch, by its place in the training; None where all roots are unrolled. All roots take the
     steps in which each MTP layer reads all positions for the first time."""
-    if settings.anchors is None:
+    if settings.unroll.anchors is None:
         return None
-    full = settings.layers if settings.head == "mtp" else 1
-    return Anchors(settings.anchors, full, random.Random(f"anchors {seed} {place}").getrandbits(63))
+    full = settings.head.layers if settings.head.kind == "mtp" else 1
+    return Anchors(settings.unroll.anchors, full, random.Random(f"anchors {seed} {place}").getrandbits(63))
 
 
 def regressed(head: DraftHead) -> nn.Linear:
@@ -155,14 +157,14 @@ def _from_target(
 
 @torch.no_grad()
 def _set_output_matrix(head: Eagle3Head, plan: HeadPlan, settings: TrainSettings, target: Target, seed: int) -> None:
-    """`train.lm_head`: the output matrix and the norm before it at random, or the target's rows, perhaps to stay so."""
+    """`train.head.lm_head`: the output matrix and the norm before it start at random or as the target's."""
     weight = head.lm_head.weight
     head.norm.weight.fill_(1.0)
-    if settings.lm_head == "random":
+    if settings.head.lm_head == "random":
         generator = torch.Generator().manual_seed(seed)
         weight.copy_(torch.randn(weight.shape, generator=generator) * RANDOM_STD)
         return
     weight.copy_(target.lm_head.weight[plan.token_map.ids.to(target.device)])
     if not copy_norm(head.norm, target.final_norm, target.hidden_size):
         log.warning("the norm before the output matrix starts at one: the target's last norm has no such scale")
-    weight.requires_grad_(settings.lm_head != "frozen")
+    weight.requires_grad_(settings.head.lm_head != "frozen")

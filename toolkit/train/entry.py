@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import is_for_users
-from toolkit.recipe import HeadName, Recipe, RecipeError, default_recipe_path, load_recipe
+from toolkit.recipe import Recipe, RecipeError, default_recipe_path, load_recipe
 from toolkit.train.prerequisites import bring_up_to_date
+from toolkit.train_settings import HeadName
 
 
 def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
@@ -22,10 +23,12 @@ def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
     try:
         path = args.recipe or str(default_recipe_path())
         recipe = load_recipe(path, args.overrides, head=head)
-        asked = recipe.train.head
+        asked = recipe.train.head.kind
         if asked != head:
-            raise RecipeError(f"train.head is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py")
-        return _train(recipe, path, [*args.overrides, f"train.head={head}"])
+            raise RecipeError(
+                f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py"
+            )
+        return _train(recipe, path, [*args.overrides, f"train.head.kind={head}"])
     except (ValueError, OSError) as error:
         if not is_for_users(error):
             raise

@@ -13,7 +13,6 @@ from accelerate.utils import broadcast
 from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.recipe import TrainSettings
 from toolkit.train.best_head import judged
 from toolkit.train.forecast import summarise_replays
 from toolkit.train.forecast_check import Comparison, compare, explain_gap
@@ -24,6 +23,7 @@ from toolkit.train.real_acceptance import Measurement, RealAcceptance, mean_acce
 from toolkit.train.split_data import Data
 from toolkit.train.state import Position, best_path
 from toolkit.train.step import TargetSide, forecast_accept_length, replayed_steps
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import save_tensors
 
 log = get_logger(__name__)
@@ -57,7 +57,7 @@ class Evaluation:
         guess, value, weights = None, None, None
         if forecast:
             model.eval()
-            found = forecast_accept_length(model, self.side, self.held_out, self.settings.ttt_steps)
+            found = forecast_accept_length(model, self.side, self.held_out, self.settings.unroll.ttt_steps)
             model.train()
             guess = found.accept_length
             self.metrics.write({"step": position.step, **forecast_row(found)})
@@ -115,12 +115,12 @@ class Evaluation:
                 Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * len(answer))
                 for one, answer in zip(asked, answers, strict=True)
             ]
-            size = self.settings.micro_batch
+            size = self.settings.data.micro_batch
             batches = [collate(texts[start : start + size], self.pad_id) for start in range(0, len(texts), size)]
-            steps = replayed_steps(model, self.side.online(), batches, self.settings.ttt_steps, levels)
+            steps = replayed_steps(model, self.side.online(), batches, self.settings.unroll.ttt_steps, levels)
             return summarise_replays(steps, levels).accept_length
 
-        deepest = self.settings.ttt_steps
+        deepest = self.settings.unroll.ttt_steps
         return compare(measured, self.measurement.prompts, replay, deepest, self.measurement.max_tokens)
 
 

@@ -58,8 +58,8 @@ def _own_part(parameter: torch.Tensor, rank: int) -> torch.Tensor:
 def _diverged(what: str, directory: Path) -> DivergedError:
     return DivergedError(
         f"{what}, so training stops; {_newest(directory)}. Its learning rate is the usual cause: train with a lower "
-        "train.learning_rate (and muon_learning_rate) or a longer train.warmup_ratio into another run_dir, "
-        "or with train.precision=fp32"
+        "train.optimizer.learning_rate (and muon_learning_rate) or a longer train.optimizer.warmup_ratio into "
+        "another run_dir, or with train.precision=fp32"
     )
 
 

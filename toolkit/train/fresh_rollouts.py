@@ -85,11 +85,11 @@ class FreshRollouts:
     def prompts(self, step: int) -> tuple[list[Conversation], dict[str, float]]:
         """What is asked at a step, and at which temperature each."""
         settings = self.recipe.train
-        assert settings.rollout_every is not None, "fresh rollouts need an interval"
-        count = settings.rollout_prompts or settings.rollout_every * settings.global_batch
-        first = (step // settings.rollout_every - 1) * count
+        assert settings.on_policy.every is not None, "fresh rollouts need an interval"
+        count = settings.on_policy.prompts or settings.on_policy.every * settings.data.global_batch
+        first = (step // settings.on_policy.every - 1) * count
         chosen = take_prompts(self.pool, self.recipe.seed, first, count)
-        mixture = settings.rollout_temperatures  # in turn over all intervals: one may ask fewer prompts than it holds
+        mixture = settings.on_policy.temperatures  # in turn over all intervals: one may ask fewer prompts than it holds
         return chosen, {one.id: mixture[place % len(mixture)] for place, one in enumerate(chosen, first)}
 
     def write(self, step: int, model: torch.nn.Module) -> FreshStats:

@@ -87,7 +87,7 @@ def read_held_out(rollouts: Path, count: int, longest: int) -> HeldOutPrompts:
     if not first:
         raise TrainError(
             f"{rollouts} has no held-out rollout whose prompt can be asked ({rows} held-out rows; prompts of 1 to "
-            f"{longest} ids are needed); hold more out, or measure nothing (train.real_every=null)"
+            f"{longest} ids are needed); hold more out, or measure nothing (train.evaluation.real_every=null)"
         )
     return HeldOutPrompts([_prompt(row) for row in first])
 

@@ -15,7 +15,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import get_logger, progress
-from toolkit.recipe import Recipe, TrainSettings, result_settings
+from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
@@ -38,6 +38,7 @@ from toolkit.train.state import Position, best_path, restore_state, save_state, 
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train.supervision import covered_share
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
 
 log = get_logger(__name__)
@@ -57,13 +58,13 @@ class Trainer:
             self.micro_batch(world),
             self.accumulation,
             gradient_clip(self.settings),
-            whole_gradients=self.settings.optimizer == "muon",
+            whole_gradients=self.settings.optimizer.name == "muon",
         )
         self.target = frozen_target(recipe, _device(), self.accelerator)
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
         self.steps = total_steps(self.settings, len(self.data.plan))
-        if self.settings.real_every or self.settings.rollout_every:
+        if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings))
         self.fingerprint = sha256_json(
             [
@@ -77,10 +78,10 @@ class Trainer:
                 *self._draws_depend_on(),
             ]
         )
-        if self.settings.pack:
+        if self.settings.data.pack:
             check_packing(self.target)
         ids, self.stored = self.plan.aux_layer_ids, None
-        if self.settings.features == "offline":
+        if self.settings.data.features == "offline":
             folder = directory.parent / "features"
             with sole_trainer(directory) if self.accelerator.is_main_process else nullcontext():
                 self.stored = offline_features(self.settings, self.target, ids, self.data, folder, self.accelerator)
@@ -100,10 +101,10 @@ class Trainer:
         self.evaluation = Evaluation(
             accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics
         )
-        if settings.real_every and accelerator.is_main_process:
+        if settings.evaluation.real_every and accelerator.is_main_process:
             self.evaluation.measurement = Measurement.of_training(self.target, rollouts, settings, recipe.seed)
         self.fresh = None
-        if settings.rollout_every:
+        if settings.on_policy.every:
             self.fresh = FreshRollouts(
                 recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
             )
@@ -112,17 +113,19 @@ class Trainer:
         """What the draws of anchors follow beside the seed: a resumed training must cut its batches alike."""
         settings = self.settings
         return (
-            [] if settings.anchors is None else [settings.micro_batch, settings.pack, os.environ.get("WORLD_SIZE", "1")]
+            []
+            if settings.unroll.anchors is None
+            else [settings.data.micro_batch, settings.data.pack, os.environ.get("WORLD_SIZE", "1")]
         )
 
     def micro_batch(self, world: int) -> int:
-        return max(1, self.settings.global_batch // (world * self.accumulation))
+        return max(1, self.settings.data.global_batch // (world * self.accumulation))
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
         # A resumed run overwrites every weight: only a fresh one pays for the regression.
-        start = "random" if stored_states(self.directory) else settings.init
-        size = settings.micro_batch  # what a forward has room for
+        start = "random" if stored_states(self.directory) else settings.head.init
+        size = settings.data.micro_batch  # what a forward has room for
         batches = (
             self._collate(batch[first : first + size])
             for batch in self.data.plan.epoch(0)
@@ -151,13 +154,15 @@ class Trainer:
         position = restore_state(self.accelerator, self.directory, self.fingerprint)
         self.metrics.rewind(position.step, position.rollouts_of_step)
         main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
-        if main and processes > self.settings.global_batch:
-            log.warning("%d processes share steps of %d sequences: some idle", processes, self.settings.global_batch)
+        if main and processes > self.settings.data.global_batch:
+            log.warning(
+                "%d processes share steps of %d sequences: some idle", processes, self.settings.data.global_batch
+            )
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
             len(self.data.train),
             self.steps,
-            self.settings.global_batch,
+            self.settings.data.global_batch,
             self.accelerator.num_processes,
             self.settings.precision,
             self.accelerator.state.deepspeed_plugin.zero_stage,
@@ -190,7 +195,7 @@ class Trainer:
         return self.data.plan.from_position(position.epoch, position.index)
 
     def _fresh_due(self, position: Position) -> bool:
-        return due(position.step, self.settings.rollout_every) and position.step != position.rollouts_of_step
+        return due(position.step, self.settings.on_policy.every) and position.step != position.rollouts_of_step
 
     def _go_over_to_fresh(self, position: Position) -> Position:
         """Have rollouts written by the head of this step's help, and train on them from here."""
@@ -223,8 +228,10 @@ class Trainer:
             )
             bar.update(1)
         last = done == self.steps
-        forecast = last or due(done, self.settings.eval_every)
-        real = self.settings.real_every is not None and (last or due(done, self.settings.real_every))
+        forecast = last or due(done, self.settings.evaluation.eval_every)
+        real = self.settings.evaluation.real_every is not None and (
+            last or due(done, self.settings.evaluation.real_every)
+        )
         stored = last or due(done, self.settings.save_every)
         if forecast or real or stored:
             check_weights(self.accelerator, self.model, done, self.directory)
@@ -238,7 +245,7 @@ class Trainer:
         """One optimiser step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
-        k, shift = unroll_steps(step, self.steps, settings), settings.mask_shift
+        k, shift = unroll_steps(step, self.steps, settings), settings.unroll.mask_shift
         whole = self._collate(indices)
         counts = supervised_counts(whole, k, shift)
         factor = rate_factor(step, self.steps, settings)
@@ -276,7 +283,9 @@ class Trainer:
     def _micro_batch(self, indices: list[int], filler: int) -> Batch:
         """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
         if indices:
-            return collate([self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.pack)
+            return collate(
+                [self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.data.pack
+            )
         batch = self._collate([filler])
         return replace(batch, response=torch.zeros_like(batch.response))
 
@@ -297,7 +306,7 @@ class Trainer:
 def accumulation_steps(settings: TrainSettings, processes: int) -> int:
     """Micro-batches a process runs per optimiser step. Raises `RecipeError` if the global batch cannot be shared."""
     settings.check_processes(processes)
-    return max(1, settings.global_batch // processes // settings.micro_batch)
+    return max(1, settings.data.global_batch // processes // settings.data.micro_batch)
 
 
 def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:

@@ -1,9 +1,9 @@
 """What the rows of metrics.jsonl hold, and so what every tracker shows: the one place that decides it.
 
 one row a step             `step_row`
-at train.eval_every        `forecast_row`
-at train.real_every        `real_row`
-at train.rollout_every     `rollouts_row`
+at train.evaluation.eval_every        `forecast_row`
+at train.evaluation.real_every        `real_row`
+at train.on_policy.every     `rollouts_row`
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from toolkit.recipe import TrainSettings
 from toolkit.train.forecast import Forecast
 from toolkit.train.forecast_check import Comparison
 from toolkit.train.fresh_rollouts import FreshStats
 from toolkit.train.real_acceptance import RealAcceptance
+from toolkit.train_settings import TrainSettings
 
 # Keys of `step_row` that depend on the machine: two runs of one curve differ in them.
 OF_THE_MACHINE = (
@@ -60,9 +60,9 @@ def step_row(
     where DeepSpeed's norm is that of the orthogonalised updates, which says nothing of the gradients.
     """
     tokens, whole = int(sums.supervised[0]), seconds["step"]
-    weights = settings.step_decay ** torch.arange(len(sums.loss))
+    weights = settings.unroll.step_decay ** torch.arange(len(sums.loss))
     reached, passed = sums.reached.tolist(), sums.passed.tolist()
-    muon = settings.optimizer == "muon"
+    muon = settings.optimizer.name == "muon"
     return {
         "seconds_per_step": whole,
         "loss": float((weights * sums.loss).sum()),
@@ -72,8 +72,8 @@ def step_row(
             right / looked if looked else None for right, looked in zip(passed, reached, strict=True)
         ],
         "token_map_coverage": coverage,
-        "learning_rate": rate_factor * settings.learning_rate,
-        "muon_learning_rate": rate_factor * settings.muon_learning_rate if muon else None,
+        "learning_rate": rate_factor * settings.optimizer.learning_rate,
+        "muon_learning_rate": rate_factor * settings.optimizer.muon_learning_rate if muon else None,
         "grad_norm": None if muon else grad_norm,
         "supervised_tokens": tokens,
         "tokens_per_s": tokens / whole,

@@ -11,9 +11,9 @@ from typing import Any
 
 import wandb
 
-from toolkit.recipe import TrainSettings
 from toolkit.train.errors import TrainError
 from toolkit.train.metric_rows import flat_row
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write
 
 
@@ -34,12 +34,12 @@ class Metrics:
         self.main = main
         self._run: Any = None
         self._board: Any = None
-        self._wants_board = main and settings.tensorboard
+        self._wants_board = main and settings.tracking.tensorboard
         if main:
             path.parent.mkdir(parents=True, exist_ok=True)
-        if main and settings.wandb:
+        if main and settings.tracking.wandb:
             self._run = wandb.init(
-                project=settings.wandb_project,
+                project=settings.tracking.wandb_project,
                 name=run_name,
                 config=config,
                 dir=str(path.parent),
@@ -90,10 +90,10 @@ class Metrics:
 
 def check_trackers(settings: TrainSettings) -> None:
     """Raises `TrainError` when the recipe asks for a tracker that is not installed."""
-    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    if settings.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise TrainError(
-            "train.tensorboard is true, but the package tensorboard is not installed: "
-            "pip install 'toolkit[tensorboard]' (or pip install tensorboard), or set train.tensorboard=false"
+            "train.tracking.tensorboard is true, but the package tensorboard is not installed: "
+            "pip install 'toolkit[tensorboard]' (or pip install tensorboard), or set train.tracking.tensorboard=false"
         )
 
 

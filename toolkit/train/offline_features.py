@@ -13,11 +13,11 @@ import torch
 
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
 from toolkit.log import get_logger, progress
-from toolkit.recipe import TrainSettings
 from toolkit.targets.features import AuxCapture, default_aux_layer_ids, target_features
 from toolkit.targets.load import Target
 from toolkit.train.features import StoredFeatures
 from toolkit.train.split_data import Data
+from toolkit.train_settings import TrainSettings
 
 if TYPE_CHECKING:  # the rollout stage asks for layer ids only
     from accelerate import Accelerator
@@ -31,10 +31,10 @@ def stored_layer_ids(settings: TrainSettings, n_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are stored for a training of these settings: those an EAGLE-3 head fuses, and where it
     starts from the target the first one that it copies, whose input `fc` is regressed on. Other heads read the last
     hidden state, which is always stored; with it lies the last layer's input."""
-    if settings.head != "eagle3":
+    if settings.head.kind != "eagle3":
         return (n_layers - 1,)
-    ids = set(settings.aux_layer_ids or default_aux_layer_ids(n_layers))
-    return tuple(sorted(ids | {n_layers - settings.layers} if settings.init == "target" else ids))
+    ids = set(settings.head.aux_layer_ids or default_aux_layer_ids(n_layers))
+    return tuple(sorted(ids | {n_layers - settings.head.layers} if settings.head.init == "target" else ids))
 
 
 def offline_features(

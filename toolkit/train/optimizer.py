@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.log import get_logger
-from toolkit.recipe import TrainSettings
+from toolkit.train_settings import OptimizerSettings, TrainSettings
 
 log = get_logger(__name__)
 
@@ -25,14 +25,15 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
     """An optimiser over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
     adamw: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": settings.betas,
-        "weight_decay": settings.weight_decay,
+        "lr": settings.optimizer.learning_rate,
+        "betas": settings.optimizer.betas,
+        "weight_decay": settings.optimizer.weight_decay,
     }
-    if settings.optimizer == "adamw":
-        if settings.muon_learning_rate != TrainSettings.muon_learning_rate:
+    if settings.optimizer.name == "adamw":
+        if settings.optimizer.muon_learning_rate != OptimizerSettings.muon_learning_rate:
             log.warning(
-                "train.muon_learning_rate %g is not used under train.optimizer adamw", settings.muon_learning_rate
+                "train.optimizer.muon_learning_rate %g is not used under train.optimizer.name adamw",
+                settings.optimizer.muon_learning_rate,
             )
         # One pass over the weights and their moments instead of a dozen.
         return torch.optim.AdamW([parameter for _, parameter in named], fused=True, **adamw)
@@ -47,9 +48,9 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
     matrices = {
         "params": [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if muon],
         "use_muon": True,
-        "lr": settings.muon_learning_rate,
+        "lr": settings.optimizer.muon_learning_rate,
         "momentum": MOMENTUM,
-        "weight_decay": settings.weight_decay,
+        "weight_decay": settings.optimizer.weight_decay,
         # In bf16, or, where the curve must not depend on the number of processes, in the wider of the two.
         "ns_method": "standard" if settings.precision == "bf16" else "gram",
     }
@@ -60,10 +61,12 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
 
 def gradient_clip(settings: TrainSettings) -> float:
     """What DeepSpeed is to clip the global norm to; 0: nothing. It would clip Muon's updates, not its gradients."""
-    return 0.0 if settings.optimizer == "muon" else settings.clip or CLIP
+    return 0.0 if settings.optimizer.name == "muon" else settings.optimizer.max_grad_norm or CLIP
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float, settings: TrainSettings) -> None:
     """Every group at `factor` of its peak."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * (settings.muon_learning_rate if group.get("use_muon") else settings.learning_rate)
+        group["lr"] = factor * (
+            settings.optimizer.muon_learning_rate if group.get("use_muon") else settings.optimizer.learning_rate
+        )

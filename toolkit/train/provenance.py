@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from toolkit.recipe import TrainSettings
 from toolkit.targets.load import Target
 from toolkit.train.state import Position
+from toolkit.train_settings import TrainSettings
 
 
 def training_record(

@@ -21,11 +21,11 @@ from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
-from toolkit.recipe import TrainSettings
 from toolkit.targets.load import Target
 from toolkit.train.errors import TrainError
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
 from toolkit.train.temporary_engine import with_engine
+from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
 
@@ -67,9 +67,9 @@ def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
 
 def shapes_of(settings: TrainSettings) -> list[DraftShape]:
     """As the recipe says, else a chain and a tree as deep as the training unrolls. Raises `DraftShapeError`."""
-    if settings.real_shapes is not None:
-        return [DraftShape.parse(text) for text in settings.real_shapes]
-    steps = settings.ttt_steps
+    if settings.evaluation.real_shapes is not None:
+        return [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
+    steps = settings.unroll.ttt_steps
     return [DraftShape.chain(steps), DraftShape(steps, 4, 4 * steps)]
 
 
@@ -79,13 +79,13 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
     if wide:
         raise TrainError(
             f"draft shape {wide[0].name} has more branches than the draft vocabulary has tokens "
-            f"({draft_vocabulary}); set train.real_shapes to narrower ones"
+            f"({draft_vocabulary}); set train.evaluation.real_shapes to narrower ones"
         )
     try:
         Engine(target, max_batch=1, max_context=min(64, target.max_context), memory=FORGETFUL).close()
     except ValueError as error:
         raise TrainError(
-            f"{error}; train.real_every=null and train.rollout_every=null train without the engine"
+            f"{error}; train.evaluation.real_every=null and train.on_policy.every=null train without the engine"
         ) from error
 
 
@@ -94,19 +94,24 @@ class Measurement:
 
     def __init__(self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int) -> None:
         self.target, self.prompts = target, prompts
-        self.shapes, self.temperatures = shapes_of(settings), settings.real_temperatures
-        self.max_tokens = settings.real_max_tokens
+        self.shapes, self.temperatures = shapes_of(settings), settings.evaluation.real_temperatures
+        self.max_tokens = settings.evaluation.real_max_tokens
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
         if len(prompts.prompts) < 2:
-            log.warning("%s: one held-out prompt gives no interval (train.real_prompts, rollouts.held_out)", UNCOMPARED)
-        if not any(shape.is_chain and shape.num_steps <= settings.ttt_steps for shape in self.shapes):
-            log.warning("%s: train.real_shapes has no chain of at most train.ttt_steps levels", UNCOMPARED)
+            log.warning(
+                "%s: one held-out prompt gives no interval (train.evaluation.real_prompts, rollouts.held_out)",
+                UNCOMPARED,
+            )
+        if not any(shape.is_chain and shape.num_steps <= settings.unroll.ttt_steps for shape in self.shapes):
+            log.warning(
+                "%s: train.evaluation.real_shapes has no chain of at most train.unroll.ttt_steps levels", UNCOMPARED
+            )
 
     @classmethod
     def of_training(cls, target: Target, rollouts: Path, settings: TrainSettings, seed: int) -> Measurement:
         """On the held-out prompts of the training's rollouts. Raises `TrainError` when there are none."""
-        longest = target.max_context - settings.real_max_tokens
-        return cls(target, read_held_out(rollouts, settings.real_prompts, longest), settings, seed)
+        longest = target.max_context - settings.evaluation.real_max_tokens
+        return cls(target, read_held_out(rollouts, settings.evaluation.real_prompts, longest), settings, seed)
 
     def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
         """Every shape at every temperature, all prompts in one batch, without a second copy of the target."""

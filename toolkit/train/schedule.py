@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from toolkit.recipe import TrainSettings
 from toolkit.train.errors import TrainError
+from toolkit.train_settings import TrainSettings
 
 
 def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
     """Share of the peak rate at 0-based optimiser step `step`: linear warm-up, then down to a tenth (or constant)."""
-    warmup = max(1, round(settings.warmup_ratio * total_steps))
+    warmup = max(1, round(settings.optimizer.warmup_ratio * total_steps))
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, total_steps - warmup)
@@ -19,7 +19,7 @@ def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
         "constant": 1.0,
         "linear": 1.0 - 0.9 * done,
         "cosine": 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[settings.schedule]
+    }[settings.optimizer.schedule]
 
 
 def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
@@ -27,10 +27,10 @@ def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
     afresh only behind the last."""
     steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
     steps = steps if settings.max_steps is None else min(steps, settings.max_steps)
-    if settings.rollout_every is not None and settings.rollout_every >= steps:
+    if settings.on_policy.every is not None and settings.on_policy.every >= steps:
         raise TrainError(
-            f"train.rollout_every = {settings.rollout_every}, but the training has {steps} steps and would see no "
-            "fresh rollout; lower it, or set train.rollout_every=null"
+            f"train.on_policy.every = {settings.on_policy.every}, but the training has {steps} steps and would see no "
+            "fresh rollout; lower it, or set train.on_policy.every=null"
         )
     return steps
 
@@ -38,5 +38,7 @@ def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
 def unroll_steps(step: int, total_steps: int, settings: TrainSettings) -> int:
     """Steps of the training-time test at 0-based optimiser step `step`: 1, 2, .. for the curriculum's shares of the
     training, one after the other, then all of ttt_steps."""
-    ends = accumulate(settings.ttt_curriculum)
-    return next((depth for depth, end in enumerate(ends, 1) if step < round(end * total_steps)), settings.ttt_steps)
+    ends = accumulate(settings.unroll.curriculum)
+    return next(
+        (depth for depth, end in enumerate(ends, 1) if step < round(end * total_steps)), settings.unroll.ttt_steps
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
 from toolkit.data.jsonl import DataError
-from toolkit.recipe import TrainSettings
 from toolkit.targets.load import Target
+from toolkit.train_settings import TrainSettings
 
 # Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
 FORECAST_ROLLOUTS = 64
@@ -33,7 +33,7 @@ def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int
     train = _examples(settings, rollouts, "train", target)
     pad_id = _pad_id(target)
     held_out.sort(key=lambda example: len(example.input_ids))
-    size = settings.micro_batch
+    size = settings.data.micro_batch
     batches = [collate(held_out[start : start + size], pad_id) for start in range(0, len(held_out), size)]
     return Data(train=train, held_out=batches, plan=_plan(settings, train, seed), pad_id=pad_id)
 
@@ -45,12 +45,12 @@ def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Targ
 
 
 def _plan(settings: TrainSettings, train: Examples, seed: int) -> BatchPlan:
-    return BatchPlan(train.lengths, settings.global_batch, seed)
+    return BatchPlan(train.lengths, settings.data.global_batch, seed)
 
 
 def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> Examples:
     """One split, cut to what is trained on and to what the target was made for."""
-    limit = min(settings.max_length, target.max_context)  # positions behind the context were never trained
+    limit = min(settings.data.max_length, target.max_context)  # positions behind the context were never trained
     # Rollouts do not say how their target was quantised.
     known = target.name if target.quantization is None else None
 

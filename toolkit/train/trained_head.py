@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.checkpoint.head_kinds import DraftHead
-from toolkit.recipe import LossName
 from toolkit.train.loss import DraftLoss, best_tokens
 from toolkit.train.supervision import Supervision
 from toolkit.train.teacher import TeacherRows
 from toolkit.train.ttt import unroll
 from toolkit.train.unrolled_head import SharedMatrix, unrolled_head
+from toolkit.train_settings import LossName
 
 
 class TrainedHead(nn.Module):

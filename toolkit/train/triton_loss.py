@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.recipe import LossName
+from toolkit.train_settings import LossName
 
 BLOCK = 4096  # scores read at once
 WARPS = 16  # with fewer, registers do not hold a block's sums
