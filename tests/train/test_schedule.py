@@ -24,7 +24,7 @@ def test_total_steps():
     assert total_steps(TrainSettings(epochs=2.5), 10) == 25
     assert total_steps(TrainSettings(epochs=2.5, max_steps=7), 10) == 7
     assert total_steps(TrainSettings(max_steps=7, on_policy=OnPolicySettings(every=6)), 10) == 7
-    with pytest.raises(TrainError, match="rollout_every = 7, but the training has 7 steps"):
+    with pytest.raises(TrainError, match="on_policy.every = 7, but the training has 7 steps"):
         total_steps(TrainSettings(max_steps=7, on_policy=OnPolicySettings(every=7)), 10)
 
 
