@@ -54,9 +54,13 @@ def model(tiny_draft) -> TrainedHead:
 
 
 def _rows(path: Path) -> list[dict]:
-    """Without how far the drafts reached: that may depend on the clock (the engine drafts where that is faster)."""
+    """Without how far the drafts reached: that may depend on the clock (the engine drafts where that is faster). Every
+    verify step commits the drafts it accepts and a token of its own; the first token of an answer is the prefill's."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(row.pop("drafting")["verify_steps"] >= 0 for row in rows)
+    for row in rows:
+        drafting, tokens = row.pop("drafting"), sum(end - start for start, end in row["response_spans"])
+        assert drafting["verify_steps"] + drafting["accepted"] < tokens
+        assert 0 <= drafting["accepted"] <= 3 * drafting["verify_steps"], "drafts are chains of 3"
     return rows
 
 
