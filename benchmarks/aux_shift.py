@@ -52,7 +52,8 @@ def shifted(draft: DraftCheckpoint, facts: TargetFacts, shift: int, folder: Path
 
 
 def answers(target: str, draft: Path | None, shape: DraftShape, chats: list[Any], max_tokens: int) -> list[Completion]:
-    with LLM(target, draft, shape=shape if draft else None, dtype="float32", device="cpu", max_batch=1) as llm:
+    options = {"shape": shape if draft else None, "dtype": "float32", "device": "cpu", "max_running_requests": 1}
+    with LLM(target, draft, **options) as llm:
         return llm.generate(chats, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 

@@ -40,7 +40,7 @@ from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
-from toolkit.infer.load.load_engine import target_of
+from toolkit.infer.load.load_engine import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = int(users_threads() or physical_cores())
     torch.set_num_threads(threads)  # what the record says of this machine
     head = None if args.draft is None else load_draft(args.draft)
-    name, revision = (args.target or DEMO_NAME, None) if args.target or head is None else target_of(head)
+    name, revision = (args.target or DEMO_NAME, None) if args.target or head is None else stated_target(head)
     tokenizer = load_tokenizer(name, revision)
     prompts = prompts_of(args, tokenizer)
     target = {"target": name, "revision": revision, "dtype": args.dtype}

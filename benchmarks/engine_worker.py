@@ -28,9 +28,10 @@ class Ours:
     def __init__(self, settings: dict[str, Any]) -> None:
         from toolkit import LLM, __version__
 
-        names = ("target", "revision", "draft", "shape", "dtype", "quantization", "torch_compile", "max_batch")
-        kept = {name: settings[name] for name in names}
-        self._llm = LLM(**{**kept, "quantization": kept["quantization"] or "none"}, device="cpu", prefix_cache=False)
+        names = ("target", "revision", "draft", "shape", "dtype", "torch_compile")
+        options = {name: settings[name] for name in names}
+        options |= {"quantization": settings["quantization"] or "none", "max_running_requests": settings["max_batch"]}
+        self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
         self._parts: dict[str, float] = {}
         self._step, self._llm.engine.step = self._llm.engine.step, self._timed_step

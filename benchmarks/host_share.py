@@ -222,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in (None, *args.shapes):
         draft = None if shape is None else args.draft
         options = {"torch_compile": args.torch_compile, "quantization": args.quantization, "device": "cpu"}
-        with LLM(args.target or stated_target(args.draft), draft, shape=shape, max_batch=1, **options) as llm:
+        options |= {"shape": shape, "max_running_requests": 1}
+        with LLM(args.target or stated_target(args.draft), draft, **options) as llm:
             row = {"engine": "ours", "version": __version__, "shape": shape, "compiled": args.torch_compile}
             rows.append({**row, "weight_bits": llm.target.weight_bits, "batch": 1, **measure(llm, args.rounds)})
         found = rows[-1]

@@ -35,7 +35,7 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.load_draft import fit_draft, open_draft, pack
+from toolkit.infer.load.load_draft import fit_draft, load_draft, pack
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -167,10 +167,10 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
     """One head and shape: a row for plain decoding, one for adaptive drafting, and one for the fixed shape if asked."""
 
     def build(drafts: bool, adaptive: bool = False) -> Engine:
-        """As open_engine does it, with a head that lies in no directory."""
+        """As load_engine does it, with a head that is in no directory."""
         target, draft = load_target(args.target, dtype=args.dtype), None
         if drafts:
-            unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else open_draft(name)
+            unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else load_draft(name)
             draft = fit_draft(unfitted, target)
         pack(target, draft)
         options: dict[str, Any] = {"max_batch": args.batch, "torch_compile": args.torch_compile}

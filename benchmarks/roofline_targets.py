@@ -24,7 +24,7 @@ from toolkit.bench.prompts import builtin_prompts
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.load.load_draft import fit_draft
-from toolkit.infer.load.load_engine import target_of
+from toolkit.infer.load.load_engine import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.features import default_aux_layer_ids
@@ -74,7 +74,7 @@ class Subject:
 def demo_subject(name: str | None, draft: Path | None, device: torch.device) -> Subject:
     """Raises what load_draft and load_target raise."""
     head = None if draft is None else load_draft(draft)
-    asked, revision = (name or DEMO_NAME, None) if name is not None or head is None else target_of(head)
+    asked, revision = (name or DEMO_NAME, None) if name is not None or head is None else stated_target(head)
     target = load_target(asked, revision=revision, device=device)
     prompts = [chat_ids(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in builtin_prompts()]
     if head is None:

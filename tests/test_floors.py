@@ -56,7 +56,6 @@ NOT_YET = {
     ("drafters", "cpu"),
     ("attention", "cpu"),
     ("kernels", "cpu"),
-    ("load", "server"),
 }
 # A drafter runs a head through the engine's attention, and is told what a round has verified.
 INFER_SIDEWAYS = {("drafters", "attention"), ("drafters", "verify")}
@@ -190,15 +189,10 @@ def test_every_unit_stands_on_a_floor() -> None:
     assert not unplaced, f"give these a floor: {sorted(unplaced)}"
 
 
-def test_serving_imports_without_a_trainer() -> None:
-    """Who only serves does not install deepspeed, accelerate, datasets and wandb.
-
-    Every module of infer is imported in a process where those four cannot be. transformers asks for their specs and
-    metadata and copes with their absence, so these are hidden too.
-    """
-    code = """
-import importlib, importlib.metadata, pkgutil, sys
-BLOCKED = {"deepspeed", "accelerate", "datasets", "wandb"}
+# Runs CODE in a process where the packages of BLOCKED are absent. transformers asks for their specs and metadata and
+# copes with their absence, so these are hidden too.
+WITHOUT = """
+import importlib, importlib.metadata, importlib.util, pkgutil, sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
@@ -210,19 +204,39 @@ def hidden(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return version(name)
 importlib.metadata.version = hidden
-import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] in BLOCKED else find(name, package)
+CODE
+assert not BLOCKED & {name.partition(".")[0] for name in sys.modules}, "a blocked package was loaded"
+"""
+
+
+def output_without(blocked: set[str], code: str) -> str:
+    """What `code` prints in a process where `blocked` cannot be imported."""
+    program = WITHOUT.replace("CODE", code).replace("BLOCKED", repr(blocked))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_serving_imports_without_a_trainer() -> None:
+    """Who only serves does not install deepspeed, accelerate, datasets and wandb: every module of infer imports."""
+    code = """
 import toolkit.infer
 names = [m.name for m in pkgutil.walk_packages(toolkit.infer.__path__, "toolkit.infer.")]
 for name in names + ["toolkit.commands.serve", "toolkit.commands.chat"]:
     importlib.import_module(name)
-assert not BLOCKED & {name.partition(".")[0] for name in sys.modules}, "a blocked package was loaded"
 print(len(names))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 5, "the walk found no modules; the check checked nothing"
+    printed = output_without({"deepspeed", "accelerate", "datasets", "wandb"}, code)
+    assert int(printed) > 5, "the walk found no modules; the check checked nothing"
+
+
+def test_llm_imports_without_a_server() -> None:
+    """Who calls the engine from Python installs no web server, and gguf only to open a GGUF file."""
+    blocked = {"fastapi", "starlette", "uvicorn", "pydantic", "gguf"}
+    code = "from toolkit import LLM, SamplingParams; import toolkit.infer.load.worker_main; print(LLM.__name__)"
+    assert output_without(blocked, code) == "LLM\n"
 
 
 def test_no_junk_drawers() -> None:

@@ -9,7 +9,8 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import load_pickle
 from toolkit.checkpoint.open_head import open_head
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import WeightsError
 
@@ -50,7 +51,7 @@ def check_same(head, draft) -> None:
 def check_serves(directory, target, **opened_with) -> None:
     """Drafts with it, and writes what plain decoding writes."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    opened = open_engine(draft=directory, target=target, shape="3,2,6", dtype="float32", **opened_with)
+    opened = load_engine(EngineConfig(draft=directory, target=target, shape="3,2,6", dtype="float32", **opened_with))
     prompts = [[5, 6, 7], [8, 9]]
     plain = opened.engine.generate(prompts, params, speculative=False)
     drafted = opened.engine.generate(prompts, params)
@@ -317,7 +318,7 @@ def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, t
     check_serves(copied, target)
     own = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": torch.randn_like(close)}), "own")
     with pytest.raises(DraftDirError, match="embedding of its own"):
-        open_engine(draft=own, target=target)
+        load_engine(EngineConfig(draft=own, target=target))
 
 
 def test_a_rope_that_is_not_the_targets(make_eagle3, publish, target, caplog, monkeypatch):
@@ -334,7 +335,7 @@ def test_the_wrong_targets_vocabulary(make_eagle3, publish, tiny_target, target)
     larger = tiny_target.vocab_size + 1
     directory = publish("modelopt", make_eagle3(), broken(vocab_size=larger))  # has no t2d that would tell
     with pytest.raises(DraftDirError, match=rf"vocab_size {larger} \(the target's is {larger - 1}\)"):
-        open_engine(draft=directory, target=target)
+        load_engine(EngineConfig(draft=directory, target=target))
 
 
 def test_our_own_directory_is_read_as_before(tiny_draft, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 from toolkit.commands import chat
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load import open_parallel
+from toolkit.infer.load import load_engine
+from toolkit.infer.load.closing import closing
 from toolkit.infer.load.conversation import Conversation, ConversationError
-from toolkit.infer.load.open_parallel import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 
@@ -175,12 +175,12 @@ def test_two_processes_answer_as_one_does(tiny_target_directory, capsys, monkeyp
     """--tp that does not reach the engine would go unseen; a worker that stays would hold a GPU."""
     processes = []
 
-    class Noted(open_parallel.Driver):
+    class Noted(load_engine.Driver):
         def __init__(self, *given):
             super().__init__(*given)
             processes.extend(self._processes)
 
-    monkeypatch.setattr(open_parallel, "Driver", Noted)
+    monkeypatch.setattr(load_engine, "Driver", Noted)
     arguments = ["--target", str(tiny_target_directory), "--prompt", "hello", "--max-tokens", "8", "--device", "cpu"]
     said = []
     for more in (["--dtype", "float32"], ["--dtype", "float32", "--tp", "2"]):

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from toolkit.cli import main
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.weights import load_tensors, save_tensors
 
@@ -27,7 +28,7 @@ def test_export_inspect_and_serve_again(tiny_draft_directory, tiny_target_direct
 def drafts(directory, target) -> list:
     """Tokens and accepted counts of a few answers."""
     target = None if target is None else str(target)
-    opened = open_engine(draft=directory, target=target, shape="3,2,6", dtype="float32")
+    opened = load_engine(EngineConfig(draft=directory, target=target, shape="3,2,6", dtype="float32"))
     done = opened.engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=16, ignore_eos=True))
     opened.engine.close()
     return [(one.output_ids, [event.accepted for event in one.events]) for one in done]

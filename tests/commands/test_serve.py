@@ -58,7 +58,16 @@ def test_broken_draft_directory(tiny_draft_directory, tmp_path, capsys, damage):
 def test_a_switch_that_would_change_nothing(capsys):
     """It is a mistake to tell, not to ignore."""
     assert main(["serve", "--target", "x", "--disable-overlap-schedule"]) == 2
-    assert "--disable-overlap-schedule came without --cuda-graph-max-bs" in capsys.readouterr().err
+    assert "--disable-overlap-schedule is set, but --cuda-graph-max-bs is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("--max-batch", "--max-running-requests"), ("--mem-fraction", "--mem-fraction-static")]
+)
+def test_flags_of_earlier_versions_name_the_new_one(capsys, old, new):
+    """A start script that was written for them must not be answered by the list of all flags."""
+    assert main(["serve", "--target", "x", old, "1"]) == 2
+    assert f"{old} is now {new}" in capsys.readouterr().err
 
 
 def test_short_name(tmp_path):

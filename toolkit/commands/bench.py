@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.launch import set_threads
-from toolkit.commands.model_arguments import add_compile_argument, add_quantization_argument
-from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, best_device, of_temperature
+from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags, flag_of
+from toolkit.commands.pipeline import ACCEPTANCE, ROUNDS, Run, of_temperature
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.recipe import BenchSettings
 from toolkit.recipe_yaml import build
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from toolkit.targets.target import Target
 
 HELP = "measure accept_length and speed of a draft head against plain decoding"
-# Options of --draft that have a counterpart among the recipe's bench settings.
-_SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
+# Options beside --draft: of the engine, with a counterpart among the recipe's bench settings, and others.
+ENGINE = (
+    "draft", "token_map", "target", "dtype", "verify", "quantization", "draft_quantization", "torch_compile"
+)  # fmt: skip
+SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
+OWN = ("seed", "batch", "no_check", "out")
+VERIFY_HELP = (
+    "how drafts are accepted at a temperature above 0 (default: target; the meaning of each: `toolkit serve --help`); "
+    "tokens of others than target are not compared with those of plain decoding"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
-    group.add_argument("--draft", metavar="DIR", help="any head's directory or hub id, or ngram (give --target)")
-    group.add_argument(
-        "--token-map", metavar="FILE", help="freq_N.pt: the ids that an eagle2 or mtp head drafts (default: all)"
-    )
-    group.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
+    add_engine_arguments(group, ENGINE, verify=VERIFY_HELP)
     group.add_argument(
         "--prompts",
         nargs="+",
@@ -71,17 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-check", action="store_true", default=None, help="do not compare the tokens with plain decoding's"
     )
     group.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto; float32 makes the comparison exact"
-    )
-    group.add_argument(
-        "--verify",
-        choices=("target", "rejection", "block"),
-        help="how drafts are accepted at a temperature above 0 (default: follow; what each means: `toolkit serve "
-        "--help`); the tokens of the others are not compared with plain decoding's",
-    )
-    add_quantization_argument(group)
-    add_compile_argument(group)
-    group.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
@@ -91,31 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the record and a page beside it."""
-    if args.draft is not None:
+    if "draft" in args:
         if args.recipe or args.overrides or args.force:
             given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
-            raise ArgumentsError(f"{given} and --draft came together; a recipe's run folder or any head is measured")
+            raise ArgumentsError(f"{given} and --draft are both given; measure a recipe's run folder or any head")
         return _measure_any(args)
-    own = (
-        *_SETTINGS,
-        "target",
-        "token_map",
-        "seed",
-        "batch",
-        "no_check",
-        "dtype",
-        "verify",
-        "quantization",
-        "draft_quantization",
-        "torch_compile",
-        "out",
-    )
-    stray = next((name for name in own if getattr(args, name) is not None), None)
+    stray = next((flag_of(name) for name in ENGINE if name in args), None)
+    stray = stray or next((flag_of(name) for name in OWN if getattr(args, name) is not None), None)
+    setting = next((name for name in SETTINGS if getattr(args, name) is not None), None)
+    if setting is not None:
+        flag = "--shape" if setting == "shapes" else flag_of(setting)
+        raise ArgumentsError(f"{flag} needs --draft; override bench.{setting}=... instead")
     if stray is not None:
-        how = f"override bench.{stray}=... instead" if stray in _SETTINGS else "name the head: --draft runs/NAME/ckpt"
-        raise ArgumentsError(
-            f"--{stray.removesuffix('s') if stray == 'shapes' else stray.replace('_', '-')} came without --draft; {how}"
-        )
+        raise ArgumentsError(f"{stray} needs --draft; name the head: --draft runs/NAME/ckpt")
     job = run_of(args)
     set_threads()
     run_one_stage(job, "measure", args.force)
@@ -123,41 +104,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_any(args: argparse.Namespace) -> int:
-    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     wanted = build(BenchSettings, given, "bench")
     set_threads()
     from toolkit.bench.table import print_acceptance
-    from toolkit.infer.drafters.choose_verifier import choose_verifier
-    from toolkit.infer.load.load_draft import (
-        check_draft_quantization,
-        check_token_map_goes_with,
-        fit_draft,
-        open_draft,
-        pack,
-    )
-    from toolkit.infer.load.load_engine import quantization_of, target_of
-    from toolkit.targets.load import load_target
+    from toolkit.infer.load.load_engine import device_of, load_models
 
-    # What is small first: a mistake in it is found before the target is loaded.
-    shapes = prompts_and_shapes(wanted)[1]
-    draft = open_draft(args.draft, args.target)
-    if args.token_map is not None:
-        check_token_map_goes_with(draft, args.token_map)
-    draft_quantization = args.draft_quantization or "auto"
-    check_draft_quantization(draft_quantization, draft, best_device(), divided=False)
-    verify = args.verify or "target"
-    for shape in shapes:
-        choose_verifier(verify, draft, shape)
-    name, revision = (args.target, None) if args.target else target_of(draft)
-    target = load_target(
-        name,
-        revision=revision,
-        dtype=args.dtype or "auto",
-        device=best_device(),
-        quantization=quantization_of(draft, args.quantization or "auto"),
-    )
-    draft = fit_draft(draft, target, args.token_map)
-    pack(target, draft, draft_quantization)
+    shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
+    with errors_with_flags():
+        config = engine_config(args, verify="target")
+        device = device_of(config)
+        config.check(device.type)
+        target, draft = load_models(config, device, shapes, config.verify)
+    assert draft is not None, "--draft was given"
     record = _measure(
         target,
         draft,
@@ -165,9 +124,9 @@ def _measure_any(args: argparse.Namespace) -> int:
         seed=args.seed or 0,
         batch=1 if args.batch is None else args.batch,
         check_tokens=not args.no_check,
-        verify=verify,
-        token_map=None if args.token_map is None else Path(args.token_map),
-        torch_compile=bool(args.torch_compile),
+        verify=config.verify,
+        token_map=None if config.token_map is None else Path(config.token_map),
+        torch_compile=config.torch_compile,
     )
     print_acceptance(record)
     for path in _write(record, args.draft, args.out):

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from toolkit.commands.model_arguments import add_model_arguments, describe, open_from
+from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, describe, load_from
 
 if TYPE_CHECKING:
     from toolkit.infer.load.conversation import Exchange
-    from toolkit.infer.load.load_engine import Opened
+    from toolkit.infer.load.load_engine import LoadedEngine
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
@@ -25,7 +25,8 @@ COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    names = [name for name in OPTIONS if name != "max_running_requests"]  # one conversation
+    add_engine_arguments(parser.add_argument_group("engine"), names)
     group = parser.add_argument_group("chat")
     group.add_argument("--prompt", metavar="TEXT", help="answer this once and end; the answer alone goes to stdout")
     group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
@@ -43,22 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One answer with --prompt, else a conversation until /quit."""
-    from toolkit.infer.load.open_parallel import closing
+    from toolkit.infer.load.closing import closing
 
-    opened = open_from(args, max_batch=1)
-    with closing(opened):
-        converse(args, opened)
+    loaded = load_from(args, max_running_requests=1)
+    with closing(loaded):
+        converse(args, loaded)
     return 0
 
 
-def converse(args: argparse.Namespace, opened: Opened) -> None:
+def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     """Raises ValueError with a message for the user, RankLostError when another process of several ends."""
     from toolkit.infer.load.conversation import Conversation
 
     conversation = Conversation(
-        opened.engine,
-        opened.target.tokenizer,
-        max_context=opened.engine.max_context,
+        loaded.engine,
+        loaded.target.tokenizer,
+        max_context=loaded.engine.max_context,
         system=args.system,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -66,7 +67,7 @@ def converse(args: argparse.Namespace, opened: Opened) -> None:
         seed=args.seed,
     )
     painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
-    shape = opened.shape_name
+    shape = loaded.shape_name
 
     def answer(text: str) -> None:
         with interrupts() as interrupted:
@@ -77,8 +78,8 @@ def converse(args: argparse.Namespace, opened: Opened) -> None:
     if args.prompt is not None:
         answer(args.prompt)
         return
-    target = opened.target
-    print(f"{target.name} ({target.precision}); draft: {describe(opened)}\n{COMMANDS_HELP}", file=sys.stderr)
+    target = loaded.target
+    print(f"{target.name} ({target.precision}); draft: {describe(loaded)}\n{COMMANDS_HELP}", file=sys.stderr)
     if painter.mark and shape is not None:
         print(f"{painter.mark}drafted tokens{END}, the target's own tokens", file=sys.stderr)
     talk(answer, conversation.reset, sys.stdin)

@@ -72,7 +72,7 @@ def answer_prompts(
     from toolkit.data.rollouts import write_rollouts
     from toolkit.infer.cache.cache_manager import MemorySettings
     from toolkit.infer.engine.engine import Engine
-    from toolkit.infer.load.load_draft import fit_draft, open_draft
+    from toolkit.infer.load.load_draft import fit_draft, load_draft
     from toolkit.train.engine_generate import engine_generate
 
     if settings.torch_compile and target.device.type != "cpu":
@@ -82,7 +82,7 @@ def answer_prompts(
     conversations = read_conversations(prompts)
     draft = None
     if draft_dir is not None:
-        draft = fit_draft(open_draft(draft_dir, target.name, target.revision), target)
+        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
     # What a prefix cache gives is not read anew, so it has no features.
     memory = MemorySettings(prefix_cache=capture is None)
     engine = Engine(target, draft, max_batch=settings.batch_size, memory=memory, torch_compile=settings.torch_compile)

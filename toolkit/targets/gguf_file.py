@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
@@ -77,6 +76,8 @@ def convert(path: Path, into: Path) -> None:
 
 
 def _read_header(path: Path) -> dict[str, object]:
+    from gguf import GGUFReader  # optional: only those who open a GGUF file need it
+
     try:
         fields = GGUFReader(path).fields
     except (ValueError, IndexError, OSError, struct.error) as error:

@@ -31,7 +31,8 @@ from toolkit.infer.cpu.compiled_layers import CompiledLayers, check_device
 from toolkit.infer.drafters.beams import draft_beams
 from toolkit.infer.drafters.head_drafter import limits_of, room_for
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError
 from toolkit.infer.request.params import SamplingParams
@@ -617,7 +618,7 @@ def test_compiled_answers_are_exact_and_the_next_start_compiles_nothing(
     assert answers(Engine(target, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3, torch_compile=True)) == plain
     monkeypatch.setenv("CXX", "no-such-compiler")
     layer_runner.runner.cache_clear()
-    opened = open_engine(target=str(tiny_target_directory), torch_compile=True, device="cpu")
+    opened = load_engine(EngineConfig(target=str(tiny_target_directory), torch_compile=True, device="cpu"))
     assert isinstance(opened.engine._forward._compiled, CompiledLayers)
     assert answers(opened.engine) == plain
     made = list((tmp_path / "compiled").glob("*/layer.pt2"))

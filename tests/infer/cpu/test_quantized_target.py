@@ -12,9 +12,9 @@ from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.cpu.packed_linear import PackedLinear
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
-from toolkit.infer.load.load_draft import OpenError
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.errors import TargetError
@@ -88,7 +88,7 @@ def test_the_draft_directory_says_what_its_target_was(tiny_draft_directory, tmp_
         (folder / path.name).write_bytes(path.read_bytes())
     write_json(folder / "config.json", config)
     for asked, expected in (("auto", Int8Linear), ("none", PackedLinear), ("int8", Int8Linear), ("int4", Int4Linear)):
-        opened = open_engine(draft=folder, quantization=asked)
+        opened = load_engine(EngineConfig(draft=folder, quantization=asked))
         assert type(opened.target.layers[0].mlp.up_proj) is expected
         opened.engine.close()
 
@@ -107,7 +107,9 @@ def test_offline(tiny_target_directory):
 def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected):
     """As asked, else as the target where that is quantised; all of it, its output matrix too; and the answers are the
     target's."""
-    opened = open_engine(draft=tiny_draft_directory, quantization=target, draft_quantization=asked, shape="3,1,4")
+    opened = load_engine(
+        EngineConfig(draft=tiny_draft_directory, quantization=target, draft_quantization=asked, shape="3,1,4")
+    )
     head = opened.draft.head
     assert {type(layer) for layer in (head.fc, head.midlayer.mlp.up_proj, head.lm_head)} == {expected}
     assert not any(isinstance(module, torch.nn.Linear) for module in head.modules())
@@ -119,7 +121,7 @@ def test_a_head_of_a_byte_a_weight(tiny_draft_directory, target, asked, expected
 
 @pytest.mark.parametrize("asked", ["auto", "none"])
 def test_a_head_beside_a_whole_target_has_a_byte_a_weight_where_our_products_take_it(tiny_draft_directory, asked):
-    opened = open_engine(draft=tiny_draft_directory, dtype="bfloat16", draft_quantization=asked)
+    opened = load_engine(EngineConfig(draft=tiny_draft_directory, dtype="bfloat16", draft_quantization=asked))
     layer = opened.draft.head.lm_head
     weight = torch.zeros(layer.out_features, layer.in_features, dtype=torch.bfloat16)
     assert isinstance(layer, Int8Linear) == (asked == "auto" and takes(weight))
@@ -138,10 +140,10 @@ def test_a_heads_scores_in_a_byte_a_weight(tiny_target, dtype):
 
 
 def test_a_head_that_cannot_be_quantised(tiny_target, tiny_draft_directory):
-    with pytest.raises(OpenError, match="--draft-quantization int8 came without a draft head"):
-        open_engine(target="smollm2-135m", draft="ngram", draft_quantization="int8")
-    with pytest.raises(OpenError, match="draft quantization 'int4' came; one of auto, none, int8 is needed"):
-        open_engine(draft=tiny_draft_directory, draft_quantization="int4")
+    with pytest.raises(ConfigError, match="`draft_quantization` is int8, but there is no draft head"):
+        load_engine(EngineConfig(target="smollm2-135m", draft="ngram", draft_quantization="int8"))
+    with pytest.raises(ConfigError, match="`draft_quantization` is 'int4'; one of auto, none, int8 is needed"):
+        load_engine(EngineConfig(draft=tiny_draft_directory, draft_quantization="int4"))
     head = build_draft(tiny_target).head.to(torch.float16)
     with pytest.raises(TargetError, match="float16 on cpu came"):
         quantize_head(head)

@@ -12,19 +12,19 @@ import torch
 import toolkit
 from toolkit import LLM, SamplingParams
 from toolkit.bench.near_tie import compare, plain_logits
-from toolkit.infer.load.load_engine import OpenError
+from toolkit.infer.load.config import ConfigError
 from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import PromptTooLongError
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 TEXTS = ["the quick brown fox", "seven wizards count", "rivers, trains", "the weather in spring"]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_draft_directory):
-    with LLM(draft=tiny_draft_directory, shape="3,2,6", max_batch=2) as opened:
+    with LLM(draft=tiny_draft_directory, shape="3,2,6", max_running_requests=2) as opened:
         yield opened
 
 
@@ -95,15 +95,19 @@ def test_details_come_only_where_there_are_any(llm):
     ("bounds", "says"),
     [
         ({"cuda_graph_max_bs": 3}, "graphs need a GPU"),
-        ({"torch_compile_max_bs": 3}, "max-bs 3 came without"),
-        ({"disable_overlap_schedule": True}, "disable-overlap-schedule came without"),
-        ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
-        ({"mem_fraction": 0.5, "max_total_tokens": 640}, "mem_fraction and max_total_tokens came together"),
+        ({"torch_compile_max_bs": 3}, "`torch_compile_max_bs` is 3, but"),
+        ({"disable_overlap_schedule": True}, "`disable_overlap_schedule` is set, but"),
+        ({"max_batch": 3}, "`max_batch` is no option of an engine; did you mean `max_running_requests`"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static` is 1.5"),
+        (
+            {"mem_fraction_static": 0.5, "max_total_tokens": 640},
+            "`mem_fraction_static` and `max_total_tokens` are both given",
+        ),
     ],
 )
 def test_settings_of_a_gpu_reach_the_engine(bounds, says):
     """Left out on the way, rounds would run eagerly on a GPU, or beside one another, and nobody would be told."""
-    with pytest.raises((EngineError, OpenError), match=says):
+    with pytest.raises((EngineError, ConfigError), match=says):
         LLM("x", device="cpu", **bounds)
 
 
@@ -112,7 +116,13 @@ def test_settings_of_a_gpu_reach_the_engine(bounds, says):
 @pytest.mark.parametrize("more", [{}, {"disable_overlap_schedule": True}, {"torch_compile": True}])
 def test_settings_of_a_gpu_leave_the_answers_alone(tiny_draft_directory, tiny_target, reference, more):
     """As a user opens it: a GPU's own share of memory, recorded rounds, one after the other, of compiled layers."""
-    settings = {"device": "cuda", "dtype": "float32", "mem_fraction": 0.2, "cuda_graph_max_bs": 2, "max_batch": 2}
+    settings = {
+        "device": "cuda",
+        "dtype": "float32",
+        "mem_fraction_static": 0.2,
+        "cuda_graph_max_bs": 2,
+        "max_running_requests": 2,
+    }
     with LLM(draft=tiny_draft_directory, shape="3,2,6", **settings, **more) as opened:
         found = opened.generate(TEXTS, SamplingParams(max_tokens=24))
         assert opened.engine.has_graphs
@@ -156,7 +166,7 @@ def test_each_prompt_may_have_a_draft_shape_of_its_own(llm):
 
 def test_a_closed_llm_leaves_the_target_as_it_was(tiny_draft_directory):
     """Hooks that stay would make every later forward of the target slower, and keep the head alive."""
-    with LLM(draft=tiny_draft_directory, shape=DraftShape.chain(2), max_context=64) as opened:
+    with LLM(draft=tiny_draft_directory, shape=DraftShape.chain(2), context_length=64) as opened:
         assert opened.shape == DraftShape.chain(2) and opened.engine.max_context == 64
         opened.generate([5, 6, 7], SamplingParams(max_tokens=3))
     opened.close()
@@ -173,7 +183,7 @@ HELLO = [{"role": "user", "content": "hello"}]
     [
         ([], "the list of prompts is empty"),
         ({"role": "user"}, "prompts is {'role': 'user'} .dict.; a list of prompts"),
-        (["a", [5, 6]], "prompt 0 is a text and prompt 1 is a list of ids; ask for each kind"),
+        (["a", [5, 6]], "prompt 0 is a text and prompt 1 is a list of ids; pass each kind"),
         ([HELLO, "b"], "prompt 0 is a conversation and prompt 1 is a text"),
         ([[5], []], "prompt 1 is empty"),
         (["a", None], "prompt 1 is None .NoneType."),

@@ -7,13 +7,14 @@ import logging
 import pytest
 import torch
 
-from toolkit.checkpoint.draft_dir import load_draft, save_draft
+from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.infer.drafters.drafting_head import SharedOutput
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.load_draft import OpenError, fit_draft, open_draft
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_draft import fit_draft, load_draft
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -101,19 +102,21 @@ def test_top_k_beyond_the_map_is_refused(small_target, shared_draft, tmp_path):
 def test_maps_for_what_has_no_use_for_one(tiny_draft_directory, tiny_target_directory, mtp_directory, tmp_path):
     """Ignoring the option (as SGLang does) would let a user believe in it. Said before the target is loaded."""
     path = write_ids(tmp_path, [1, 2])
-    with pytest.raises(OpenError, match="eagle3 head has an output matrix of its own, over the 160 ids"):
-        open_engine(draft=tiny_draft_directory, token_map=path)
-    with pytest.raises(OpenError, match="n-gram lookup scores no tokens"):
-        open_engine(draft="ngram", target="x", token_map=path)
-    with pytest.raises(OpenError, match="no draft head to use it"):
-        open_engine(target="x", token_map=path)
-    with pytest.raises(OpenError, match="no draft head to use it"):
-        open_engine(draft=mtp_directory, use_draft=False, token_map=path)
+    with pytest.raises(ConfigError, match="eagle3 head has an output matrix of its own, over the 160 ids"):
+        load_engine(EngineConfig(draft=tiny_draft_directory, token_map=path))
+    with pytest.raises(ConfigError, match="n-gram lookup scores no tokens"):
+        load_engine(EngineConfig(draft="ngram", target="x", token_map=path))
+    with pytest.raises(ConfigError, match="without a draft head to use it"):
+        load_engine(EngineConfig(target="x", token_map=path))
+    with pytest.raises(ConfigError, match="without a draft head to use it"):
+        load_engine(EngineConfig(draft=mtp_directory, no_draft=True, token_map=path))
 
 
 def test_a_directory_says_what_it_holds(mtp_directory, tmp_path):
     """`toolkit serve --draft DIR --token-map FILE` needs nothing else."""
-    opened = open_engine(draft=mtp_directory, shape="3,2,6", token_map=write_ids(tmp_path, list(range(100))))
+    opened = load_engine(
+        EngineConfig(draft=mtp_directory, shape="3,2,6", token_map=write_ids(tmp_path, list(range(100))))
+    )
     assert opened.draft.kind == "mtp" and opened.draft.token_map.size >= 100
     request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
     opened.engine.close()
@@ -122,10 +125,10 @@ def test_a_directory_says_what_it_holds(mtp_directory, tmp_path):
 
 def test_ngram_needs_a_target(tiny_target_directory):
     """There is no directory to name it."""
-    assert open_draft("ngram") == NgramLookup()
-    with pytest.raises(OpenError, match="name one with --target"):
-        open_engine(draft="ngram")
-    opened = open_engine(draft="ngram", target=str(tiny_target_directory))
+    assert load_draft("ngram") == NgramLookup()
+    with pytest.raises(ConfigError, match="name one with `target`"):
+        load_engine(EngineConfig(draft="ngram"))
+    opened = load_engine(EngineConfig(draft="ngram", target=str(tiny_target_directory)))
     assert opened.draft.kind == "ngram" and opened.shape == DraftShape.chain(4)
     assert opened.engine.generate([[5, 6, 5, 6, 5]], SamplingParams(max_tokens=8))[0].speculative
     opened.engine.close()

@@ -1,4 +1,4 @@
-"""From what a user types to an engine."""
+"""From an EngineConfig to an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.load.load_engine import OpenError, open_engine
+from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -23,7 +24,7 @@ def draft(tiny_draft_directory, tmp_path):
 
 def test_a_draft_directory_is_enough(draft):
     """`toolkit serve --draft ./ckpt` needs nothing else: target, shape and dtype come from it."""
-    opened = open_engine(draft=draft)
+    opened = load_engine(EngineConfig(draft=draft))
     assert opened.shape == DraftShape.chain(4) and opened.draft is not None
     assert next(opened.draft.head.parameters()).dtype == opened.target.dtype
     request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0]
@@ -34,23 +35,23 @@ def test_a_draft_directory_is_enough(draft):
 def test_best_measured_shape_is_the_default(draft):
     """A measurement must be used, and a given --shape must win over it."""
     write_json(draft / "measured.json", {"best_shape": "3,2,6"})
-    assert open_engine(draft=draft).shape == DraftShape(3, 2, 6)
-    assert open_engine(draft=draft, shape="2,1,3").shape == DraftShape.chain(2)
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 2, 6)
+    assert load_engine(EngineConfig(draft=draft, shape="2,1,3")).shape == DraftShape.chain(2)
 
 
 def test_a_given_shape_is_drafted_as_it_is(draft):
     """Without --shape the engine adapts; who names a shape gets it in every step, unless --adaptive asks for more."""
     cases = [({}, True), ({"shape": "2,1,3"}, False), ({"adaptive": False}, False)]
     for arguments, adapts in [*cases, ({"shape": "2,1,3", "adaptive": True}, True)]:
-        opened = open_engine(draft=draft, **arguments)
+        opened = load_engine(EngineConfig(draft=draft, **arguments))
         assert isinstance(opened.engine.drafter, AdaptiveDrafter) == opened.adaptive == adapts
         assert opened.shape_name.startswith("adaptive up to chain") == adapts
         opened.engine.close()
 
 
 def test_no_draft_keeps_the_target(draft):
-    """--no-draft on the same directory is the plain baseline."""
-    opened = open_engine(draft=draft, use_draft=False)
+    """no_draft on the same directory is the plain baseline."""
+    opened = load_engine(EngineConfig(draft=draft, no_draft=True))
     assert opened.draft is None and opened.shape is None
     assert not opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].speculative
 
@@ -58,31 +59,35 @@ def test_no_draft_keeps_the_target(draft):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "--draft runs/NAME/ckpt"),
+        ({}, "neither `draft` nor `target` is given"),
         ({"target": "x", "shape": "4,1,5"}, "without a draft head"),
-        ({"target": "x", "shape": "4,1"}, "shape: .*4,1,5"),
-        ({"draft": "x", "revision": "main"}, "revision 'main' came without a target"),
-        ({"target": "x", "adaptive": True}, "--adaptive came without a draft head"),
-        ({"target": "x", "device": "toaster"}, "--device toaster"),
-        ({"target": "x", "device": "cuda:99"}, "--device cuda:99: PyTorch sees"),
-        ({"target": "x", "max_batch": 0}, "max_batch is 0"),
+        ({"target": "x", "draft": "ngram", "shape": "4,1"}, "`shape`: .*4,1,5"),
+        ({"draft": "x", "revision": "main"}, "`revision` 'main' is given without `target`"),
+        ({"target": "x", "adaptive": True}, "`adaptive` is given .True. without a draft head"),
+        ({"target": "x", "device": "toaster"}, "`device` is 'toaster'"),
+        ({"target": "x", "device": "cuda:99"}, "`device` is cuda:99, but PyTorch sees"),
+        ({"target": "x", "max_running_requests": 0}, "`max_running_requests` is 0"),
+        ({"target": "x", "context_length": 1}, "`context_length` is 1; at least 2"),
+        ({"target": "x", "dtype": "float16"}, "`dtype` is 'float16'; one of auto, bfloat16, float32"),
+        ({"target": "x", "draft_quantization": "int8"}, "`draft_quantization` is int8, but there is no draft head"),
+        ({"target": "x", "tensor_parallel_size": 2, "torch_compile": True}, "does not go with `torch_compile`"),
         ({"target": "x", "device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
-        ({"target": "x", "torch_compile_max_bs": 4}, "--torch-compile-max-bs 4 came without --torch-compile"),
+        ({"target": "x", "torch_compile_max_bs": 4}, "`torch_compile_max_bs` is 4, but `torch_compile` is not set"),
         (
             {"target": "x", "device": "cpu", "torch_compile": True, "torch_compile_max_bs": 4},
-            "came with cpu as device.* saves nothing",
+            "`torch_compile_max_bs` is 4 and the device cpu",
         ),
-        ({"target": "x", "overlap_schedule": False}, "only rounds that run as graphs overlap"),
-        ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph is of one draft shape"),
+        ({"target": "x", "disable_overlap_schedule": True}, "only rounds that run as graphs overlap"),
+        ({"target": "x", "cuda_graph_max_bs": 4, "adaptive": True, "draft": "ngram"}, "a graph has one draft shape"),
         ({"target": "x", "verify": "block"}, "no draft head"),
         ({"target": "x", "draft": "ngram", "verify": "rejection"}, "n-gram lookup"),
         ({"target": "x", "verify": "luck"}, "auto, target, rejection, block"),
     ],
 )
 def test_what_cannot_be_opened(arguments, says):
-    """Said before anything is loaded: no target named x exists."""
-    with pytest.raises((OpenError, EngineError), match=says):
-        open_engine(**arguments)
+    """Refused before anything is loaded: no target named x exists."""
+    with pytest.raises((ConfigError, EngineError), match=says):
+        load_engine(EngineConfig(**arguments))
 
 
 def test_draft_that_names_no_target(draft):
@@ -90,5 +95,5 @@ def test_draft_that_names_no_target(draft):
     config = read_json(draft / "config.json")
     del config["toolkit"]["target"]
     write_json(draft / "config.json", config)
-    with pytest.raises(DraftDirError, match="--target"):
-        open_engine(draft=draft)
+    with pytest.raises(DraftDirError, match="`target`"):
+        load_engine(EngineConfig(draft=draft))

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.infer.load.load_engine import open_engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import load_rank
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -41,7 +42,7 @@ class Pair(Ranks):
 def answers(case: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
     """Tokens by what was asked: (shape or None for plain decoding, temperature, how many prompts at once)."""
     try:
-        engine = open_engine(**case["options"], ranks=ranks).engine
+        engine = load_rank(EngineConfig(**case["options"]), ranks).engine
     except ParallelError as error:
         return {"refused": str(error)}
     found: dict[str, Any] = {"pages": engine._memory.pool.page_count, "accepted": 0, "tokens": {}}

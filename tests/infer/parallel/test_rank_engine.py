@@ -18,9 +18,10 @@ from toolkit.cli import main
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.load.closing import interrupted_by_loss
+from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
-from toolkit.infer.load.load_engine import Opened, open_engine
-from toolkit.infer.load.open_parallel import interrupted_by_loss
+from toolkit.infer.load.load_engine import LoadedEngine, load_engine
 from toolkit.infer.parallel.driver import WORKER
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -48,14 +49,20 @@ class Told(Ranks):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantization": "int8"}, "2 ranks does not go with int8 weights"),
-        ({"torch_compile": True}, "2 ranks does not go with compiled layers"),
+        ({"quantization": "int8"}, "2, which does not go with `quantization` .int8."),
+        ({"torch_compile": True}, "does not go with `torch_compile`"),
     ],
 )
 def test_what_it_does_not_go_with(family, options, says):
     """Half of an int8 matrix, or a compiled layer without its sums, would answer wrongly."""
-    with pytest.raises(ParallelError, match=says):
-        open_engine(target=family("llama"), device="cpu", ranks=Told(), **options)
+    with pytest.raises(ConfigError, match=says):
+        load_engine(EngineConfig(target=family("llama"), device="cpu", tensor_parallel_size=2, **options))
+
+
+def test_weights_that_the_draft_directory_asks_for():
+    """`quantization` auto takes what the head was trained for, which is known after the draft is loaded."""
+    with pytest.raises(ParallelError, match="2, which does not go with int8 weights"):
+        Told().place(torch.device("cpu"), quantization="int8")
 
 
 def test_gpus_are_counted():
@@ -64,15 +71,15 @@ def test_gpus_are_counted():
         with pytest.raises(ParallelError, match=rf"cuda:0 to cuda:{torch.cuda.device_count() + 1}"):
             ranks = Told()
             ranks.size = torch.cuda.device_count() + 2
-            ranks.place(torch.device(device), quantization=None, torch_compile=False, graphs=False)
+            ranks.place(torch.device(device), quantization=None)
 
 
 def test_no_ranks(family, capsys):
     assert main(["serve", "--target", family("llama"), "--port", "0", "--tp", "0"]) == 2
-    assert "tensor_parallel_size is 0" in capsys.readouterr().err
+    assert "--tensor-parallel-size is 0; at least 1" in capsys.readouterr().err
 
 
-def test_a_follower_drafts_what_rank_0_chose():
+def test_a_worker_drafts_what_the_driver_chose():
     """Its own rounds take other times: with them it would draft other shapes, or look when rank 0 does not, and wait in
     other collectives."""
     most = DraftShape.chain(4)
@@ -109,7 +116,12 @@ def test_offline(family, head_for, prompts):
     drafter on each. Then the worker dies in the middle of a step: the step must not wait for it for ever, what serves
     is told, and nothing runs afterwards. A worker that took a seed of rank 0's making for a stated one would follow
     where rank 0 draws, and be found to write other tokens."""
-    options = {"target": family("llama"), "draft": head_for("eagle3", "llama"), "device": "cpu", "max_batch": 3}
+    options = {
+        "target": family("llama"),
+        "draft": head_for("eagle3", "llama"),
+        "device": "cpu",
+        "max_running_requests": 3,
+    }
     with LLM(**options) as alone:
         wanted = [answer.token_ids for answer in alone.generate(prompts, GREEDY)]
     llm = LLM(**options, tensor_parallel_size=2)
@@ -137,7 +149,7 @@ def test_offline(family, head_for, prompts):
     heard, before = threading.Event(), signal.signal(signal.SIGINT, lambda *_: heard.set())
     try:
         lost = r"rank 1 of 2 has ended \(killed by signal 9\)"
-        opened = Opened(engine, llm.target, None, None)
+        opened = LoadedEngine(engine, llm.target, None, None)
         with pytest.raises(ParallelError, match=lost), interrupted_by_loss(opened):
             process.send_signal(signal.SIGSTOP)  # rank 0 waits for it
             timer = threading.Timer(0.5, process.kill)
@@ -153,12 +165,12 @@ def test_offline(family, head_for, prompts):
 
 
 @pytest.mark.process
-def test_a_follower_ends_with_rank_0():
+def test_a_worker_ends_with_the_driver():
     """Its pipe closes when rank 0 is killed; it may wait for messages or in a collective then."""
     command = [sys.executable, "-m", WORKER]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _, error = process.communicate(timeout=120)
-    assert process.returncode == 1 and "rank 0 has gone" in error
+    assert process.returncode == 1 and "rank 0, the driver, has ended" in error
 
 
 def children(pid):
@@ -207,7 +219,7 @@ def test_server(family, head_for, prompts):
         finally:
             running.kill()
     assert running.returncode == 0, error
-    assert "the server has ended" in error and "Traceback" not in error and "has gone" not in error
+    assert "the server has ended" in error and "Traceback" not in error and "the driver, has ended" not in error
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

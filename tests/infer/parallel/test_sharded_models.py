@@ -46,7 +46,7 @@ def work(family, head_for, prompts, tmp_path_factory):
     """What both ranks open and ask, by the case's name."""
     found = {}
     for name, (target, kind, sizes, narrowed) in CASES.items():
-        options = {"target": family(target), "max_batch": 4, "device": "cpu"}
+        options = {"target": family(target), "max_running_requests": 4, "device": "cpu"}
         if kind is not None:
             options |= {"draft": head_for(kind, target, **sizes), "shape": TREE}
         if narrowed:

@@ -20,7 +20,7 @@ def test_two_gpus_answer_as_one_does(family, head_for, prompts, kind, dtype):
     """A rank that adds its part twice, reads another's pages or launches on another's device writes other tokens. The
     two runs add up in another order, so that answers may part at near-ties."""
     options = {"target": family("llama"), "draft": head_for(kind, "llama"), "shape": "3,2,6", "dtype": dtype}
-    options |= {"device": DEVICE, "max_batch": 3, "max_total_tokens": 4096}
+    options |= {"device": DEVICE, "max_running_requests": 3, "max_total_tokens": 4096}
     params = SamplingParams(max_tokens=24)
     with LLM(**options) as alone:
         wanted = alone.generate(prompts, params)

@@ -38,11 +38,15 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         if self.fraction is not None and not 0 < self.fraction < 1:
-            raise EngineError(f"mem_fraction is {self.fraction:g}; a share between 0 and 1 is needed, such as 0.8")
+            raise EngineError(f"`mem_fraction_static` is {self.fraction:g}; a share between 0 and 1 is needed, as 0.8")
         if self.max_total_tokens is not None and self.max_total_tokens < PAGE_SIZE:
-            raise EngineError(f"max_total_tokens is {self.max_total_tokens}; a page of {PAGE_SIZE} is the least")
+            raise EngineError(
+                f"`max_total_tokens` is {self.max_total_tokens}; at least a page of {PAGE_SIZE} tokens is needed"
+            )
         if self.fraction is not None and self.max_total_tokens is not None:
-            raise EngineError("mem_fraction and max_total_tokens came together; both size the cache: leave one out")
+            raise EngineError(
+                "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
+            )
 
     def pool(self, shape: KVShape, max_batch: int, max_context: int) -> PagePool:
         """The pages for entries of `shape`."""

@@ -1,4 +1,4 @@
-"""What a Python caller may ask: texts, lists of ids, or conversations; read into ids as the server reads them."""
+"""Prompts of a Python caller (texts, lists of ids, conversations), read into ids as the server reads them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,34 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from pydantic import ValidationError
-
+from toolkit.infer.request.chat_message import ChatMessageError, read_message
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.server.api_errors import from_validation
-from toolkit.infer.server.openai_protocol import Message
 
 TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
 NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'
 
 
 class OfflinePromptError(EngineError):
-    """What was given is no prompt, or the prompts are of more than one kind."""
+    """A value that is no prompt, or prompts of more than one kind."""
 
 
 @dataclass(frozen=True)
 class OfflinePrompts:
-    """Prompts as ids. raw: their answers go on where the prompt's text ends, instead of beginning a turn."""
+    """Prompts as ids. raw: their answers continue the prompt's text; otherwise they are a turn of their own."""
 
     ids: list[list[int]]
     raw: bool
 
 
 def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
-    """One prompt, or a list of prompts of one kind. Raises OfflinePromptError, which names the prompt at fault."""
+    """One prompt, or a list of prompts of one kind. Raises OfflinePromptError that names the wrong prompt."""
     listed = _as_list(prompts)
     kinds = [_kind(prompt, place) for place, prompt in enumerate(listed)]
     other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
         raise OfflinePromptError(
-            f"prompt 0 is {kinds[0]} and prompt {other} is {kinds[other]}; ask for each kind in a call of its own"
+            f"prompt 0 is {kinds[0]} and prompt {other} is {kinds[other]}; pass each kind in a call of its own"
         )
     read = {TEXT: _text_ids, IDS: _checked_ids, CONVERSATION: _conversation_ids}[kinds[0]]
     return OfflinePrompts(
@@ -46,7 +43,7 @@ def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:
-    """A single prompt counts as a list of one; a text is never taken apart into its letters."""
+    """A single prompt counts as a list of one; a text is never split into its letters."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -89,9 +86,9 @@ def _conversation_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list
         if not isinstance(message, Mapping):
             raise OfflinePromptError(f'{where} is {_short(message)}; {{"role": ..., "content": ...}} is needed')
         try:
-            messages.append(Message.model_validate(dict(message)).for_template())
-        except ValidationError as error:
-            raise OfflinePromptError(f"{where}: {from_validation(error.errors())}") from error
+            messages.append(read_message(message))
+        except ChatMessageError as error:
+            raise OfflinePromptError(f"{where}: {error}") from error
     try:
         return chat_ids(tokenizer, messages)
     except ChatPromptError as error:

@@ -1,8 +1,8 @@
-"""Rank 0: starts the other ranks as processes of their own, tells them what to do, and notices when one ends.
+"""The driver, rank 0: starts the workers as processes, sends them messages, and notices when one ends.
 
-Messages go through a pipe each, so that a worker also learns at once that rank 0 has gone. A rank whose peer died may
-hang in a collective for ever (NCCL) or fail there (gloo). So a thread waits for the workers' ends: it kills those
-that are left, lets the next step raise RankLostError, and ends the process itself where a step never returns.
+Each worker has a pipe of its own, whose end also tells it that the driver has ended. A rank whose peer died may hang in
+a collective for ever (NCCL) or fail there (gloo). So a thread waits for the end of each worker: it kills the others,
+lets the next step raise RankLostError, and ends this process if a step never returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit
-from toolkit.infer.parallel.messages import Decided, Message, Open, Stop, send
+from toolkit.infer.parallel.messages import Decided, Load, Message, Stop, send
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
@@ -30,9 +30,9 @@ from toolkit.threads import physical_cores, users_threads
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-NOTICE_S = 3.0  # within which a rank's end is noticed after a collective failed because of it
-RETURN_S = 10.0  # what a step gets to return after a rank has ended
-STOP_S = 10.0  # what workers get to end in order
+NOTICE_S = 3.0  # time in which a rank's end is noticed after it made a collective fail
+RETURN_S = 10.0  # time for a step to return after a rank has ended
+STOP_S = 10.0  # time for the workers to end by themselves
 WORKER = "toolkit.infer.load.worker_main"
 
 
@@ -41,23 +41,23 @@ class Driver(Ranks):
 
     rank = 0
 
-    def __init__(self, size: int, options: dict[str, Any]) -> None:
-        """options: what the workers call open_engine with."""
+    def __init__(self, size: int, config: Any) -> None:
+        """config: the EngineConfig that the workers load."""
         if size < 2:
-            raise ParallelError(f"tensor_parallel_size is {size}; 1 or more is needed")
+            raise ParallelError(f"a driver of {size} ranks was asked for; 2 or more are needed")
         if dist.is_initialized():
             raise ParallelError(
                 "this process is in a torch.distributed group already (torchrun, or another LLM that is still open); "
                 "tensor parallel starts its own processes: run it as a plain process, and close the other LLM first"
             )
-        self.size, self._options = size, options
-        self.lost: str | None = None  # what ended the group; None: it works
+        self.size, self._config = size, config
+        self.lost: str | None = None  # why the group has ended; None: it works
         self._noticed = threading.Event()
         self._lock = threading.Lock()  # guards lost and _closed
         self._closed = False
         self._inside = False  # a forward may wait for other ranks
         self._when_lost: Callable[[], None] = lambda: None
-        self._store: dist.Store | None = None  # kept as long as a worker may ask it
+        self._store: dist.Store | None = None  # kept while a worker may read it
         prefer_loopback()
         self._processes = [self._launch(rank) for rank in range(1, size)]
         for rank, process in enumerate(self._processes, start=1):
@@ -69,13 +69,13 @@ class Driver(Ranks):
         environment = {**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // self.size)))
         command = [sys.executable, "-m", WORKER]
-        # A session of its own: Ctrl-C is rank 0's to hear.
+        # A session of its own: Ctrl-C goes to the driver alone.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
         )
 
     def when_lost(self, act: Callable[[], None]) -> None:
-        """Call `act`, in another thread, when a rank has ended or rank 0 has failed within a step."""
+        """Call `act`, in another thread, when a rank has ended or the driver has failed within a step."""
         with self._lock:
             self._when_lost = act
             already = self.lost is not None
@@ -89,7 +89,7 @@ class Driver(Ranks):
             torch.set_num_threads(max(1, physical_cores() // self.size))
         store = self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(1, self.size):
-            self._send(rank, Open(rank, self.size, store.port, self._options))
+            self._send(rank, Load(rank, self.size, store.port, self._config))
         here = [f"here/{rank}" for rank in range(1, self.size)]
         while not store.check(here):
             self._check()
@@ -101,7 +101,7 @@ class Driver(Ranks):
         self.tell(Decided(value))
         return value
 
-    # -- telling the others --------------------------------------------------------------------------------------------
+    # -- messages to the workers ---------------------------------------------------------------------------------------
 
     def tell(self, message: Message) -> None:
         """Raises RankLostError."""
@@ -116,7 +116,7 @@ class Driver(Ranks):
             send(message, pipe)
         except OSError as error:
             self._noticed.wait(NOTICE_S)
-            raise RankLostError(self.lost or f"rank {rank} of {self.size} does not listen any more") from error
+            raise RankLostError(self.lost or f"rank {rank} of {self.size} does not read messages any more") from error
 
     def _check(self) -> None:
         if self.lost is not None:
@@ -124,16 +124,16 @@ class Driver(Ranks):
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around what all ranks do together. A failure within it parts them: the group is over then.
+        """Around work of all ranks. A failure within it ends the group: the ranks no longer agree.
 
-        Raises RankLostError when another rank's end was the reason, else what was raised.
+        Raises RankLostError if another rank's end was the reason, else what was raised.
         """
         self._check()
         self._inside = True
         try:
             yield
         except BaseException as error:
-            # The end of another rank shows here first, as a failed collective.
+            # The end of another rank first appears here, as a failed collective.
             if isinstance(error, RuntimeError):
                 self._noticed.wait(NOTICE_S)
             before = self._end_group(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}")
@@ -147,18 +147,18 @@ class Driver(Ranks):
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}; its message stands above"
-        said = f"rank {rank} of {self.size} has ended ({how}); the others cannot go on without it"
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}; its message is above"
+        said = f"rank {rank} of {self.size} has ended ({how}); the other ranks cannot go on without it"
         if self._closed or self._end_group(said) is not None:
             return
         logger.error("%s", said)
         time.sleep(RETURN_S)
         if self._inside:
-            logger.error("rank 0 still waits for it: this process ends")
+            logger.error("rank 0 still waits for it; this process ends")
             os._exit(1)
 
     def _end_group(self, why: str) -> str | None:
-        """Kill the workers. Returns what had ended the group before, None if nothing had."""
+        """Kill the workers. Returns why the group had ended before, None if it had not."""
         with self._lock:
             before = self.lost
             if before is None:
@@ -171,7 +171,7 @@ class Driver(Ranks):
         return before
 
     def close(self) -> None:
-        """End the workers, and wait for that. A second call does nothing."""
+        """Stop the workers and wait for their end. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -183,7 +183,7 @@ class Driver(Ranks):
                 send(Stop(), process.stdin)
             with contextlib.suppress(OSError):
                 process.stdin.close()
-        # Before the wait: NCCL may end a group only when all ranks do. It would also wait for ranks that are no more.
+        # Before the wait: NCCL ends a group only when all ranks do. It would also wait for ranks that have ended.
         if dist.is_initialized() and (self.lost is None or self.device.type == "cpu"):
             dist.destroy_process_group()
         until = time.monotonic() + STOP_S
@@ -197,6 +197,6 @@ class Driver(Ranks):
 
 
 def prefer_loopback() -> None:
-    """gloo takes the interface of the host's name, which may be unknown or open to the network."""
+    """Let gloo use the loopback interface; its default, that of the host's name, may be unknown or public."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

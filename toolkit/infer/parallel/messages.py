@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, in the order in which it does it itself."""
+"""Messages from the driver to the workers, in the order in which the driver does these things itself."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from toolkit.infer.request.request import Request
 
 
 @dataclass(frozen=True)
-class Open:
-    """Join the group whose store is at `port`, as that rank, and open the engine. options: open_engine's."""
+class Load:
+    """Join the group whose store is at `port`, as that rank, and load the engine. config: its EngineConfig."""
 
     rank: int
     size: int
     port: int
-    options: dict[str, Any]
+    config: Any
 
 
 @dataclass(frozen=True)
 class Add:
-    """A request; arrival: its number in the engine of each rank."""
+    """A new request. arrival: its number in the engine of each rank."""
 
     arrival: int
     prompt_ids: list[int]
     params: SamplingParams
     speculative: bool
     shape: DraftShape | None
-    states_seed: bool  # `params` came with a seed; they always have one here
+    states_seed: bool  # the caller gave `params` a seed; here they always have one
 
 
 @dataclass(frozen=True)
@@ -43,35 +43,35 @@ class Abort:
 
 @dataclass(frozen=True)
 class Step:
-    """One round. written: what `written` gives on rank 0 before it."""
+    """One round. written: what `written` returns on the driver before it."""
 
     written: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """Draft with that shape from now on."""
+    """Draft with that shape from the next step on."""
 
     shape: DraftShape
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What rank 0 decided within a round."""
+    """A decision of the driver within a round."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End in order."""
+    """Close the engine and end."""
 
 
-Message = Open | Add | Abort | Step | Reshape | Decided | Stop
+Message = Load | Add | Abort | Step | Reshape | Decided | Stop
 
 
 def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
-    """Per row: which request, how many tokens it has, the last one. The same on all ranks before every round."""
+    """Per row: arrival of its request, number of its tokens, the last one. Equal on all ranks before every round."""
     return tuple((request.arrival, len(request.output_ids), request.output_ids[-1]) for request in running)
 
 
@@ -82,6 +82,6 @@ def send(message: Message, pipe: IO[bytes]) -> None:
 
 
 def receive(pipe: IO[bytes]) -> Message:
-    """The next order of our own rank 0. Raises EOFError when it has gone, UnpicklingError when it went amid one."""
+    """The driver's next message. Raises EOFError if it has ended, UnpicklingError if it ended within a message."""
     message: Message = pickle.load(pipe)
     return message

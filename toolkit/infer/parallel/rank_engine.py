@@ -1,4 +1,4 @@
-"""The engine as the ranks run it: rank 0's tells the others what it does, theirs do the same."""
+"""The engine as the ranks run it: the driver's tells the workers what it does, the workers' repeat it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.parallel.driver import Driver
-from toolkit.infer.parallel.messages import Abort, Add, Message, Reshape, Step, Stop, written
+from toolkit.infer.parallel.messages import Abort, Add, Reshape, Step, written
 from toolkit.infer.parallel.ranks import RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -19,7 +19,7 @@ from toolkit.infer.request.request import Request
 
 
 class RankEngine(Engine):
-    """An engine whose forwards need all ranks, and whose choices that depend on the clock are rank 0's."""
+    """An engine whose forwards need all ranks. Choices that depend on the clock are made by the driver."""
 
     def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
@@ -27,17 +27,17 @@ class RankEngine(Engine):
             self.drafter.choose_by(lambda most: DriversShape(most, ranks))
 
     def check_written(self, by_driver: tuple[tuple[int, int, int], ...]) -> None:
-        """Raises RankLostError when this rank has other tokens than rank 0: its forwards would be of another text."""
+        """Raise RankLostError if this rank has other tokens than the driver: its forwards would read another text."""
         own = written(self._running)
         if own != by_driver:
             raise RankLostError(
-                f"this rank's requests (arrival, tokens, last token) are {own}, those of rank 0 {by_driver}: the ranks "
+                f"this rank's requests (arrival, tokens, last token) are {own}, the driver's {by_driver}: the ranks "
                 "do not compute the same; they need devices of one kind"
             )
 
 
 class DriversShape(AdaptiveShape):
-    """Chooses on rank 0, and when the head is to look; the others do as it chose, whatever their own rounds took."""
+    """The driver chooses what is drafted and when the head is probed; the workers take its choice, not their own."""
 
     def __init__(self, most: DraftShape, ranks: Ranks) -> None:
         super().__init__(most)
@@ -59,7 +59,7 @@ class DriversShape(AdaptiveShape):
 
 
 class DriverEngine(RankEngine):
-    """Rank 0's. Every method may raise RankLostError; then the engine has ended for good."""
+    """The driver's engine. Every method may raise RankLostError; the engine cannot be used after that."""
 
     def __init__(self, driver: Driver, *parts: Any, **options: Any) -> None:
         super().__init__(driver, *parts, **options)
@@ -76,7 +76,7 @@ class DriverEngine(RankEngine):
     ) -> Request:
         request = super().add_request(
             prompt_ids, params, speculative=speculative, shape=shape, request_id=request_id
-        )  # what is refused here is never told
+        )  # a request that is refused here is never sent
         self.driver.tell(
             Add(request.arrival, request.prompt_ids, request.params, speculative, shape, request.states_seed)
         )
@@ -102,29 +102,5 @@ class DriverEngine(RankEngine):
 
 
 def engine_of(ranks: Ranks) -> Callable[..., Engine]:
-    """What makes this rank's engine, with the arguments of Engine."""
+    """The class of this rank's engine, to be called with the arguments of Engine."""
     return partial(DriverEngine, ranks) if isinstance(ranks, Driver) else partial(RankEngine, ranks)
-
-
-def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
-    """Do what rank 0 does, until it stops. Raises whatever a step raises."""
-    assert isinstance(engine, RankEngine), "a rank has a RankEngine"
-    requests: dict[int, Request] = {}
-    while not isinstance(message := next_message(), Stop):
-        match message:
-            case Add(arrival, prompt_ids, params, speculative, shape, states_seed):
-                requests[arrival] = engine.add_request(prompt_ids, params, speculative=speculative, shape=shape)
-                requests[arrival].states_seed = states_seed
-                assert requests[arrival].arrival == arrival, "the ranks count requests differently"
-            case Abort(arrival):
-                engine.abort(requests.pop(arrival))
-            case Step(by_driver):
-                engine.check_written(by_driver)
-                for request in engine.step():
-                    if request.finished:
-                        requests.pop(request.arrival, None)
-            case Reshape(shape):
-                engine.set_shape(shape)
-            case _:
-                raise AssertionError(f"{message} came between rounds")
-    engine.close()

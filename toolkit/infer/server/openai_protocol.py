@@ -13,10 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from toolkit.infer.request.chat_message import (
+    ANY,
+    MESSAGE_NEUTRAL,
+    UnsupportedFieldError,
+    template_message,
+    without_neutral,
+)
 from toolkit.infer.request.params import MOST_LOGPROBS
 
-ANY = object()  # fields that only label a request: every value is neutral
-# field -> values that change nothing; null is neutral everywhere
+# Field -> values that change nothing; null is neutral for all of them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "user": (ANY,),
     "metadata": (ANY,),
@@ -45,40 +51,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
 }
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (), "top_logprobs": (0,)}
-MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "tool_calls": ([],),
-    "function_call": (),
-    "tool_call_id": (),
-    "reasoning_content": (),
-}
-ROLES = ("system", "developer", "user", "assistant")
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
 
 
 def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
-    """The body without nulls and without neutral fields. Raises for a known field that asks for something."""
+    """The body without nulls and fields of neutral value. Raises for a known field that asks for something."""
     if not isinstance(body, dict):
         return body
-    kept = {}
-    for name, value in body.items():
-        if value is None:
-            continue
-        if name not in neutral:
-            kept[name] = value
-        elif not any(_same(value, v) for v in neutral[name]):
-            allowed = " or ".join(repr(v) for v in neutral[name]) or "null"
-            message = (
-                f"'{name}' is not supported by this server: got {value!r}, only {allowed} is accepted; leave it out"
-            )
-            raise PydanticCustomError("unsupported_parameter", "{message}", {"message": message, "param": name})
-    return kept
+    try:
+        return without_neutral(body, neutral)
+    except UnsupportedFieldError as error:
+        context = {"message": str(error), "param": error.field}
+        raise PydanticCustomError("unsupported_parameter", "{message}", context) from error
 
 
 def _encodable(text: str) -> str:
@@ -129,8 +112,8 @@ class Message(_Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, str]:
-        """What chat templates read; OpenAI's `developer` is the older `system`."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """The message as chat templates read it."""
+        return template_message(self.role, self.text)
 
 
 class StreamOptions(_Strict):

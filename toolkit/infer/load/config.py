@@ -1,0 +1,265 @@
+"""The options of an engine: each has one name, from the command line (`--tensor-parallel-size`) to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+T = TypeVar("T")
+NGRAM = "ngram"
+LEAST = {"max_running_requests": 1, "context_length": 2, "chunked_prefill_size": 1, "tensor_parallel_size": 1}
+RENAMED = {
+    "max_batch": "max_running_requests",
+    "max_context": "context_length",
+    "mem_fraction": "mem_fraction_static",
+}
+
+
+class ConfigError(ValueError):
+    """Options of an engine that are unknown, out of range or do not go together.
+
+    Messages name options as fields in backticks (`draft`); commands print them as flags (--draft).
+    """
+
+
+def option(default: T, text: str, *, metavar: str | None = None, alias: str | None = None) -> T:
+    """A field of EngineConfig with its help text; other fields are named in backticks there."""
+    metadata = {"help": text, "metavar": metavar, "alias": alias}
+    field: Any = dataclasses.field(default=default, metadata=metadata)
+    return field
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made of. The help text of each field describes it; `toolkit serve --help` lists them all.
+
+    `check` refuses what does not go together; sizes that only the engine knows are checked where they are used.
+    """
+
+    target: str | None = option(
+        None,
+        "target model: smollm2-135m, a hub id, a directory or a .gguf file (default: the one that `draft` names); "
+        "without `draft`, decoding is plain",
+        metavar="MODEL",
+    )
+    draft: str | Path | None = option(
+        None,
+        "draft directory (runs/NAME/ckpt), or another project's EAGLE head: a directory or a hub id (org/name, "
+        "org/name@revision). One that names its target needs no `target`. ngram needs no head: it drafts what followed "
+        "the same words earlier in the request (give `target`)",
+        metavar="DIR",
+    )
+    revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
+    shape: str | None = option(
+        None,
+        "what is drafted in a step: levels, branches, nodes verified with the root; 4,1,5 is a chain of 4, 5,4,16 a "
+        "tree (default: the best one measured with the head, else 4,1,5)",
+        metavar="S,K,N",
+    )
+    adaptive: bool | None = option(
+        None,
+        "draft the shape, less or nothing, whichever is fastest at the moment (default: yes, unless `shape` or "
+        "`cuda_graph_max_bs` is given: then exactly the shape is drafted)",
+    )
+    token_map: str | Path | None = option(
+        None,
+        "freq_N.pt: draft only these ids, with their rows of the target's output matrix (eagle2 and mtp heads, which "
+        "share it); missing special and end-of-turn ids are added",
+        metavar="FILE",
+    )
+    verify: Literal["auto", "target", "rejection", "block"] = option(
+        "auto",
+        "how drafts are accepted at a temperature above 0; with each the answers follow the target's distribution. "
+        "target: a seed writes the tokens that it writes without drafts. rejection and block: drafts are drawn from "
+        "the head's distribution (chains only), and the tokens of a seed depend on the drafts. auto (the default): "
+        "block, which keeps most drafts, for chains of a head and requests that state no seed; target for the rest, "
+        "and with `cuda_graph_max_bs`",
+    )
+    no_draft: bool = option(False, "decode plainly with the target that `draft` names")
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "of target and head; float32 makes comparisons with plain decoding exact (default: auto, the target's)"
+    )
+    quantization: Literal["auto", "none", "int8", "int4"] = option(
+        "auto",
+        "one byte (int8) or half a byte (int4) per weight in the target's linear layers (CPU); the answers are those "
+        "of the quantised target, drafted or not (default: auto, none unless the draft was trained for such a target)",
+    )
+    draft_quantization: Literal["auto", "none", "int8"] = option(
+        "auto",
+        "one byte (int8) per weight in the draft head's linear layers (CPU): shorter draft steps, some other drafts, "
+        "the same answers (default: auto, int8 beside a quantised target, and for bfloat16 heads on a CPU)",
+    )
+    torch_compile: bool = option(
+        False,
+        "run the layers of target and head compiled, for shorter steps. On a CPU the first start compiles them, which "
+        "takes a minute or two and a C++ compiler; later starts find them in TOOLKIT_CACHE. On a GPU the rounds of "
+        "`cuda_graph_max_bs` are compiled before they are recorded",
+    )
+    torch_compile_max_bs: int | None = option(
+        None,
+        "with `torch_compile` on a GPU: rounds of up to N requests run compiled layers (default: 32, or "
+        "`cuda_graph_max_bs` if that is less)",
+        metavar="N",
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every round "
+        "(default: no graphs)",
+        metavar="N",
+    )
+    disable_overlap_schedule: bool = option(
+        False,
+        "with `cuda_graph_max_bs`: launch a round after the results of the one before it are read (default: before "
+        "that, so that the GPU does not wait for the host)",
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
+    tensor_parallel_size: int = option(
+        1,
+        "divide target, head and cache among N processes of this machine, each on a GPU of its own, or on the CPU "
+        "(default: 1)",
+        metavar="N",
+        alias="--tp",
+    )
+    max_running_requests: int = option(16, "requests decoded at once; more wait (default: 16)", metavar="N")
+    context_length: int | None = option(
+        None, "tokens of prompt and answer together (default and maximum: the target's context)", metavar="N"
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "tokens that all requests and kept prefixes hold together; when they do not suffice, the youngest requests "
+        "wait (default: an eighth of the machine's memory, 0.8 of what a GPU has free)",
+        metavar="N",
+    )
+    mem_fraction_static: float | None = option(
+        None,
+        "in place of `max_total_tokens`: the cache's share of the machine's memory (default: 0.125), or of what a GPU "
+        "has free after the target is loaded (default: 0.8)",
+        metavar="F",
+    )
+    chunked_prefill_size: int = option(
+        1024, "prompt tokens read between two rounds of running answers (default: 1024)", metavar="N"
+    )
+    prefix_cache: bool = option(True, "keep what prompts share with earlier texts, so that it is not read again")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether something is drafted."""
+        return self.draft is not None and not self.no_draft
+
+    def with_options(self, **options: Any) -> Self:
+        """A copy with other options. Raises ConfigError for an unknown name."""
+        for name in sorted(options.keys() - value_types().keys()):
+            near = RENAMED.get(name) or next(iter(difflib.get_close_matches(name, value_types(), n=1)), None)
+            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(value_types())}"
+            raise ConfigError(f"`{name}` is no option of an engine; {hint}")
+        return dataclasses.replace(self, **options)
+
+    def check(self, device_type: str) -> None:
+        """Raise ConfigError for options that do not go together, or not with a device of that type ("cpu", "cuda")."""
+        self._check_values()
+        self._check_drafting()
+        self._check_compilation(device_type)
+        self._check_graphs(device_type)
+        self._check_tensor_parallel()
+        self._check_draft_quantization(device_type)
+
+    def _check_values(self) -> None:
+        for name, hint in value_types().items():
+            value, choices = getattr(self, name), choices_of(hint)
+            if choices and value not in choices:
+                raise ConfigError(f"`{name}` is {value!r}; one of {', '.join(choices)} is needed")
+            if name in LEAST and value is not None and value < LEAST[name]:
+                raise ConfigError(f"`{name}` is {value}; at least {LEAST[name]} is needed")
+
+    def _check_drafting(self) -> None:
+        if self.draft is None and self.target is None:
+            raise ConfigError("neither `draft` nor `target` is given; give a draft directory (`draft`) or a target")
+        if self.target is None and self.revision is not None:
+            raise ConfigError(
+                f"`revision` {self.revision!r} is given without `target`; the draft directory states both"
+            )
+        if self.target is None and str(self.draft) == NGRAM:
+            raise ConfigError("`draft` is ngram, which belongs to no target; name one with `target`")
+        if self.drafts:
+            return
+        for name in ("shape", "adaptive", "token_map"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"`{name}` is given ({getattr(self, name)}) without a draft head to use it; give `draft`, or leave "
+                    f"`{name}` out"
+                )
+
+    def _check_draft_quantization(self, device_type: str) -> None:
+        if self.draft_quantization != "int8":
+            return
+        if not self.drafts or str(self.draft) == NGRAM:
+            raise ConfigError("`draft_quantization` is int8, but there is no draft head; give `draft`, or leave it out")
+        if device_type != "cpu":
+            raise ConfigError(
+                f"`draft_quantization` is int8 and the device {device_type}; int8 heads are for the CPU: leave it out, "
+                "or set `device` to cpu"
+            )
+
+    def _check_compilation(self, device_type: str) -> None:
+        rows = self.torch_compile_max_bs
+        if rows is not None and not self.torch_compile:
+            raise ConfigError(
+                f"`torch_compile_max_bs` is {rows}, but `torch_compile` is not set; set it, or leave the bound out"
+            )
+        if rows is not None and device_type == "cpu":
+            raise ConfigError(
+                f"`torch_compile_max_bs` is {rows} and the device cpu, where the compiled layers serve any number of "
+                "requests; leave the bound out"
+            )
+        if self.torch_compile and device_type != "cpu" and self.cuda_graph_max_bs is None:
+            raise ConfigError(
+                f"`torch_compile` is set and the device is {device_type}, where the layers of recorded rounds are "
+                "compiled; set `cuda_graph_max_bs`, leave `torch_compile` out, or set `device` to cpu"
+            )
+
+    def _check_graphs(self, device_type: str) -> None:
+        if self.cuda_graph_max_bs is None:
+            if self.disable_overlap_schedule:
+                raise ConfigError(
+                    "`disable_overlap_schedule` is set, but `cuda_graph_max_bs` is not; only rounds that run as graphs "
+                    "overlap: leave it out"
+                )
+        elif self.adaptive:
+            raise ConfigError(
+                "`adaptive` and `cuda_graph_max_bs` are both set; a graph has one draft shape: leave one of them out"
+            )
+        elif device_type != "cuda":
+            raise ConfigError(
+                f"`cuda_graph_max_bs` is {self.cuda_graph_max_bs} and the device {device_type}; graphs need a GPU: "
+                "leave it out, or set `device` to cuda"
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.tensor_parallel_size
+        for name, is_set, instead in (
+            ("quantization", self.quantization in ("int8", "int4"), "set it to none"),
+            ("draft_quantization", self.draft_quantization == "int8", "set it to none"),
+            ("torch_compile", self.torch_compile, "leave it out"),
+            ("cuda_graph_max_bs", self.cuda_graph_max_bs is not None, "leave it out"),
+        ):
+            if size > 1 and is_set:
+                raise ConfigError(
+                    f"`tensor_parallel_size` is {size}, which does not go with `{name}` ({getattr(self, name)}): "
+                    f"{instead}, or use one process"
+                )
+
+
+@cache
+def value_types() -> dict[str, Any]:
+    """The type of each option's value, by name."""
+    return typing.get_type_hints(EngineConfig)
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The values that a Literal allows; none for another type."""
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()

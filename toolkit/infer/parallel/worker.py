@@ -1,0 +1,94 @@
+"""A worker: a rank that loads the engine and repeats on it what the driver does, as the driver's messages say."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.parallel.messages import Abort, Add, Decided, Load, Message, Reshape, Step, Stop, receive
+from toolkit.infer.parallel.rank_engine import RankEngine
+from toolkit.infer.parallel.ranks import RankLostError, Ranks
+from toolkit.infer.request.request import Request
+from toolkit.log import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+NOTICE_S = 2.0  # time in which the driver's end is noticed after it made a collective fail
+
+
+class Worker(Ranks):
+    """The ranks as one of the workers sees them. A thread reads the messages, so that the driver's end is noticed."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        threading.Thread(target=self._read, name="toolkit-messages", daemon=True).start()
+        first = self.next_message()
+        assert isinstance(first, Load), f"the first message is {first}"
+        self.rank, self.size, self._port = first.rank, first.size, first.port
+        self.config: Any = first.config
+
+    def next_message(self) -> Message:
+        """The next message of the driver; waits for it."""
+        return self._messages.get()
+
+    def join(self) -> None:
+        store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
+        store.set(f"here/{self.rank}", "")
+        self.connect(store)
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        message = self.next_message()
+        if not isinstance(message, Decided):
+            raise RankLostError(f"the driver sent {type(message).__name__} where a decision was due")
+        value: T = message.value
+        return value
+
+    def stopping(self) -> bool:
+        """Whether the driver has told this rank to stop, or has ended; waits a moment for the news."""
+        return self._stopping.wait(NOTICE_S)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = receive(sys.stdin.buffer)
+            except Exception:  # process edge: no message, or half of one
+                self._stopping.set()
+                logger.warning("rank 0, the driver, has ended; this rank ends too")
+                os._exit(1)  # the other threads may wait in a collective for ever
+            self._messages.put(message)
+            if isinstance(message, Stop):
+                self._stopping.set()
+                return
+
+
+def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
+    """Repeat on `engine` what the driver does, until it stops. Raises whatever a step raises."""
+    assert isinstance(engine, RankEngine), "a worker runs a RankEngine"
+    requests: dict[int, Request] = {}
+    while not isinstance(message := next_message(), Stop):
+        match message:
+            case Add(arrival, prompt_ids, params, speculative, shape, states_seed):
+                requests[arrival] = engine.add_request(prompt_ids, params, speculative=speculative, shape=shape)
+                requests[arrival].states_seed = states_seed
+                assert requests[arrival].arrival == arrival, "the ranks count requests differently"
+            case Abort(arrival):
+                engine.abort(requests.pop(arrival))
+            case Step(by_driver):
+                engine.check_written(by_driver)
+                for request in engine.step():
+                    if request.finished:
+                        requests.pop(request.arrival, None)
+            case Reshape(shape):
+                engine.set_shape(shape)
+            case _:
+                raise AssertionError(f"{message} arrived between rounds")
+    engine.close()

@@ -1,0 +1,89 @@
+"""One message of a conversation as chat templates read it: {"role", "content"}, checked strictly.
+
+A field that is known but not honoured is refused by name unless it has its neutral value (`tool_calls`: []).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ANY = object()  # every value is neutral: the field only labels a request
+ROLES = ("system", "developer", "user", "assistant")
+# Field -> values that change nothing; null is neutral for all of them.
+MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "name": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "tool_calls": ([],),
+    "function_call": (),
+    "tool_call_id": (),
+    "reasoning_content": (),
+}
+
+
+class ChatMessageError(ValueError):
+    """A mapping that is no chat message."""
+
+
+class UnsupportedFieldError(ChatMessageError):
+    """A field that asks for something that is not supported; `field` is its name."""
+
+    def __init__(self, field: str, value: Any, neutral: tuple[Any, ...]) -> None:
+        allowed = " or ".join(map(repr, neutral)) or "null"
+        super().__init__(f"'{field}' is not supported: got {value!r}, only {allowed} is accepted; leave it out")
+        self.field = field
+
+
+def without_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """`body` without nulls and fields of neutral value. Raises UnsupportedFieldError."""
+    kept = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name not in neutral:
+            kept[name] = value
+        elif not any(_same(value, one) for one in neutral[name]):
+            raise UnsupportedFieldError(name, value, neutral[name])
+    return kept
+
+
+def template_message(role: str, content: str) -> dict[str, str]:
+    """The message that chat templates read; OpenAI's role `developer` is the older `system`."""
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def read_message(message: Mapping[str, Any]) -> dict[str, str]:
+    """A message of a Python caller, with OpenAI's fields. Raises ChatMessageError that names the field."""
+    fields = without_neutral(message, MESSAGE_NEUTRAL)
+    for name in ("role", "content"):
+        if name not in fields:
+            raise ChatMessageError(f"the field '{name}' is missing")
+    unknown = next((name for name in fields if name not in ("role", "content")), None)
+    if unknown is not None:
+        raise ChatMessageError(f"unknown field '{unknown}'")
+    role, content = fields["role"], fields["content"]
+    if role not in ROLES:
+        raise ChatMessageError(f"'role' is {role!r}; one of {', '.join(ROLES)} is needed")
+    if isinstance(content, list):
+        content = "".join(_part_text(part, f"content[{at}]") for at, part in enumerate(content))
+    if not isinstance(content, str):
+        raise ChatMessageError(f"'content' is {content!r}; a text or a list of text parts is needed")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ChatMessageError("'content' is not valid unicode (a lone surrogate)") from error
+    return template_message(role, content)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, Mapping) and part.keys() == {"type", "text"} and part["type"] == "text":
+        if isinstance(part["text"], str):
+            return part["text"]
+    raise ChatMessageError(f"'{where}' is {part!r}; {{'type': 'text', 'text': ...}} is needed")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and both or neither a bool: 0 is not False here."""
+    return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
