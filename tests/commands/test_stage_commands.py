@@ -182,7 +182,7 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--token-map", "x.pt"], "--token-map x.pt: an eagle3 head has an output matrix of its own"),
+        (["--token-map", "x.pt"], "--token-map is x.pt, but an eagle3 head has an output matrix of its own"),
         (["--max-tokens", "0"], "max_tokens = 0"),
         (["--temperature", "-1"], "temperature = -1.0"),
         (["--temperature", "inf"], "temperature is inf"),
@@ -207,7 +207,7 @@ def test_options_of_another_head_are_not_ignored_with_a_recipe(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "acceptance", "--recipe", str(recipe), "--shape", "4,1,5"]) == 2
-    assert "--shape came without --draft; override bench.shapes=" in capsys.readouterr().err
+    assert "--shape needs --draft; override bench.shapes=" in capsys.readouterr().err
 
 
 def test_train_passes_the_exit_status_on(
