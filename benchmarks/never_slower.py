@@ -32,7 +32,7 @@ from toolkit.bench.rows import number
 from toolkit.bench.table import decimal
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.load_draft import fit_draft, load_draft, pack
@@ -40,7 +40,6 @@ from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.targets.features import default_aux_layer_ids
 from toolkit.targets.load import Target, load_target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.token_map import TokenMap

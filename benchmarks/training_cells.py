@@ -103,7 +103,7 @@ def prepare(place: Path, given: Path, recipe: Recipe) -> str:
             target, place / ROLLOUTS, (place / TOKEN_MAP).parent, recipe.token_map.size, recipe.token_map.coverage
         )
     data = read_data(recipe.train, place / ROLLOUTS, target, recipe.seed)
-    spec = FeatureSpec.of(target, stored_layer_ids(recipe.train, target.n_layers))
+    spec = FeatureSpec.of(target, stored_layer_ids(recipe.train, target))
     store = FeatureStore.start(place / "features", spec)
     missing = [text for text in texts_of(data) if text not in store]
     if missing:

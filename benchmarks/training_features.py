@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.heads.draft_head import Project
 from toolkit.train.loop import Trainer
 from toolkit.train.loss import DraftLoss
-from toolkit.train.unrolled_head import Eagle3Unrolled, Project
+from toolkit.train.trained_head import TrainedHead
 
 WEIGHT = 10.0  # of the distance beside the token loss, at the start: EAGLE's 1 to 0.1
 FADES = 0.5  # share of the training after which it is gone
 
 
-class WithFeatures(Eagle3Unrolled):
+class WithFeatures(TrainedHead):
     """Adds weight times the smooth L1 distance (mean over H) of each normed state to the target's last one."""
 
     weight = 0.0
@@ -40,10 +41,9 @@ class FadingFeaturesTrainer(Trainer):
     """The product's trainer; the logged losses are those of the tokens alone."""
 
     def _trained(self, head: Any) -> torch.nn.Module:
-        module = super()._trained(head)
-        module.unrolled = WithFeatures(head)
-        return module
+        unroll = self.settings.unroll
+        return WithFeatures(head, unroll.step_decay, unroll.loss, checkpointing=unroll.checkpointing)
 
     def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
-        self.model.module.unrolled.weight = WEIGHT * max(0.0, 1.0 - step / (FADES * self.steps))
+        self.model.module.weight = WEIGHT * max(0.0, 1.0 - step / (FADES * self.steps))
         return super().optimise(step, indices)

@@ -25,7 +25,7 @@ from training_published import PublishedTrainer
 from toolkit.data.batches import BatchPlan, Example
 from toolkit.data.examples import load_examples
 from toolkit.recipe import Recipe
-from toolkit.train.draft_head import regressed, trained_head
+from toolkit.train.draft_head import trained_head
 from toolkit.train.head_snapshot import as_draft, gathered_weights, head_of
 from toolkit.train.held_out_prompts import read_held_out
 from toolkit.train.initialise import regression_batches
@@ -108,7 +108,7 @@ def start_tokens(trainer: Trainer) -> int:
     if trainer.settings.head.init != "target":
         return 0
     batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
-    columns = regressed(trainer.model.module.head).in_features
+    columns = trainer.model.module.head.warm_start().solved.in_features
     return sum(int(batch.response.sum()) for batch in regression_batches(batches, columns))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.commands.pipeline import Run
+from toolkit.heads.eagle3 import default_aux_layer_ids
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import (
     Recipe,
@@ -20,7 +21,6 @@ from toolkit.recipe import (
     result_settings,
     to_dict,
 )
-from toolkit.targets.features import default_aux_layer_ids
 from toolkit.train_settings import DataSettings, TrainSettings
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"

@@ -467,7 +467,7 @@ def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone)
     choice, ones = trainer.side.token_map.to_draft(rows.choice), torch.ones(3)
     module, found = trainer.model.module, []
     for weight in (1.0, 0.0):
-        module.unrolled.weight = weight
+        module.weight = weight
         loss, by_step, _ = module(batch.aux, batch.embeds, batch.supervision, rows, choice, ones)
         found.append((loss.item(), by_step, torch.autograd.grad(loss, module.head.fc.weight)[0]))
     plain = TrainedHead(module.head, recipe.train.unroll.step_decay)(
@@ -478,5 +478,5 @@ def test_the_feature_loss_fades_and_is_gone(script, run_folder, tmp_path, alone)
     weights = []
     for step in range(4):
         trainer.optimise(step, [0, 1])
-        weights.append(module.unrolled.weight)
+        weights.append(module.weight)
     assert weights == [10.0, 5.0, 0.0, 0.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from toolkit.checkpoint import export_formats, export_head
+from toolkit.checkpoint import export_eagle3, export_formats, export_head
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_head import export_head as export
@@ -118,7 +118,7 @@ class TestWhatLoadersRead:
     @pytest.mark.parametrize("sharded", [True, False])
     def test_eagle(self, tiny_draft, tiny_facts, tiny_target, tmp_path, monkeypatch, sharded):
         """With target_hidden_size its model takes the embedding from the head's file, else by the target's index."""
-        monkeypatch.setattr(export_formats, "is_sharded", lambda _facts: sharded)
+        monkeypatch.setattr(export_eagle3, "is_sharded", lambda _facts: sharded)
         export(tiny_draft, "eagle", tmp_path / "o", tiny_facts, CHAIN)
         config, tensors = config_of(tmp_path / "o"), load_pickle(tmp_path / "o" / "pytorch_model.bin")
         assert config["rope_theta"] == 10000.0 and config["rope_scaling"] is None and "d2t" in tensors

@@ -100,7 +100,7 @@ def test_each_variant_equals_its_formula(on):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
     aux, embeds = torch.randn(T, A * HT, generator=generator), torch.randn(T, H, generator=generator)
     wanted = by_hand(head.state_dict(), on, aux, embeds)
-    hidden = head.fuse(aux)
+    hidden = head.first_hidden(aux)
     for logits in wanted:
         hidden = head(embeds, hidden, torch.arange(T), causal, T)
         assert torch.allclose(head.logits(hidden), logits, atol=1e-4)

@@ -107,7 +107,7 @@ def test_mtp_equals_its_formula(inputs, embedding_first, state, zero_first):
         read = norm(x, w[prefix + "shared_head.norm.weight"])
         got = head(embeds, hidden, torch.arange(T), causal, T, layer)
         assert torch.allclose(got, read if state == "post_norm" else x, atol=1e-5)
-        assert torch.allclose(head.normed(got, layer), read, atol=1e-5)
+        assert torch.allclose(head.read(layer, got), read, atol=1e-5)
 
 
 def test_mtp_choices_that_do_not_exist():

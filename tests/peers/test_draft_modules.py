@@ -19,7 +19,6 @@ from toolkit.checkpoint.launch_lines import Shape
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.targets.facts import target_facts
 from toolkit.train.ttt import unroll
-from toolkit.train.unrolled_head import unrolled_head
 from toolkit.weights import load_tensors
 
 pytestmark = pytest.mark.peers
@@ -66,7 +65,7 @@ def check(tiny_target, inputs, verdicts):
 
     def compare(head, project: str, variants: dict, theirs: list[torch.Tensor]) -> None:
         aux, ids = inputs
-        ours = unroll(unrolled_head(head), aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
+        ours = unroll(head, aux, tiny_target.embed_tokens(ids[:T])[None], STEPS)
         pairs = [(head.logits(hidden[0]), said) for hidden, said in zip(ours, theirs, strict=True)]
         apart = [(mine - said)[: T - 1 - STEPS].abs().max().item() for mine, said in pairs]
         verdicts.append(

@@ -14,10 +14,10 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
 from toolkit.targets.errors import TargetError
 from toolkit.targets.features import AuxCapture
-from toolkit.train.copied_layers import copy_first_layer, copy_norm
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.copied_layers import copy_decoder_layer, copy_norm
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.initialise import initialise_from_target, initialise_random
-from toolkit.train.initialise_shared import start_eagle2, start_mtp
 from toolkit.train_settings import HeadSettings, TrainSettings
 
 
@@ -156,7 +156,7 @@ def test_parts_of_another_meaning_stay_random(family, left, dropped):
     config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
     layer = Eagle3Head(config).midlayer
     before = {name: value.clone() for name, value in layer.named_parameters()}
-    unlike = copy_first_layer(layer, theirs, 32)
+    unlike = copy_decoder_layer(layer, theirs, 32)
     assert set(unlike.left) == set(left) and set(unlike.dropped) == set(dropped)
     source = dict(theirs.named_parameters())
     for name, value in layer.named_parameters():
@@ -176,7 +176,7 @@ def test_an_mlp_without_a_norm_before_it(tiny_target, tiny_draft):
     """OLMo 2 norms outputs alone: its `post_attention_layernorm` is no norm before the MLP."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **SMALL))
     config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
-    unlike = copy_first_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
+    unlike = copy_decoder_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
     assert {"hidden_norm.weight", "post_attention_layernorm.weight", *OUTPUTS, *QK} == set(unlike.left)
 
 
@@ -255,7 +255,7 @@ def test_an_eagle2_head_starts_as_the_best_linear_guess(tiny_target):
     config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, num_hidden_layers=2)
     head = Eagle2Head(config)
     batches = _batches(tiny_target)
-    start_eagle2(head, tiny_target, batches, seed=0)
+    initialise_from_target(head, tiny_target, TokenMap.identity(tiny_target.vocab_size), batches, seed=0)
     ids = torch.cat([batch.input_ids for batch in batches])
     with torch.no_grad():
         states = tiny_target.body(input_ids=ids).last_hidden_state
@@ -274,7 +274,8 @@ def test_mtp_layers_start_as_the_last_layer(tiny_target):
     """Copied by name: the wrong layer, or a norm left at one, would cost the start without a sign."""
     config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, num_mtp_layers=2)
     head = MtpHead(config)
-    start_mtp(head, tiny_target, _batches(tiny_target), seed=0)
+    whole = TokenMap.identity(tiny_target.vocab_size)
+    initialise_from_target(head, tiny_target, whole, _batches(tiny_target), seed=0)
     last = dict(tiny_target.layers[-1].named_parameters())
     for layer in head.layers:
         for name, value in layer.named_parameters():

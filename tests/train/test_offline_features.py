@@ -11,8 +11,8 @@ import torch
 from toolkit.data import feature_store
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
-from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
-from toolkit.targets.features import AuxCapture, default_aux_layer_ids
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
+from toolkit.targets.features import AuxCapture
 from toolkit.train import offline_features as offline
 from toolkit.train.initialise import initialise_from_target, initialise_random
 from toolkit.train.split_data import Data
@@ -170,7 +170,7 @@ def test_only_what_is_missing_is_made(tiny_target, data, opened, monkeypatch, tm
 def test_two_processes_share_the_work(tiny_target, data, opened, monkeypatch, tmp_path):
     """Each writes its share, and sees the other's after the barrier; together they leave out nothing."""
     folder = tmp_path / "features"
-    spec = FeatureSpec.of(tiny_target, offline.stored_layer_ids(TrainSettings(), tiny_target.n_layers))
+    spec = FeatureSpec.of(tiny_target, offline.stored_layer_ids(TrainSettings(), tiny_target))
     barriers = []
 
     def barrier():

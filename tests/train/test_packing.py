@@ -52,7 +52,7 @@ def _step(made, batch, **options):
     head, side, plan, settings = made
     settings = replace(settings, unroll=replace(settings.unroll, **options))
     model = trained_head(plan, settings, head, side.teacher)
-    drawn = anchors_of(settings, seed=0)
+    drawn = anchors_of(plan, settings, seed=0)
     loss, by_step, right, *_ = micro_step(model, side, batch, supervised_counts(batch, K, 0), K, 0, drawn)
     return by_step, right, torch.autograd.grad(loss, list(head.parameters()))
 

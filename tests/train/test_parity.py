@@ -112,8 +112,8 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
         root = len(written) - 2
         inputs = side.inputs(_batch([written + tree.tokens[row, 1:].tolist()], [[0, 0]]), STEPS)
         with torch.no_grad():
-            states = [state[0, root] for state in unroll(model.unrolled, inputs.aux, inputs.embeds, STEPS)]
-            logits = model.unrolled.score(torch.stack(states), lambda x, rows, *_: F.linear(x, rows))
+            states = [state[0, root] for state in unroll(model.head, inputs.aux, inputs.embeds, STEPS)]
+            logits = model.score(torch.stack(states), lambda x, rows, *_: F.linear(x, rows))
         served = torch.stack([one[row].flatten() for one in scored])
         torch.testing.assert_close(logits, served, atol=1e-3, rtol=1e-3)
     engine.close()

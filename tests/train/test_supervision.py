@@ -12,7 +12,6 @@ from toolkit.train.supervision import plan_supervision
 from toolkit.train.teacher import Teacher, TeacherRows
 from toolkit.train.trained_head import TrainedHead
 from toolkit.train.ttt import unroll
-from toolkit.train.unrolled_head import unrolled_head
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 #          p  p  p  A0 A1 A2 E  \n p
@@ -67,7 +66,7 @@ def test_loss_is_the_decayed_mean_over_supervised_tokens(tiny_target, tiny_draft
     draft_choice = probs.argmax(-1)
     loss, by_step, hits = TrainedHead(head, 0.8)(aux, embeds, supervision, rows, draft_choice, supervision.counts)
     expected = 0.0
-    for step, hidden in enumerate(unroll(unrolled_head(head), aux, embeds, steps)):
+    for step, hidden in enumerate(unroll(head, aux, embeds, steps)):
         for root in (2 - step, 3 - step):  # the third row is not kept
             row = root + step - 2
             term = -(probs[row] * head.logits(hidden[0, root]).log_softmax(-1)).sum() / 3
@@ -91,7 +90,7 @@ def test_a_row_of_an_eagle2_head_weighs_token_and_feature(tiny_target):
     rows = teacher(last[0][supervision.teacher_positions])
     loss, _, _ = model(last, embeds, supervision, rows, rows.choice, supervision.counts)
     expected = 0.0
-    for step, states in enumerate(unroll(model.unrolled, last, embeds, 2)):
+    for step, states in enumerate(unroll(model.head, last, embeds, 2)):
         for root in supervision.roots[step].tolist():
             wanted, state = last[0, root + 1 + step], states[0, root]
             logits = tiny_target.logits(state).log_softmax(-1)

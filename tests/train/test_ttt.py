@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from toolkit.train import causal_attention, ttt
 from toolkit.train.ttt import TTTAttention, unroll
-from toolkit.train.unrolled_head import unrolled_head
 
 LENGTH, STEPS = 9, 4
 
@@ -32,7 +31,8 @@ def _served_chain(head, aux, embeds, root, steps):
         return (scores.softmax(-1) @ all_v).transpose(0, 1)
 
     committed = root + 1
-    hidden = head(embeds[1 : committed + 1], head.fuse(aux[:committed]), torch.arange(committed), attend, 64)[-1:]
+    fused = head.first_hidden(aux[:committed])
+    hidden = head(embeds[1 : committed + 1], fused, torch.arange(committed), attend, 64)[-1:]
     states = [hidden]
     for step in range(1, steps):
         hidden = head(embeds[root + 1 + step][None], hidden, torch.tensor([root + step]), attend, 64)
@@ -45,7 +45,7 @@ def test_unroll_equals_a_served_chain(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(0)
     aux, embeds = torch.randn(2, LENGTH, 192), torch.randn(2, LENGTH, 64)
-    unrolled = list(unroll(unrolled_head(head), aux, embeds, STEPS))
+    unrolled = list(unroll(head, aux, embeds, STEPS))
     for row in range(2):
         for root in range(LENGTH - STEPS):
             served = _served_chain(head, aux[row], embeds[row], root, STEPS)
@@ -58,9 +58,9 @@ def test_no_root_sees_the_future(tiny_draft):
     head = tiny_draft.head
     torch.manual_seed(1)
     aux, embeds = torch.randn(1, LENGTH, 192), torch.randn(1, LENGTH, 64)
-    before = list(unroll(unrolled_head(head), aux, embeds, 3))
+    before = list(unroll(head, aux, embeds, 3))
     aux[0, 6:], embeds[0, 6:] = 5.0, -5.0
-    after = list(unroll(unrolled_head(head), aux, embeds, 3))
+    after = list(unroll(head, aux, embeds, 3))
     for step in range(3):
         last_unaffected = 5 - 1 - step  # root t reads token t+1+step
         assert torch.equal(before[step][0, : last_unaffected + 1], after[step][0, : last_unaffected + 1])

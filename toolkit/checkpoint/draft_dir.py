@@ -1,8 +1,8 @@
 """The draft directory: a self-describing checkpoint of a draft head. `toolkit serve --draft DIR` needs nothing else.
 
 config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block that says which kind
-                   of head it is (eagle3, eagle2, mtp), what it reads of the target, and where it came from
-model.safetensors  the tensors in their field names; eagle3's with d2t (offsets) and t2d (bool), its token map
+                   of head it is (heads/registry.py), what it reads of the target, and where it came from
+model.safetensors  the head's tensors; with d2t (offsets) and t2d (bool) where the head has a token map
 measured.json      what `toolkit bench` measured with it (optional)
 """
 
@@ -17,10 +17,10 @@ import torch
 
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.head_kinds import KINDS, DraftHead, HeadKind, kind_of, window_keys
 from toolkit.checkpoint.resolution import Resolution
-from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
+from toolkit.heads.registry import KINDS, empty_head
 from toolkit.log import get_logger
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -39,8 +39,8 @@ SAME_EMBEDDING = 0.15
 class DraftCheckpoint:
     """A loaded head with the token map it drafts with. `meta` says where it came from (target, training, measured).
 
-    A head that shares the target's output matrix (eagle2, mtp) has the whole vocabulary, unless a map was given when
-    it was loaded. Of a foreign checkpoint: how its settings were read, and the embedding it brought along, which must
+    A head that shares the target's output matrix has the whole vocabulary, unless a map was given when it was loaded.
+    Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
     be the target's.
     """
 
@@ -53,8 +53,8 @@ class DraftCheckpoint:
 
     @property
     def kind(self) -> str:
-        """eagle3, eagle2 or mtp."""
-        return kind_of(self.head.config).name
+        """Its name in heads/registry.py."""
+        return self.head.config.kind
 
 
 def save_draft(
@@ -64,22 +64,25 @@ def save_draft(
     token_map: TokenMap | None,
     meta: Mapping[str, Any],
 ) -> Path:
-    """Write a draft directory, over an old one too. config.json goes first and comes last, so that a directory with a
-    config is complete; what was measured with other weights is removed. A token map belongs to eagle3 heads alone."""
+    """Write a draft directory, or write it again.
+
+    config.json is removed first and written last, so that a directory with a config is complete. measured.json of other
+    weights is removed. token_map: of a head with a vocabulary of its own, else None.
+    """
     directory = Path(directory)
-    kind = kind_of(config)
-    assert (token_map is not None) == kind.own_vocabulary, f"a token map is part of an eagle3 head, not of {kind.name}"
+    wanted = config.own_vocabulary
+    assert (token_map is not None) == wanted, f"an {config.kind} head has {'a' if wanted else 'no'} token map"
     tensors = dict(head_state)
     # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
-    load_strict(kind.empty_head(config), tensors, "the head that is being saved")
+    load_strict(empty_head(config), tensors, "the head that is being saved")
     if token_map is not None:
         tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
     if not _same_tensors(directory / "model.safetensors", tensors):
         (directory / "measured.json").unlink(missing_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
-    block = {"format": FORMAT, "head": kind.name, **kind.features(config), **meta}
-    write_json(directory / "config.json", {**_serving_keys(kind, config, head_state), "toolkit": block})
+    block = {"format": FORMAT, "head": config.kind, **config.features.to_dict(), **meta}
+    write_json(directory / "config.json", {**_serving_keys(config, head_state), "toolkit": block})
     return directory
 
 
@@ -94,13 +97,13 @@ def _same_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
-def _serving_keys(kind: HeadKind, config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _serving_keys(config: HeadConfig, head_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The config's own fields and the keys that vLLM's and SGLang's loaders read."""
-    values = {name: value for name, value in kind.config_values(config).items() if name != "aux_layer_ids"}
+    values = {name: value for name, value in config.stored_values().items() if name != "aux_layer_ids"}
     return {
         **values,
-        **kind.serving_keys(config),
-        **window_keys(config),
+        **config.serving_keys(),
+        **config.window_keys(),
         "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
         "hidden_act": "silu",
         "mlp_bias": False,
@@ -127,15 +130,14 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
             "`toolkit run` wrote (runs/NAME/ckpt) is needed"
         )
     stored = read_json(directory / "config.json")
-    kind, config = _config_from(stored, directory)
+    config = _config_from(stored, directory)
     tensors = load_tensors(directory / "model.safetensors")
-    if kind.own_vocabulary:
-        assert isinstance(config, Eagle3Config), "only eagle3 has a vocabulary of its own"
+    if config.own_vocabulary:
         token_map = _token_map_from(tensors, config, directory)
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     else:
         token_map = TokenMap.identity(config.vocab_size)
-    head = kind.empty_head(config)
+    head = empty_head(config)
     load_strict(head, tensors, str(directory / "model.safetensors"))
     head = head.to(device=device, dtype=dtype or dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
@@ -144,7 +146,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
 
 
-def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
+def _config_from(stored: Any, directory: Path) -> HeadConfig:
     if not isinstance(stored, dict) or "toolkit" not in stored:
         raise DraftDirError(
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
@@ -161,26 +163,26 @@ def _config_from(stored: Any, directory: Path) -> tuple[HeadKind, HeadConfig]:
     values = {**stored}
     if "aux_layer_ids" in block:
         values["aux_layer_ids"] = block["aux_layer_ids"]
-    lacking = kind.lacking(values)
+    lacking = kind.config_class.lacking(values)
     if lacking:
         raise DraftDirError(f"{directory}/config.json lacks {', '.join(lacking)}; copy the file again from its source")
     try:
-        return kind, kind.config_from(values)
+        return kind.config_class.from_dict(values)
     except ValueError as error:
         raise DraftDirError(f"{directory}/config.json: {error}") from error
 
 
-def _token_map_from(tensors: dict[str, torch.Tensor], config: Eagle3Config, directory: Path) -> TokenMap:
+def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, directory: Path) -> TokenMap:
     absent = [name for name in ("d2t", "t2d") if name not in tensors]
     if absent:
         raise WeightsError(
             f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary"
         )
     token_map = TokenMap.from_d2t(tensors["d2t"], config.vocab_size)
-    if token_map.size != config.draft_vocab_size or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
+    if token_map.size != config.output_size or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise WeightsError(
             f"{directory}/model.safetensors: d2t ({token_map.size} ids) and t2d ({int(tensors['t2d'].sum())} ids) and "
-            f"draft_vocab_size {config.draft_vocab_size} do not describe the same token map"
+            f"draft_vocab_size {config.output_size} do not describe the same token map"
         )
     return token_map
 
@@ -188,18 +190,15 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: Eagle3Config, dire
 def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`; warn when it was trained on another one."""
     config = draft.head.config
-    # A head that shares the target's embedding and output matrix is as wide as the target.
-    width = "target_hidden_size" if isinstance(config, Eagle3Config) else "hidden_size"
+    needed = (target.hidden_size, target.vocab_size)
     wrong = [
         f"{what} {have} (the target's is {need})"
-        for what, have, need in (
-            (width, getattr(config, width), target.hidden_size),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-        )
+        for (what, have), need in zip(config.target_sizes.items(), needed, strict=True)
         if have != need
     ]
-    if isinstance(config, Eagle3Config) and config.aux_layer_ids[-1] > target.n_layers:
-        wrong.append(f"aux_layer_ids {list(config.aux_layer_ids)} (the target has {target.n_layers} layers)")
+    if config.features.needed_layers > target.n_layers:
+        ids = list(config.features.aux_layer_ids or ())
+        wrong.append(f"aux_layer_ids {ids} (the target has {target.n_layers} layers)")
     if wrong:
         raise DraftDirError(
             f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "

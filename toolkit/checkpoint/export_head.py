@@ -100,7 +100,7 @@ def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidd
         # Elsewhere nobody has it; a directory that names none asks for --target.
         meta["target"] = {key: value for key, value in meta["target"].items() if key != "name"}
     meta = without_paths(meta, hidden)
-    token_map = draft.token_map if draft.kind == "eagle3" else None
+    token_map = draft.token_map if draft.head.config.own_vocabulary else None
     save_draft(directory, draft.head.state_dict(), draft.head.config, token_map, meta)
     if "measured" in draft.meta:
         write_json(directory / "measured.json", draft.meta["measured"])

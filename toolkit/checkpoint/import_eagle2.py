@@ -12,6 +12,8 @@ from toolkit.checkpoint.layer_settings import layer_settings, note_embedding, no
 from toolkit.checkpoint.recognise import plain_name
 from toolkit.checkpoint.resolution import Resolver
 from toolkit.heads.eagle2 import Eagle2Config
+from toolkit.targets.facts import TargetFacts
+from toolkit.tokenmap.token_map import TokenMap
 
 EMBEDDING = "embed_tokens.weight"
 READ = frozenset(
@@ -21,9 +23,12 @@ READ = frozenset(
 
 
 def import_eagle2(
-    config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver
-) -> tuple[Eagle2Config, dict[str, torch.Tensor], torch.Tensor | None]:
-    """Config, the head's tensors, and the embedding it brought along. Raises `DraftDirError`, `WeightsError`."""
+    config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver, facts: TargetFacts | None
+) -> tuple[Eagle2Config, dict[str, torch.Tensor], TokenMap, torch.Tensor | None]:
+    """Config, the head's tensors, the map of the whole vocabulary, and the embedding that came with the checkpoint.
+
+    Raises `DraftDirError`, `WeightsError`.
+    """
     tensors = {plain_name(name): value for name, value in stored.items()}
     embedding = tensors.pop(EMBEDDING, None)
     note_embedding(embedding, resolver)
@@ -56,6 +61,7 @@ def import_eagle2(
             attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         ),
         _checked(config, tensors, layers, resolver),
+        TokenMap.identity(config["vocab_size"]),
         embedding,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
 from toolkit.checkpoint.open_head import facts_for, import_head
 from toolkit.checkpoint.recognise import recognise
-from toolkit.heads.eagle3 import Eagle3Config
 from toolkit.heads.head_config import full_attention_rope
 from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_embedding, target_facts
@@ -98,7 +97,7 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
     config = draft.head.config
     state = draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
-    layers = getattr(config, "num_mtp_layers", None) or getattr(config, "num_hidden_layers", 1)
+    layers = config.stages * config.layers
     bad = [name for name, value in state.items() if not torch.isfinite(value).all()]
     for name in bad:
         report.refuse(f"{name} holds values that are not finite")
@@ -109,18 +108,17 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
                   f"{'' if layers == 1 else f'; {layers} such layers'}"),
         ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
     ]  # fmt: skip
-    if isinstance(config, Eagle3Config):
-        variants = [key for key in ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "fc_bias",
-                                    "attention_bias", "qk_norm") if getattr(config, key)]  # fmt: skip
-        report.rows += [
-            ("draft vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
-            ("aux_layer_ids", f"{list(config.aux_layer_ids)} (id k = input of layer k = output of layer k-1)"),
-            ("variants", ", ".join(variants) or "none: EAGLE-3 as published"),
-        ]
-        needs = f", {config.aux_layer_ids[-1]} layers or more"
-    else:
-        report.rows.append(("draft vocabulary", f"the target's own {config.vocab_size:,} ids and output matrix"))
-        needs = ""
+    own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
+    shared = f"the target's own {config.vocab_size:,} ids and output matrix"
+    report.rows.append(("draft vocabulary", own if config.own_vocabulary else shared))
+    ids, needs = config.features.aux_layer_ids, ""
+    if ids is not None:
+        report.rows.append(("aux_layer_ids", f"{list(ids)} (id k = input of layer k = output of layer k-1)"))
+        needs = f", {config.features.needed_layers} layers or more"
+    switches = [one.name for one in fields(config) if one.name in config.variants() and isinstance(one.default, bool)]
+    if switches:
+        on = ", ".join(name for name in switches if getattr(config, name))
+        report.rows.append(("variants", on or f"none: {config.kind} as published"))
     stated = (draft.meta.get("target") or {}).get("name")
     named = f"it names {stated}" if stated else "it names none, give --target"
     size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
@@ -139,8 +137,9 @@ def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None
     ):
         if have != need:
             report.refuse(f"{what} {have}, the target's is {need}: it cannot work with {facts.name}")
-    if isinstance(config, Eagle3Config) and config.aux_layer_ids[-1] > facts.n_layers:
-        report.refuse(f"aux_layer_ids {list(config.aux_layer_ids)}: the target has {facts.n_layers} layers")
+    if config.features.needed_layers > facts.n_layers:
+        ids = list(config.features.aux_layer_ids or ())
+        report.refuse(f"aux_layer_ids {ids}: the target has {facts.n_layers} layers")
     rope = rope_difference(config, full_attention_rope(facts.config))
     if rope:
         report.wrong.append(rope)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from toolkit.checkpoint.inspect_head import Report
-from toolkit.heads.head_config import full_attention_rope
+from toolkit.heads.eagle3 import default_aux_layer_ids
+from toolkit.heads.head_config import HeadError, full_attention_rope
 from toolkit.heads.rope import STATIC_ROPE_TYPES
 from toolkit.targets.errors import TargetError, UnknownFamilyError
 from toolkit.targets.facts import (
@@ -26,16 +27,19 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     except UnknownFamilyError as error:
         return _unknown_family(name, revision, error)
     rope = full_attention_rope(facts.config)
+    try:
+        aux = f"{list(default_aux_layer_ids(facts.n_layers))} by default (id k = input of layer k)"
+    except HeadError:
+        aux = "too few for three"
     report = Report(f"{name}: target, {facts.architecture}")
-    defaults = facts.default_aux_layer_ids
     report.rows = [
         *_sizes(facts),
         ("rope", ", ".join(f"{key} {value}" for key, value in rope.items())),
-        ("aux layers", f"{list(defaults)} by default (id k = input of layer k)" if defaults else "too few for three"),
+        ("aux layers", aux),
     ]
     if rope.get("rope_type", "default") not in STATIC_ROPE_TYPES:
         report.wrong.append(f"rope_type {rope['rope_type']}: a draft head with the same rotation cannot be built")
-    if defaults is None:
+    if aux == "too few for three":
         report.wrong.append(f"{facts.n_layers} layers: three distinct auxiliary layers do not fit; name them by hand")
     _tokenizer(report, name, revision, facts.vocab_size)
     _mtp(report, facts)

@@ -6,6 +6,8 @@ import json
 import shlex
 from typing import Any, NamedTuple
 
+from toolkit.heads.head_config import EngineNames
+from toolkit.heads.registry import KINDS
 from toolkit.targets.facts import TargetFacts
 
 
@@ -36,17 +38,19 @@ def launch_line(to: str, kind: str, facts: TargetFacts, directory: str, shape: S
     elif to == "toolkit":
         words = ["toolkit", "serve", "--draft", directory]
     else:
-        # Its depth counts the levels behind the first one.
+        # Its depth counts the levels after the first one.
+        depth = shape.num_steps - 1
         return (
-            "EaModel.from_pretrained(base_model_path={!r}, ea_model_path={!r}, use_eagle3={}, depth={}, top_k={}, "
-            "total_token={})"
-        ).format(facts.source, directory, kind == "eagle3", shape.num_steps - 1, shape.top_k, shape.num_draft_tokens)
+            f"EaModel.from_pretrained(base_model_path={facts.source!r}, ea_model_path={directory!r}, "
+            f"use_eagle3={_names(kind).use_eagle3}, depth={depth}, top_k={shape.top_k}, "
+            f"total_token={shape.num_draft_tokens})"
+        )
     return shlex.join(words)
 
 
 def sglang_speculation(kind: str, directory: str | None, shape: Shape) -> list[str]:
     """SGLang's words for a head; without a directory: the MTP layers of the target's own checkpoint."""
-    words = ["--speculative-algorithm", "EAGLE3" if kind == "eagle3" else "EAGLE"]
+    words = ["--speculative-algorithm", _names(kind).sglang]
     if directory is not None:
         words += ["--speculative-draft-model-path", directory]
     words += ["--speculative-num-steps", str(shape.num_steps), "--speculative-eagle-topk", str(shape.top_k)]
@@ -55,6 +59,9 @@ def sglang_speculation(kind: str, directory: str | None, shape: Shape) -> list[s
 
 def vllm_speculation(kind: str, directory: str | None, shape: Shape) -> dict[str, Any]:
     """vLLM's --speculative-config for a head; without a directory: the MTP layers of the target's own checkpoint."""
-    method = {"eagle3": "eagle3", "mtp": "mtp"}.get(kind, "eagle")
     model = {} if directory is None else {"model": directory}
-    return {"method": method, **model, "num_speculative_tokens": shape.chain}
+    return {"method": _names(kind).vllm, **model, "num_speculative_tokens": shape.chain}
+
+
+def _names(kind: str) -> EngineNames:
+    return KINDS[kind].config_class.engine_names

@@ -12,12 +12,12 @@ import yaml
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of, load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, locate, read_checkpoint, read_config
-from toolkit.checkpoint.head_kinds import kind_of
-from toolkit.checkpoint.import_eagle2 import import_eagle2
-from toolkit.checkpoint.import_eagle3 import import_eagle3
+from toolkit.checkpoint.formats import FORMATS
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
+from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.registry import empty_head
 from toolkit.log import get_logger
 from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_facts
@@ -82,13 +82,13 @@ def import_head(
         config, tensors, token_map, embedding = _read(found, files, resolver, facts)
         resolver.check_all_used()
         _check_dtypes(tensors, resolver)
-        kind = kind_of(config)
-        head = _empty(kind, config)
+        head = _empty(config)
         load_strict(head, tensors, "the checkpoint")
     except (DraftDirError, WeightsError, TokenMapError) as error:
         raise type(error)(f"{files.directory}: {error}") from error
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
-    meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": kind.name, **kind.features(config)}
+    meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": config.kind}
+    meta |= config.features.to_dict()
     stated = stated_target(files)
     if stated is not None:
         resolver.note("target", *stated)
@@ -108,15 +108,14 @@ def _read(
     found: Recognised, files: CheckpointFiles, resolver: Resolver, facts: TargetFacts | None
 ) -> tuple[HeadConfig, dict[str, torch.Tensor], TokenMap, torch.Tensor | None]:
     resolver.note("format", found.format, f"by its contents; written by {found.writer}")
-    if found.head == "eagle3":
-        return import_eagle3(files.config, files.tensors, resolver, facts)
-    config, tensors, embedding = import_eagle2(files.config, files.tensors, resolver)
-    return config, tensors, TokenMap.identity(config.vocab_size), embedding
+    read = FORMATS[found.head].read
+    assert read is not None, f"{found.head} checkpoints of other projects are not recognised"
+    return read(files.config, files.tensors, resolver, facts)
 
 
-def _empty(kind: Any, config: HeadConfig) -> Any:
+def _empty(config: HeadConfig) -> DraftHead:
     try:
-        return kind.empty_head(config)
+        return empty_head(config)
     except ValueError as error:  # a rope that changes with the length of the sequence
         raise DraftDirError(str(error)) from error
 

@@ -32,7 +32,7 @@ def captured_features(
     Raises `FeatureStoreError` when the disk has no room for the longest texts there can be, or fills up.
     """
     target = engine.target
-    spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
+    spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     longest = min(settings.data.max_length, engine.max_context)
     most = sorted(most_positions(target, one, max_tokens, longest) for one in conversations)
     store = FeatureStore.start(folder, spec, sum(most))

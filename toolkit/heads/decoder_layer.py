@@ -8,6 +8,7 @@ Shapes: T tokens, H hidden size, hd head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,14 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecoderLayer(nn.Module):
+class AttendingLayer(nn.Module):
+    """A layer whose attention is handed in. norm_before_attention: its norm that a Llama layer calls
+    `input_layernorm`."""
+
+    norm_before_attention: ClassVar[str] = "input_layernorm"
+
+
+class DecoderLayer(AttendingLayer):
     """Llama's decoder layer; without `input_norm` its attention reads the residual stream as it is."""
 
     def __init__(

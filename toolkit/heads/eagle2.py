@@ -1,7 +1,5 @@
 """The draft head of EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): one architecture, two ways to draft with it.
 
-Token-major, no caches, no masks, no step counters: the attention is handed in.
-
 Shapes: T tokens, H hidden size (the target's), V target vocabulary.
 
 The feature is the target's hidden state AFTER its final norm, which the output matrix reads. The head predicts the
@@ -19,29 +17,70 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
-from toolkit.heads.head_config import HeadConfig, layer_like_target
+from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
+from toolkit.heads.head_config import EngineNames, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
+from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
 @dataclass(frozen=True)
 class Eagle2Config(HeadConfig):
     """fc_bias: `fc` has a bias (EAGLE's `bias`). attention_bias: q, k and v have one (EAGLE's `qkv_bias`)."""
 
+    kind = "eagle2"
+    engine_names = EngineNames(sglang="EAGLE", vllm="eagle")
+
     num_hidden_layers: int = 1
     fc_bias: bool = True
     attention_bias: bool = False
+
+    @property
+    def layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def regressed_layer(self) -> None:
+        """The head writes the target's last hidden state itself."""
+        return None
 
     @classmethod
     def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Eagle2Config:
         """A head for the target of this (text) configuration; `own` are the fields above."""
         return cls(**layer_like_target(config, vocab_size), **own)
 
+    @classmethod
+    def from_settings(
+        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
+    ) -> Eagle2Config:
+        return cls.from_target_config(
+            config,
+            vocab_size=vocab_size,
+            num_hidden_layers=settings.layers,
+            sliding_window=settings.sliding_window,
+        )
 
-class Eagle2Head(nn.Module):
+    @staticmethod
+    def loss_weights(settings: UnrollSettings) -> tuple[float, float]:
+        """The head also learns the next feature (arXiv 2401.15077, section 4.2)."""
+        return settings.token_weight, settings.feature_weight
+
+    def serving_keys(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle"],
+            "model_type": "llama",
+            "bias": self.fc_bias,
+            "qkv_bias": self.attention_bias,
+        }
+
+
+class Eagle2Head(DraftHead):
     """EAGLE's names: `fc`, `layers.N.*`. Embedding and output matrix are the target's."""
+
+    config_class = Eagle2Config
+    config: Eagle2Config
 
     def __init__(self, config: Eagle2Config) -> None:
         super().__init__()
@@ -55,14 +94,22 @@ class Eagle2Head(nn.Module):
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, reach: int
-    ) -> torch.Tensor:
-        """One pass: embeds [T, H] of the token after each position, hidden [T, H] its feature, positions [T] < reach.
-
-        Returns the next feature [T, H]: what the target's output matrix reads, and the next step's `hidden`.
-        """
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+    ) -> Tensor:
+        """As `DraftHead.forward`. Returns the next feature [T, H], which the target's output matrix reads too."""
         cos, sin = self.rope(positions, embeds, reach)
         x = self.fc(torch.cat((embeds, hidden), dim=-1))
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x
+
+    def warm_start(self) -> WarmStart:
+        """The head has no norm before its first attention nor after its last layer, and must write the next feature
+        itself. So `fc` is the regression to that feature, and the layers add nothing to it at first."""
+        zeroed = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        return WarmStart(
+            copies=[LayerCopy(layer, zeroed=zeroed) for layer in self.layers if isinstance(layer, DecoderLayer)],
+            last_norm=None,
+            solved=self.fc,
+            solved_reads=lambda embeds, features: torch.cat((embeds, features), dim=-1),
+        )

@@ -1,6 +1,4 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840): its parameters and arithmetic, the same file for training and serving.
-
-Token-major, no caches, no masks, no step counters: the attention is handed in.
+"""The EAGLE-3 draft head (arXiv 2503.01840).
 
 Shapes: T tokens, Ht target hidden size, H head hidden size, A auxiliary layers, D draft vocabulary, hd head dim.
 
@@ -15,31 +13,53 @@ token i+2:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, Attention, DecoderLayer, GatedMLP
-from toolkit.heads.head_config import HeadConfig, layer_like_target
+from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
+from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError, layer_like_target
 from toolkit.heads.rope import Rope
+from toolkit.train_settings import HeadSettings
+
+
+def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
+    """The three layers EAGLE-3 fuses, as indices into HF `hidden_states` (id k = input of layer k).
+
+    `(2, n//2, n-3)` as EAGLE, vLLM and SGLang take them; models of 4 to 6 layers, where those coincide, get
+    `(1, n//2, n-1)`. Raises `HeadError` below 4 layers.
+    """
+    ids = (2, n_layers // 2, n_layers - 3)
+    if ids[0] < ids[1] < ids[2]:
+        return ids
+    if n_layers >= 4:
+        return (1, n_layers // 2, n_layers - 1)
+    raise HeadError(
+        f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
+        "name them yourself with train.head.aux_layer_ids=[a,b,c] (0 = the embeddings)"
+    )
 
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
     """Everything that fixes the head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`.
 
-    The rest are the variants that published heads differ in; the defaults are EAGLE-3's own.
-    fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1). norm_before_fc: one RMSNorm over all features side by side
+    The rest are the variants in which published heads differ; the defaults are EAGLE-3's own.
+    fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1). norm_before_fc: one RMSNorm over the concatenated features
     (`input_norm`, NVIDIA's gpt-oss heads). norm_before_residual: the layer's residual is the normed hidden state
     (speculators). norm_output: the next step reads the state after the final norm (EAGLE-3.1). qk_norm: RMSNorm over
     each query's and key's hd (Qwen3's layer). num_hidden_layers: layers, those after the first plain decoder layers
     over its output, without the embedding (speculators, vLLM). Raises ValueError for fc_norm with norm_before_fc, and
     for less than one layer.
     """
+
+    kind = "eagle3"
+    own_vocabulary = True
+    engine_names = EngineNames(sglang="EAGLE3", vllm="eagle3", use_eagle3=True)
 
     target_hidden_size: int
     draft_vocab_size: int
@@ -60,9 +80,38 @@ class Eagle3Config(HeadConfig):
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 config: fc_norm and norm_before_fc are both set; one norm before fc is possible")
 
+    @property
+    def features(self) -> Features:
+        return Features(self.aux_layer_ids)
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @property
+    def output_size(self) -> int:
+        return self.draft_vocab_size
+
+    @property
+    def layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def regressed_layer(self) -> int:
+        """The input of the first layer that is copied."""
+        return self.num_hidden_layers
+
+    @property
+    def target_sizes(self) -> dict[str, int]:
+        return {"target_hidden_size": self.target_hidden_size, "vocab_size": self.vocab_size}
+
+    @classmethod
+    def variants(cls) -> frozenset[str]:
+        return frozenset(one.name for one in fields(cls) if one.default is not MISSING)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Eagle3Config:
-        return cls(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
+        return super().from_dict({**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
 
     @classmethod
     def from_target_config(
@@ -77,16 +126,42 @@ class Eagle3Config(HeadConfig):
             **own,
         )
 
+    @classmethod
+    def from_settings(
+        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
+    ) -> Eagle3Config:
+        """Raises `HeadError` when the target is too shallow for the default auxiliary layers."""
+        return cls.from_target_config(
+            config,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            aux_layer_ids=settings.aux_layer_ids or default_aux_layer_ids(n_layers),
+            fc_norm=settings.fc_norm,
+            norm_output=settings.norm_output,
+            num_hidden_layers=settings.layers,
+            sliding_window=settings.sliding_window,
+        )
 
-class DraftLayer(nn.Module):
-    """The first layer, whose attention reads the token's embedding beside the hidden state (embedding first)."""
+    def serving_keys(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": self.num_hidden_layers,
+            "attention_bias": self.attention_bias,
+            "norm_before_residual": self.norm_before_residual,
+        }
+
+
+class DraftLayer(AttendingLayer):
+    """The first layer, whose attention reads the token's embedding and the hidden state, concatenated in this order."""
+
+    norm_before_attention = "hidden_norm"
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
-        # Embedding and hidden state side by side: twice the width.
         self.self_attn = Attention(config, 2 * config.hidden_size, config.attention_bias, qk_norm=config.qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
@@ -100,24 +175,14 @@ class DraftLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-# Normed states [T, H] and the output matrix [D, H] -> logits [T, D]; training hands in what needs no logits of all T.
-Project = Callable[[torch.Tensor, torch.Tensor], Any]
-
-
-class OutputMatrix(nn.Linear):
-    """A linear layer whose product is handed in: a trainer that shards weights has them whole in a forward alone."""
-
-    takes_product = True
-
-    def forward(self, input: torch.Tensor, project: Project = F.linear) -> Any:
-        return project(input, self.weight)
-
-
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's.
 
     Layers after the first are `layers.1.*` and so on, as speculators and vLLM count them.
     """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -139,34 +204,44 @@ class Eagle3Head(nn.Module):
         self.lm_head = OutputMatrix(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
-    def before_fc(self, aux: torch.Tensor) -> torch.Tensor:
-        """Features of the target [T, A*Ht] -> what `fc` reads of them, [T, A*Ht]."""
+    def before_fc(self, features: Tensor) -> Tensor:
+        """Features of the target [..., A*Ht] -> what `fc` reads of them, [..., A*Ht]."""
         if self.config.norm_before_fc:
-            aux = self.input_norm(aux)
+            features = self.input_norm(features)
         if self.config.fc_norm:
-            chunks = aux.chunk(len(self.fc_norm), dim=-1)
-            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return aux
+            chunks = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return features
 
-    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """Features of the target [T, A*Ht] -> the head's hidden state [T, H]."""
-        return self.fc(self.before_fc(aux))
+    def first_hidden(self, features: Tensor) -> Tensor:
+        """Features of the target [..., A*Ht] -> the head's hidden state [..., H]."""
+        return self.fc(self.before_fc(features))
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, reach: int
-    ) -> torch.Tensor:
-        """One pass of the draft layers.
-
-        embeds [T, H]: embedding of the token after each position; hidden [T, H]: fused feature, or the head's
-        own output of the step before; positions [T] int64, all below `reach`. Returns [T, H], before the final norm
-        unless `norm_output`: the next step's `hidden` and what `logits` reads.
-        """
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+    ) -> Tensor:
+        """As `DraftHead.forward`. The result is before the final norm unless `norm_output`."""
         cos, sin = self.rope(positions, embeds, reach)
         hidden = self.midlayer(embeds, hidden, cos, sin, attend)
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def logits(self, hidden: torch.Tensor, project: Project = F.linear) -> Any:
+    def logits(self, states: Tensor, project: Project = F.linear) -> Any:
         """[T, H] -> [T, D] over the draft vocabulary, or whatever `project` makes of the normed states."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden), project)
+        return self.lm_head(states if self.config.norm_output else self.norm(states), project)
+
+    def warm_start(self) -> WarmStart:
+        """A head of n layers stands in for the target's last n layers, one position ahead."""
+        count = self.config.num_hidden_layers
+        further = [
+            LayerCopy(layer, int(number) - count, prefix=f"layers.{number}.")
+            for number, layer in self.layers.items()
+            if isinstance(layer, DecoderLayer)
+        ]
+        return WarmStart(
+            copies=[LayerCopy(self.midlayer, -count), *further],
+            last_norm=("norm.weight", self.norm),
+            solved=self.fc,
+            solved_reads=lambda _embeds, features: self.before_fc(features),
+        )

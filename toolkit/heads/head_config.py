@@ -1,18 +1,73 @@
-"""What the configurations of all draft heads have in common."""
+"""What the configurations of all kinds of draft head have in common, and what each kind states about itself."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+from toolkit.train_settings import HeadSettings, UnrollSettings
+
+AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
+LAST_CONVENTION = "the target's last hidden state after its final norm, as its output matrix reads it"
+BEFORE_NORM_CONVENTION = "the target's last hidden state before its final norm"
+
+
+class HeadError(ValueError):
+    """A draft head that cannot be built for a target."""
+
+
+class Features(NamedTuple):
+    """The target's hidden states that a head reads at each position.
+
+    aux_layer_ids: indices into HF `hidden_states`, whose states are concatenated; None: the last hidden state.
+    after_norm: the last hidden state is read after the target's final norm.
+    """
+
+    aux_layer_ids: tuple[int, ...] | None = None
+    after_norm: bool = True
+
+    @property
+    def needed_layers(self) -> int:
+        """Layers that a target must have at least."""
+        return 0 if self.aux_layer_ids is None else self.aux_layer_ids[-1]
+
+    def layer_ids(self, n_layers: int) -> tuple[int, ...] | None:
+        """The layers whose inputs a target of `n_layers` layers is hooked for; None: the output of its body."""
+        return self.aux_layer_ids or (None if self.after_norm else (n_layers,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the `toolkit` block of config.json states them."""
+        if self.aux_layer_ids is None:
+            return {"features": LAST_CONVENTION if self.after_norm else BEFORE_NORM_CONVENTION}
+        return {"aux_layer_ids": list(self.aux_layer_ids), "aux_layer_ids_convention": AUX_CONVENTION}
+
+
+class EngineNames(NamedTuple):
+    """What other engines call a kind of head.
+
+    sglang: the value of --speculative-algorithm. vllm: `method` in --speculative-config. use_eagle3: SafeAILab's flag.
+    """
+
+    sglang: str
+    vllm: str
+    use_eagle3: bool = False
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """The decoder layer's shapes and the target's vocabulary; each head adds what is its own.
+class HeadConfig(ABC):
+    """The decoder layer's shapes and the target's vocabulary; each kind of head adds its own fields.
 
     sliding_window: positions that a query of the head's own attention sees, its own included; None: all before it.
     Raises ValueError for a window below 1.
+
+    kind: the name in config.json and in recipes. own_vocabulary: the head has a token map and an output matrix of its
+    own; otherwise the target's output matrix scores its states.
     """
+
+    kind: ClassVar[str]
+    own_vocabulary: ClassVar[bool] = False
+    engine_names: ClassVar[EngineNames]
 
     hidden_size: int
     intermediate_size: int
@@ -29,13 +84,96 @@ class HeadConfig:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; at least 1, or null for none, is needed")
 
+    # -- what training and serving ask ---------------------------------------------------------------------------------
+
+    @property
+    def features(self) -> Features:
+        """What the head reads of the target."""
+        return Features()
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the features of one position."""
+        return self.hidden_size
+
+    @property
+    def output_size(self) -> int:
+        """Rows of the output matrix that scores the head's states."""
+        return self.vocab_size
+
+    @property
+    def stages(self) -> int:
+        """Modules that draft one level each, the last one all further levels (MTP layers)."""
+        return 1
+
+    @property
+    @abstractmethod
+    def layers(self) -> int:
+        """Attention layers of a stage."""
+
+    @property
+    def regressed_layer(self) -> int | None:
+        """The start from the target regresses the input of this layer, counted from the end; None: the last state."""
+        return 1
+
+    @property
+    def target_sizes(self) -> dict[str, int]:
+        """Sizes that must be the target's, by the config's names: its hidden size first, then its vocabulary."""
+        return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
+
+    @classmethod
+    @abstractmethod
+    def from_settings(
+        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
+    ) -> Self:
+        """The head that these settings ask for, and a target of this (text) configuration and `n_layers` layers."""
+
+    @staticmethod
+    def loss_weights(settings: UnrollSettings) -> tuple[float, float]:
+        """Weights of the token loss and of the distance to the target's next feature."""
+        return 1.0, 0.0
+
+    # -- config.json ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def serving_keys(self) -> dict[str, Any]:
+        """The keys that other engines read beside the config's own fields."""
+
+    def window_keys(self) -> dict[str, Any]:
+        """What vLLM and speculators read of a sliding window, which they take from `layer_types` alone."""
+        if self.sliding_window is None:
+            return {}
+        types = ["sliding_attention"] * (self.stages * self.layers)
+        return {"sliding_window": self.sliding_window, "layer_types": types}
+
+    @classmethod
+    def variants(cls) -> frozenset[str]:
+        """Fields that are written only where they differ from their default, so that the config.json of a plain head
+        holds nothing that another loader reads differently."""
+        return frozenset({"sliding_window"})
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
+    def stored_values(self) -> dict[str, Any]:
+        """The fields as JSON holds them, without the variants that are at their default."""
+        plain = {
+            one.name for one in fields(self) if one.name in self.variants() and getattr(self, one.name) == one.default
+        }
+        return {name: value for name, value in self.to_dict().items() if name not in plain}
+
+    @classmethod
+    def lacking(cls, values: dict[str, Any]) -> list[str]:
+        """Names of the fields that `values` has not; variants may be absent."""
+        wanted = (one.name for one in fields(cls) if one.name not in cls.variants())
+        return [name for name in wanted if values.get(name) is None]
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
+        """Of the keys of a config.json; keys that are not fields are left out."""
+        names = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def layer_like_target(config: Any, vocab_size: int) -> dict[str, Any]:

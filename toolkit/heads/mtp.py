@@ -1,7 +1,5 @@
 """Multi-token prediction layers in DeepSeek-V3's form (arXiv 2412.19437, section 2.2), with a Llama-like decoder layer.
 
-Token-major, no caches, no masks, no step counters: the attention is handed in.
-
 Shapes: T tokens, H hidden size (the target's).
 
 Layer k (from 0) reads at position i the hidden state that layer k-1 left there (layer 0: the target's) and the
@@ -22,11 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
-from toolkit.heads.head_config import HeadConfig, layer_like_target
+from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
+from toolkit.train_settings import HeadSettings
 
 NormSide = Literal["post_norm", "pre_norm"]
 
@@ -43,6 +43,9 @@ class MtpConfig(HeadConfig):
     Raises ValueError for a choice that does not exist.
     """
 
+    kind = "mtp"
+    engine_names = EngineNames(sglang="EAGLE", vllm="mtp")
+
     num_mtp_layers: int = 1
     embedding_first: bool = True
     target_hidden: NormSide = "post_norm"
@@ -58,14 +61,42 @@ class MtpConfig(HeadConfig):
         if self.num_mtp_layers < 1:
             raise ValueError(f"mtp config: num_mtp_layers is {self.num_mtp_layers}; at least 1 is needed")
 
+    @property
+    def features(self) -> Features:
+        return Features(after_norm=self.target_hidden == "post_norm")
+
+    @property
+    def stages(self) -> int:
+        return self.num_mtp_layers
+
+    @property
+    def layers(self) -> int:
+        return 1
+
     @classmethod
     def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> MtpConfig:
         """A head for the target of this (text) configuration; `own` are the fields above."""
         return cls(**layer_like_target(config, vocab_size), **own)
 
+    @classmethod
+    def from_settings(
+        cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
+    ) -> MtpConfig:
+        return cls.from_target_config(
+            config, vocab_size=vocab_size, num_mtp_layers=settings.layers, sliding_window=settings.sliding_window
+        )
+
+    def serving_keys(self) -> dict[str, Any]:
+        # No other engine serves MTP layers apart from their target, so there is no architecture's name to borrow.
+        return {
+            "architectures": ["MtpDraftHead"],
+            "model_type": "mtp_draft_head",
+            "num_nextn_predict_layers": self.num_mtp_layers,
+        }
+
 
 class MtpLayer(DecoderLayer):
-    """One MTP layer: DeepSeek's names, its decoder layer's parts standing in place."""
+    """One MTP layer: DeepSeek's names, with the decoder layer's parts among its own."""
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config, attention_bias=config.attention_bias)
@@ -76,8 +107,11 @@ class MtpLayer(DecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(size, eps=eps)})
 
 
-class MtpHead(nn.Module):
+class MtpHead(DraftHead):
     """`layers.N.{enorm, hnorm, eh_proj, self_attn, ..., shared_head.norm}`; embedding and output are the target's."""
+
+    config_class = MtpConfig
+    config: MtpConfig
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
@@ -86,34 +120,42 @@ class MtpHead(nn.Module):
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        reach: int,
-        layer: int = 0,
-    ) -> torch.Tensor:
-        """One pass of one layer.
-
-        embeds [T, H], hidden [T, H] as drawn above, positions [T] int64 below `reach`. Returns the layer's state
-        [T, H]: what the next layer, or its own next step, reads as `hidden`.
-        """
-        config, module = self.config, self.layer(layer)
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
+    ) -> Tensor:
+        """As `DraftHead.forward`: one pass of layer `stage`, which reads embeds and hidden as drawn above."""
+        config, layer = self.config, self.layer(stage)
         if config.zero_first_embedding:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
         cos, sin = self.rope(positions, embeds, reach)
-        pair = (module.enorm(embeds), module.hnorm(hidden))
-        x = module.eh_proj(torch.cat(pair if config.embedding_first else pair[::-1], dim=-1))
-        x = module(x, cos, sin, attend)
-        return module.shared_head["norm"](x) if config.state == "post_norm" else x
+        x = layer.eh_proj(self._normed_pair(layer, embeds, hidden))
+        x = layer(x, cos, sin, attend)
+        return layer.shared_head["norm"](x) if config.state == "post_norm" else x
 
-    def normed(self, state: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """A layer's state [T, H] as the target's output matrix reads it."""
-        return state if self.config.state == "post_norm" else self.layer(layer).shared_head["norm"](state)
+    def read(self, stage: int, hidden: Tensor) -> Tensor:
+        """A layer's state [..., H] after its last norm, as the target's output matrix reads it."""
+        return hidden if self.config.state == "post_norm" else self.layer(stage).shared_head["norm"](hidden)
+
+    def warm_start(self) -> WarmStart:
+        """The first layer has all parts of the target's last one and stands in for it, one position ahead. Further
+        layers do one position later what the first does, so they start like it."""
+        first = self.layer(0)
+        last_norm = first.shared_head["norm"]
+        assert isinstance(last_norm, nn.RMSNorm), "shared_head holds the layer's last norm"
+        return WarmStart(
+            copies=[LayerCopy(first)],
+            last_norm=("shared_head.norm.weight", last_norm),
+            solved=first.eh_proj,
+            solved_reads=lambda embeds, features: self._normed_pair(first, embeds, features),
+            repeats=list(self.layers)[1:],
+        )
 
     def layer(self, number: int) -> MtpLayer:
         """Layer `number`, from 0."""
         layer = self.layers[number]
         assert isinstance(layer, MtpLayer), "MtpHead's layers are MTP layers"
         return layer
+
+    def _normed_pair(self, layer: MtpLayer, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """[T, H] and [T, H] -> [T, 2H], what `eh_proj` reads."""
+        pair = (layer.enorm(embeds), layer.hnorm(hidden))
+        return torch.cat(pair if self.config.embedding_first else pair[::-1], dim=-1)

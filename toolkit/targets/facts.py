@@ -16,7 +16,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from toolkit.targets.features import default_aux_layer_ids
 from toolkit.targets.load import TargetError, full_name, load_config
 from toolkit.weights import read_json
 
@@ -42,14 +41,6 @@ class TargetFacts:
     max_context: int | None
     dtype: str | None
     config: Any
-
-    @property
-    def default_aux_layer_ids(self) -> tuple[int, ...] | None:
-        """None where the model has too few layers for three."""
-        try:
-            return default_aux_layer_ids(self.n_layers)
-        except TargetError:
-            return None
 
 
 def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:

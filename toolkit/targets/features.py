@@ -15,23 +15,6 @@ import torch
 from toolkit.targets.load import Target, TargetError
 
 
-def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
-    """The three layers EAGLE-3 fuses, as indices into HF `hidden_states` (id k = input of layer k).
-
-    `(2, n//2, n-3)` as EAGLE, vLLM and SGLang take them; models of 4 to 6 layers, where those coincide, get
-    `(1, n//2, n-1)`. Raises `TargetError` below 4 layers.
-    """
-    ids = (2, n_layers // 2, n_layers - 3)
-    if ids[0] < ids[1] < ids[2]:
-        return ids
-    if n_layers >= 4:
-        return (1, n_layers // 2, n_layers - 1)
-    raise TargetError(
-        f"the target has {n_layers} layers, but three distinct auxiliary layers are needed; "
-        "name them yourself with train.head.aux_layer_ids=[a,b,c] (0 = the embeddings)"
-    )
-
-
 def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
     """Raise `TargetError` unless the ids are ascending, distinct and within 0..n_layers."""
     ids = tuple(aux_layer_ids)

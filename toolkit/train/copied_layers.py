@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import DecoderLayer
-from toolkit.heads.eagle3 import DraftLayer
+from toolkit.heads.decoder_layer import AttendingLayer
 from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.log import get_logger
@@ -48,22 +47,17 @@ class Unlike:
 
 
 @torch.no_grad()
-def copy_decoder_layer(layer: DecoderLayer, theirs: nn.Module, width: int) -> Unlike:
-    """A layer of the target's of width H, as far as its parts fit and mean the same in the head's."""
+def copy_decoder_layer(layer: AttendingLayer, theirs: nn.Module, width: int) -> Unlike:
+    """Copy `theirs`, a layer of the target of width H, as far as its parts fit and mean the same in the head's layer.
+
+    A layer that reads the embedding and the hidden state takes the target's projections for the hidden half; the half
+    for the embedding, which comes first, stays small and random.
+    """
     with whole(theirs):
-        return _copy(layer, theirs, "input_layernorm", width)
+        return _copy(layer, theirs, width)
 
 
-@torch.no_grad()
-def copy_first_layer(layer: DraftLayer, theirs: nn.Module, width: int) -> Unlike:
-    """As `copy_decoder_layer`, for the layer that reads the embedding beside the hidden state: of its projections the
-    hidden half is the target's own, the embedding's, which comes first, stays small and random."""
-    with whole(theirs):
-        return _copy(layer, theirs, "hidden_norm", width)
-
-
-def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention: str, width: int) -> Unlike:
-    """before_attention: the head's name of what the target calls `input_layernorm`."""
+def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> Unlike:
     source, unlike = _tensors(theirs), Unlike([], [])
     taken: set[str] = set()
     for name, parameter in layer.named_parameters():
@@ -80,7 +74,7 @@ def _copy(layer: DecoderLayer | DraftLayer, theirs: nn.Module, before_attention:
             unlike.left.append(name)
             continue
         taken.add(name)
-    norms = {before_attention: "input_layernorm", "post_attention_layernorm": _norm_before_mlp(theirs)}
+    norms = {layer.norm_before_attention: "input_layernorm", "post_attention_layernorm": _norm_before_mlp(theirs)}
     for mine, other in norms.items():
         own, norm = getattr(layer, mine, None), getattr(theirs, other, None)
         taken |= {f"{other}.weight", f"{other}.bias"}

@@ -49,9 +49,11 @@ class StoredFeatures:
         aux = torch.cat([stored[..., columns] for columns in self._columns], dim=-1)
         return TargetFeatures(aux=aux, last=stored[..., self.store.last_columns])
 
-    def layer(self, batch: Batch, layer_id: int) -> torch.Tensor:
-        """The input of one stored layer, [B, L, H]. Raises `FeatureStoreError` when that layer is not stored."""
-        return self._stored(batch)[..., self.store.columns(layer_id)]
+    def layer(self, batch: Batch, layer_id: int | None) -> torch.Tensor:
+        """The input of one stored layer, or the last hidden state (None), [B, L, H]. Raises `FeatureStoreError` when
+        that layer is not stored."""
+        columns = self.store.last_columns if layer_id is None else self.store.columns(layer_id)
+        return self._stored(batch)[..., columns]
 
     def _stored(self, batch: Batch) -> torch.Tensor:
         spec, ids = self.store.spec, batch.input_ids.cpu()

@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.checkpoint.head_kinds import DraftHead, kind_of
+from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
+from toolkit.heads.registry import empty_head
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_strict
@@ -31,7 +32,7 @@ def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
 
 def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
     """A second head with these weights, for use alone."""
-    head = kind_of(config).empty_head(config)
+    head = empty_head(config)
     load_strict(head, weights, "the head in training")
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

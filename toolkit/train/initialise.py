@@ -1,10 +1,11 @@
 """Where a head starts: at random, or from the target's own weights (fewer tokens to a good head).
 
-Shapes: P positions, H hidden size, A auxiliary layers.
+Shapes: P positions, H hidden size, W feature width.
 
-The head stands in for the target's last layer one position ahead: it reads position i and must say what that layer says
-at i+1. So its layer starts as the last layer, its `lm_head` and `norm` as the target's, and `fc` as the ridge
-regression from the features at i to the input of the last layer at i+1. A head of n layers stands in for the last n.
+A head stands in for the target's last layers one position ahead: it reads position i and must say what they say at i+1.
+So its layers start as the target's last ones, its norm and output matrix as the target's, and the linear layer that
+makes their input as a ridge regression to what enters the first of them at i+1. `DraftHead.warm_start` says which part
+is which.
 """
 
 from __future__ import annotations
@@ -12,20 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
-from toolkit.heads.decoder_layer import DecoderLayer
-from toolkit.heads.eagle3 import Eagle3Head
-from toolkit.log import get_logger
+from toolkit.heads.draft_head import DraftHead, WarmStart
 from toolkit.targets.features import AuxCapture
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_first_layer, copy_norm
+from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.regression import Moments, ridge_regression
-
-log = get_logger(__name__)
 
 RANDOM_STD = 0.02
 # Every fifth batch judges the fit.
@@ -46,76 +43,96 @@ def initialise_random(head: nn.Module, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * RANDOM_STD)
 
 
+@torch.no_grad()
 def initialise_from_target(
-    head: Eagle3Head,
+    head: DraftHead,
     target: Target,
     token_map: TokenMap,
     batches: list[Batch],
     seed: int,
     stored: StoredFeatures | None = None,
 ) -> float | None:
-    """Copy what fits from the target's last layers, norm and output matrix, and solve for `fc` on `batches`.
+    """Start as `head.warm_start()` says, with the regression over `batches`.
 
     stored: the features of `batches`, which spare the target's forward. Parts that differ in shape or meaning (another
     attention, MLP or norm than the head's) stay random and are named in the log. Returns the regression's R2, None when
-    no batches came.
+    `batches` is empty.
     """
     initialise_random(head, seed)
-    unlike = _copy_last_layers(head, target)
-    with torch.no_grad():
+    start = head.warm_start()
+    unlike = _copy_layers(start, target)
+    if head.config.own_vocabulary:
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
-        if not copy_norm(head.norm, target.final_norm, target.hidden_size):
-            unlike.left.append("norm.weight")
+    if start.last_norm is not None:
+        name, norm = start.last_norm
+        if not copy_norm(norm, target.final_norm, target.hidden_size):
+            unlike.left.append(name)
     unlike.warn()
-    return _solve_fc(head, target, batches, stored) if batches else None
-
-
-def _copy_last_layers(head: Eagle3Head, target: Target) -> Unlike:
-    first, *others = target.layers[-head.config.num_hidden_layers :]
-    unlike = copy_first_layer(head.midlayer, first, target.hidden_size)
-    for (number, layer), theirs in zip(head.layers.items(), others, strict=True):
-        assert isinstance(layer, DecoderLayer), "Eagle3Head's further layers are decoder layers"
-        further = copy_decoder_layer(layer, theirs, target.hidden_size)
-        unlike.left += [f"layers.{number}.{name}" for name in further.left]
-        unlike.dropped += [name for name in further.dropped if name not in unlike.dropped]
-    return unlike
-
-
-@torch.no_grad()
-def _solve_fc(head: Eagle3Head, target: Target, batches: list[Batch], stored: StoredFeatures | None) -> float | None:
-    """Ridge regression of the first copied layer's input at i+1 on the features at i; returns R2 on other positions."""
-    ids = head.config.aux_layer_ids
-    wanted = target.n_layers - head.config.num_hidden_layers
-    fit, check = (Moments.empty(head.fc.in_features, target.hidden_size, target.device) for _ in range(2))
-    for number, (batch, states) in enumerate(_states(target, (*ids, wanted), batches, stored)):
-        pairs = answer_pairs(batch, target.device)
-        x = head.before_fc(torch.cat([states[layer] for layer in ids], dim=-1)[:, :-1][pairs].float())
-        y = states[wanted][:, 1:][pairs].float()
-        (check if number % CHECK_EVERY == 1 else fit).add(x, y)
-    weight, r2 = ridge_regression(fit, check)
-    if weight is not None:
-        head.fc.weight.copy_(weight.T)
+    r2 = _regress(head, start, target, batches, stored) if batches else None
+    for layer in start.repeats:
+        layer.load_state_dict(start.copies[0].layer.state_dict())
     return r2
 
 
+def _copy_layers(start: WarmStart, target: Target) -> Unlike:
+    unlike = Unlike([], [])
+    for layer, source, prefix, zeroed in start.copies:
+        found = copy_decoder_layer(layer, target.layers[source], target.hidden_size)
+        for name in zeroed:
+            layer.get_parameter(name).zero_()
+        unlike.left += [prefix + name for name in found.left if name not in zeroed]
+        unlike.dropped += found.dropped
+    return unlike
+
+
+def _regress(
+    head: DraftHead, start: WarmStart, target: Target, batches: list[Batch], stored: StoredFeatures | None
+) -> float | None:
+    """Solve for `start.solved` by ridge regression; returns its R2 on positions that took no part in the fit."""
+    columns = start.solved.in_features
+    fit, check = (Moments.empty(columns, target.hidden_size, target.device) for _ in range(2))
+    for number, (batch, read, wanted) in enumerate(_read_and_wanted(head, target, batches, stored)):
+        pairs = answer_pairs(batch, target.device)
+        embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs]
+        x = start.solved_reads(embeds.float(), read[:, :-1][pairs].float())
+        (check if number % CHECK_EVERY == 1 else fit).add(x, wanted[:, 1:][pairs].float())
+    weight, r2 = ridge_regression(fit, check)
+    if weight is not None:
+        start.solved.weight.copy_(weight.T)
+    return r2
+
+
+def _read_and_wanted(
+    head: DraftHead, target: Target, batches: list[Batch], stored: StoredFeatures | None
+) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    """Every batch with the features [B, L, W] that the head reads, and the states [B, L, H] that it regresses to."""
+    read = head.config.features.layer_ids(target.n_layers) or (None,)
+    counted = head.config.regressed_layer
+    wanted = None if counted is None else target.n_layers - counted
+    for batch, states in _states(target, {*read, wanted}, batches, stored):
+        yield batch, torch.cat([states[layer] for layer in read], dim=-1), states[wanted]
+
+
 def _states(
-    target: Target, layers: tuple[int, ...], batches: list[Batch], stored: StoredFeatures | None
-) -> Iterator[tuple[Batch, dict[int, torch.Tensor]]]:
-    """Every batch with the inputs [B, L, H] of these layers, from disk or by the target's forward."""
+    target: Target, layers: set[int | None], batches: list[Batch], stored: StoredFeatures | None
+) -> Iterator[tuple[Batch, dict[int | None, Tensor]]]:
+    """Every batch with the inputs [B, L, H] of these layers (None: the last state), from disk or by a forward."""
     if stored is not None:
         yield from ((batch, {layer: stored.layer(batch, layer) for layer in layers}) for batch in batches)
         return
-    captured = tuple(sorted(set(layers)))
-    capture = AuxCapture(target, captured)
+    captured = tuple(sorted(layer for layer in layers if layer is not None))
+    capture = AuxCapture(target, captured) if captured else None
     try:
         for batch in batches:
-            target.body(input_ids=batch.input_ids.to(target.device), use_cache=False)
-            yield batch, dict(zip(captured, capture.take_each(), strict=True))
+            last = target.body(input_ids=batch.input_ids.to(target.device), use_cache=False).last_hidden_state
+            inputs = [] if capture is None else capture.take_each()
+            yield batch, {None: last, **dict(zip(captured, inputs, strict=True))}
     finally:
-        capture.remove()
+        if capture is not None:
+            capture.remove()
 
 
-def answer_pairs(batch: Batch, device: torch.device) -> torch.Tensor:
+def answer_pairs(batch: Batch, device: torch.device) -> Tensor:
     """[B, L-1] bool: i and i+1 both real, and i+1 about to write or writing an answer (where the head will work).
 
     i+1 is never a text's last id, whose states nobody computes while the text is written. Position 0 is left out: its
@@ -128,7 +145,7 @@ def answer_pairs(batch: Batch, device: torch.device) -> torch.Tensor:
 
 
 def regression_batches(batches: Iterable[Batch], columns: int) -> list[Batch]:
-    """As many of the first batches as the regression needs."""
+    """As many of the first batches as a regression of so many columns needs."""
     taken, positions = [], 0
     for batch in batches:
         taken.append(batch)

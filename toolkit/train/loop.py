@@ -131,9 +131,8 @@ class Trainer:
             for batch in self.data.plan.epoch(0)
             for first in range(0, len(batch), size)
         )
-        stored = self.stored if self.plan.own_vocabulary else None
         read = {"target": batches, "copied": (), "random": None}[start]
-        head = start_head(self.plan, settings, self.target, self.recipe.seed, read, stored)
+        head = start_head(self.plan, settings, self.target, self.recipe.seed, read, self.stored)
         return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:
@@ -258,7 +257,7 @@ class Trainer:
         for start in range(0, size * self.accumulation, size):
             with accelerator.accumulate(self.model):
                 batch = self._micro_batch(mine[start : start + size], indices[0])
-                drawn = anchors_of(settings, self.recipe.seed, step, start)
+                drawn = anchors_of(self.plan, settings, self.recipe.seed, step, start)
                 loss, *sums = micro_step(self.model, self.side, batch, counts.clamp(min=1), k, shift, drawn, self.clock)
                 with self.clock.part("head"):
                     accelerator.backward(loss * scale)
@@ -291,7 +290,7 @@ class Trainer:
 
     def _finish(self, position: Position) -> Path:
         ckpt = self.directory.parent / "ckpt"
-        token_map = self.plan.token_map if self.plan.own_vocabulary else None
+        token_map = self.plan.token_map if self.plan.config.own_vocabulary else None
         if self.accelerator.is_main_process:
             best = load_tensors(best_path(self.directory, position.best_step))
             meta = training_record(self.settings, self.recipe.seed, self.target, position, len(self.data.train))

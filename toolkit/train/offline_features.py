@@ -13,8 +13,10 @@ import torch
 
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
 from toolkit.log import get_logger, progress
-from toolkit.targets.features import AuxCapture, default_aux_layer_ids, target_features
+from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import Target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import plan_head
 from toolkit.train.features import StoredFeatures
 from toolkit.train.split_data import Data
 from toolkit.train_settings import TrainSettings
@@ -27,14 +29,15 @@ log = get_logger(__name__)
 FORWARD_TOKENS = 4096  # padded, of one forward of the writer
 
 
-def stored_layer_ids(settings: TrainSettings, n_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are stored for a training of these settings: those an EAGLE-3 head fuses, and where it
-    starts from the target the first one that it copies, whose input `fc` is regressed on. Other heads read the last
-    hidden state, which is always stored; with it lies the last layer's input."""
-    if settings.head.kind != "eagle3":
-        return (n_layers - 1,)
-    ids = set(settings.head.aux_layer_ids or default_aux_layer_ids(n_layers))
-    return tuple(sorted(ids | {n_layers - settings.head.layers} if settings.head.init == "target" else ids))
+def stored_layer_ids(settings: TrainSettings, target: Target) -> tuple[int, ...]:
+    """The layers whose inputs are stored for a training of these settings: those that the head reads, and for a start
+    from the target the one whose input is regressed. The last hidden state is always stored; where it is all that the
+    head needs, the last layer's input is stored beside it."""
+    config, last = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config, target.n_layers
+    ids = set(config.features.layer_ids(last) or ())
+    if settings.head.init == "target" and config.regressed_layer is not None:
+        ids.add(last - config.regressed_layer)
+    return tuple(sorted(ids or {last - 1}))
 
 
 def offline_features(
@@ -49,7 +52,7 @@ def offline_features(
 
     All processes must call this. Raises `FeatureStoreError`: no room, or features of other weights than the target's.
     """
-    spec = FeatureSpec.of(target, stored_layer_ids(settings, target.n_layers))
+    spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     texts = texts_of(data)
     if accelerator.is_main_process:
         FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from toolkit.heads.draft_head import Project
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.unrolled_head import SharedMatrix
 
 # Scores in one piece: [M, V] of all rows are what makes trainers run out of memory. With fewer rows than the least the
 # output matrix would come from memory too often.
@@ -34,6 +35,20 @@ class TeacherRows:
     def probs(self, rows: slice) -> torch.Tensor:
         """[m, D] fp32 of these rows, renormalised on the draft vocabulary."""
         return self.distribution(self.states[rows])
+
+
+@dataclass(frozen=True)
+class SharedMatrix:
+    """The target's output matrix [V, H], its bias, and its family's logit factor and soft cap (None: it has none)."""
+
+    matrix: torch.Tensor
+    bias: torch.Tensor | None
+    finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def score(self, states: torch.Tensor, project: Project) -> Any:
+        """What `project` makes of states [N, H], the matrix, its bias and `finish`. The product is in the target's
+        dtype, as the engine's is."""
+        return project(states.to(self.matrix.dtype), self.matrix, self.bias, self.finish)
 
 
 class Teacher:

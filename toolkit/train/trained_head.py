@@ -5,26 +5,26 @@ Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.checkpoint.head_kinds import DraftHead
+from toolkit.heads.draft_head import DraftHead, Project
 from toolkit.train.loss import DraftLoss, best_tokens
 from toolkit.train.supervision import Supervision
-from toolkit.train.teacher import TeacherRows
+from toolkit.train.teacher import SharedMatrix, TeacherRows
 from toolkit.train.ttt import unroll
-from toolkit.train.unrolled_head import SharedMatrix, unrolled_head
 from toolkit.train_settings import LossName
 
 
 class TrainedHead(nn.Module):
-    """A head with the steps of training-time test that are supervised, step k weighing step_decay^k, scored by the loss
-    of this name.
+    """A head with the supervised steps of training-time test. Step k weighs step_decay^k; `loss` names the loss.
 
-    output: what scores a head that has no output matrix of its own. A row's loss is token_weight times the named one,
-    and feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
-    of the same position, the next feature (EAGLE, arXiv 2401.15077, section 4.2).
+    output: the output matrix that scores a head without one of its own. A row's loss is token_weight times the named
+    loss, and feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden
+    state of the same position, the next feature (EAGLE, arXiv 2401.15077, section 4.2).
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class TrainedHead(nn.Module):
     ) -> None:
         super().__init__()
         self.head = head
-        self.unrolled = unrolled_head(head, output)
+        assert (output is None) == head.config.own_vocabulary, "a head has its own output matrix or the target's"
+        self.output = output
         self.step_decay = step_decay
         self.loss = loss
         self.token_weight, self.feature_weight = token_weight, feature_weight
@@ -65,7 +66,7 @@ class TrainedHead(nn.Module):
         assert draft_choice is not None, "hits need the right tokens"
         count = len(supervision.roots)
         steps = unroll(
-            self.unrolled,
+            self.head,
             aux,
             embeds,
             count,
@@ -78,7 +79,7 @@ class TrainedHead(nn.Module):
         rows, counts = torch.cat(supervision.rows), [len(roots) for roots in supervision.roots]
         choice = draft_choice[rows]
         if teacher is None:
-            best = self.unrolled.score(states, best_tokens)
+            best = self.score(states, best_tokens)
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
         assert denominators is not None, "a loss needs its denominators"
         kept = teacher.kept[rows]
@@ -87,7 +88,7 @@ class TrainedHead(nn.Module):
         if supervision.shares is not None:
             factor = factor * torch.cat(supervision.shares)
         task = DraftLoss(self.loss, teacher, rows, choice, self.token_weight * factor * kept)
-        loss, losses, best = self.unrolled.score(states, task)
+        loss, losses, best = self.score(states, task)
         losses = self.token_weight * losses * kept
         if self.feature_weight:
             distances = self.feature_weight * _distances(states, teacher.states[rows])
@@ -97,6 +98,10 @@ class TrainedHead(nn.Module):
             losses = losses * torch.cat(supervision.shares)
         by_step = torch.stack([part.sum() for part in losses.split(counts)]) / denominators
         return loss, by_step, list((best == choice).split(counts))
+
+    def score(self, states: torch.Tensor, project: Project) -> Any:
+        """What `project` makes of states [N, H], as the unroll yields them, and the output matrix."""
+        return self.head.logits(states, project) if self.output is None else self.output.score(states, project)
 
 
 def _distances(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
+from toolkit.heads.draft_head import DraftHead
 from toolkit.train.causal_attention import causal_attention, causal_attention_backward
 from toolkit.train.reach import Reach
-from toolkit.train.unrolled_head import UnrolledHead
 
 
 class TTTAttention:
@@ -136,7 +136,7 @@ def _own_scores(q: torch.Tensor, keys: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def unroll(
-    head: UnrolledHead,
+    head: DraftHead,
     features: torch.Tensor,
     embeds: torch.Tensor,
     steps: int,
@@ -145,7 +145,7 @@ def unroll(
     *,
     checkpointing: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yield what scores the tokens of steps 0..steps-1, states [B, L, H] as `UnrolledHead.read` gives them.
+    """Yield what scores the tokens of steps 0..steps-1, states [B, L, H] as `DraftHead.read` gives them.
 
     features [B, L, W] are the target's, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
     t+1+k lies past the end hold zeros as embedding, those past their document's end (starts [B, L], see `Batch`) the
@@ -154,13 +154,15 @@ def unroll(
     keeping what is inside it (arXiv 1604.06174).
     """
     batch, length, width = embeds.shape
-    stages = [[TTTAttention(batch, length, head.window, starts)] * head.layers for _ in range(head.stages)]
+    config = head.config
+    attention = TTTAttention(batch, length, config.sliding_window, starts)
+    stages = [[attention] * config.layers for _ in range(config.stages)]
     positions = torch.arange(length, device=embeds.device).expand(batch, -1)
     roots, positions = positions, positions if starts is None else positions - starts
     hidden = head.first_hidden(features.flatten(0, 1))
     for step in range(steps):
-        stage = min(step, head.stages - 1)
-        if anchors is not None and step == head.stages:
+        stage = min(step, config.stages - 1)
+        if anchors is not None and step == config.stages:
             stages[stage] = [layer.at_anchors(anchors) for layer in stages[stage]]
             hidden = (
                 hidden.view(batch, length, width).gather(1, anchors[:, :, None].expand(-1, -1, width)).flatten(0, 1)
@@ -176,7 +178,7 @@ def unroll(
 
 
 def _one_pass(
-    head: UnrolledHead,
+    head: DraftHead,
     stage: int,
     before: Sequence[TTTAttention],
     embeds: torch.Tensor,
@@ -195,4 +197,4 @@ def _one_pass(
     read = read.masked_fill((following >= length)[:, :, None], 0.0)
     in_turn = iter(layers)
     attend: Attend = lambda q, k, v: next(in_turn)(q, k, v)  # noqa: E731
-    return head.step(stage, read.flatten(0, 1), hidden, positions, attend, reach), layers
+    return head(read.flatten(0, 1), hidden, positions, attend, reach, stage), layers

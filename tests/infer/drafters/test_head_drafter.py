@@ -32,7 +32,7 @@ class Dense:
         capture = AuxCapture(target, draft.head.config.aux_layer_ids)
         with torch.no_grad():
             target.body(input_ids=torch.tensor([tokens]), use_cache=False)
-        self.features = draft.head.fuse(capture.take()[0])  # feature i at position i
+        self.features = draft.head.first_hidden(capture.take()[0])  # feature i at position i
         capture.remove()
         self.head, self.embed, self.tokens = draft.head, target.embed_tokens, tokens
 

@@ -33,7 +33,6 @@ class Dense:
         hook.remove()
         before_norm = getattr(config, "target_hidden", "post_norm") == "pre_norm"
         self.features = (kept["before"] if before_norm else after)[0]
-        self.layers = getattr(config, "num_mtp_layers", None)
 
     def log_probs(self, path: list[int]) -> torch.Tensor:
         """Log-probabilities over the draft vocabulary after the committed tokens and the drafted `path`."""
@@ -41,17 +40,15 @@ class Dense:
         hidden = state = self.features[:length]
         layer = 0
         for step in range(len(path) + 1):
-            layer = min(step, (self.layers or 1) - 1)
+            layer = min(step, self.head.config.stages - 1)
             if step and layer < step:  # recursion: the last output joins the inputs
                 hidden = torch.cat((hidden, state[-1:]))
             elif step:  # the next layer reads what the one below left at the same positions
                 hidden = state
             follow = torch.tensor(sequence[1 + layer :][: len(hidden)])
-            extra = () if self.layers is None else (layer,)
             positions = torch.arange(len(hidden))
-            state = self.head(self.target.embed_tokens(follow), hidden, positions, sdpa, len(hidden), *extra)
-        normed = state[-1] if self.layers is None else self.head.normed(state[-1], layer)
-        return self.target.logits(normed)[self.ids].float().log_softmax(-1)
+            state = self.head(self.target.embed_tokens(follow), hidden, positions, sdpa, len(hidden), layer)
+        return self.target.logits(self.head.read(layer, state[-1]))[self.ids].float().log_softmax(-1)
 
 
 def engine_after_steps(target, draft, shape: str, steps: int) -> Engine:

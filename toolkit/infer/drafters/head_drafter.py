@@ -32,7 +32,7 @@ from toolkit.infer.drafters.draft_inputs import DraftInputs, Unread
 from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
 from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
-from toolkit.infer.drafters.drafting_head import drafting_head
+from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.drafters.shadow_acceptance import shadow_ranks
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
 from toolkit.infer.request.errors import DraftShapeError
@@ -59,7 +59,7 @@ class AutoregressiveDrafter:
         """As choose_drafter has them."""
         check_draft_matches(draft, target)
         self.module = draft.head
-        self._head = drafting_head(draft, target)
+        self._head = DraftingHead(draft, target)
         # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device

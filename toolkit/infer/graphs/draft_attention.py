@@ -10,8 +10,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, DecoderLayer
-from toolkit.heads.eagle3 import DraftLayer
+from toolkit.heads.decoder_layer import Attend, AttendingLayer
 
 
 class _Drafting(threading.local):
@@ -23,12 +22,9 @@ class _Drafting(threading.local):
 drafting = _Drafting()
 
 
-HeadLayer = DraftLayer | DecoderLayer
-
-
-def drafting_layers(head: nn.Module) -> list[HeadLayer]:
+def drafting_layers(head: nn.Module) -> list[AttendingLayer]:
     """Those whose attention is handed in."""
-    return [one for one in head.modules() if isinstance(one, (DraftLayer, DecoderLayer))]
+    return [one for one in head.modules() if isinstance(one, AttendingLayer)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

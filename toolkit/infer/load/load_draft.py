@@ -35,15 +35,15 @@ def load_draft(name: str | Path, target: str | None = None, revision: str | None
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:
     """Raise ConfigError unless the head scores tokens by the target's own output matrix."""
-    if isinstance(draft, DraftCheckpoint) and draft.kind != "eagle3":
+    if isinstance(draft, DraftCheckpoint) and not draft.head.config.own_vocabulary:
         return
     if isinstance(draft, DraftCheckpoint):
-        why = f"an eagle3 head has an output matrix of its own, over the {draft.token_map.size} ids it was trained with"
+        why = f"an {draft.kind} head has an output matrix of its own, over the {draft.token_map.size} ids of its map"
     else:
         why = "n-gram lookup scores no tokens"
     raise ConfigError(
         f"`token_map` is {path}, but {why}; leave it out (it chooses rows of the target's output matrix, for heads "
-        "that share it: eagle2, mtp)"
+        "that share it)"
     )
 
 

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attention, GatedMLP
-from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
@@ -96,7 +95,11 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
     """The target's output matrix by vocabulary, and the (fitted) head likewise, as far as it divides; says which."""
     divided: list[str] = []
     whole: list[str] = []
-    rows = isinstance(draft, DraftCheckpoint) and draft.kind != "eagle3" and draft.token_map.size < target.vocab_size
+    rows = (
+        isinstance(draft, DraftCheckpoint)
+        and not draft.head.config.own_vocabulary
+        and draft.token_map.size < target.vocab_size
+    )
     what = f"its output matrix ({target.vocab_size} ids)"
     if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows from all of it
         whole.append(what)
@@ -145,7 +148,7 @@ def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -
             plan |= {f"{path}.gate_proj": Column(), f"{path}.up_proj": Column(), f"{path}.down_proj": Row()}
     (divided if by_heads else whole).append(f"the draft head's attention ({heads} heads, {key_heads} key heads)")
     (divided if by_width else whole).append(f"the head's MLP ({width})")
-    if isinstance(head, Eagle3Head):
+    if config.own_vocabulary:
         ids = head.lm_head.out_features
         (whole if ids % size else divided).append(f"the head's output matrix ({ids} ids)")
         if ids % size == 0:

@@ -1,0 +1,191 @@
+"""EAGLE-3 heads for SGLang, vLLM, speculators and SafeAILab's own code.
+
+Read in SGLang 0.5.23, vLLM 0.32.0, speculators 0.9.0 and SafeAILab/EAGLE: a key that one of them would skip, or a
+parameter that it would leave unset, is refused here, since none of them says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
+from toolkit.checkpoint.errors import ExportError
+from toolkit.checkpoint.exported import NO_BIAS, NO_WINDOW, Builder, Exported, layer_keys, plain_rope
+from toolkit.checkpoint.files import PICKLE
+from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
+from toolkit.heads.eagle3 import Eagle3Config
+from toolkit.targets.errors import TargetError
+from toolkit.targets.facts import TargetFacts, is_sharded, target_embedding
+
+# Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.
+REFUSED: dict[str, dict[str, str]] = {
+    "sglang": {
+        "norm_before_residual": "SGLang does not read it: the head would be served without",
+        "qk_norm": "SGLang's LlamaForCausalLMEagle3 has no query and key norms and skips their tensors",
+        "fc_bias": NO_BIAS,
+        "attention_bias": NO_BIAS,
+        "sliding_window": NO_WINDOW,
+        "num_hidden_layers": "SGLang has one layer, or further ones that leave out the first one's residual",
+    },
+    "vllm": {
+        "qk_norm": "vLLM's LlamaForCausalLMEagle3 has no query and key norms; --to speculators writes its Qwen3 form",
+        "fc_bias": NO_BIAS,
+        "attention_bias": NO_BIAS,
+    },
+    "speculators": {"fc_bias": NO_BIAS, "attention_bias": NO_BIAS},
+    "eagle": {"sliding_window": NO_WINDOW, "num_hidden_layers": "SafeAILab's EAGLE-3 model has one layer"}
+    | dict.fromkeys(
+        ("norm_before_residual", "qk_norm", "fc_bias", "attention_bias", "fc_norm", "norm_before_fc", "norm_output"),
+        "SafeAILab's EAGLE-3 model has no part for it and drops the tensors",
+    ),
+}
+
+
+def _refuse_variants(config: Eagle3Config, to: str) -> None:
+    usual = {one.name: one.default for one in fields(config)}
+    for key, why in REFUSED[to].items():
+        value = getattr(config, key)
+        if value != usual[key]:
+            said = key if value is True else f"{key} {value}"
+            raise ExportError(f"the head has {said}, which cannot be written for {to}: {why}")
+
+
+def _eagle3_tensors(draft: DraftCheckpoint, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
+    """The head's tensors and its token map; the map of a whole vocabulary is left out, as every loader wants it."""
+    state = {
+        (prefix + name.removeprefix("midlayer.")) if name.startswith("midlayer.") else name: value
+        for name, value in draft.head.state_dict().items()
+    }
+    if draft.token_map.size == draft.token_map.vocab_size:
+        return state
+    return {**state, "d2t": draft.token_map.d2t, "t2d": draft.token_map.t2d}
+
+
+def _norm_keys(config: Eagle3Config) -> dict[str, Any]:
+    # norm_output is written only where it is true: SpecForge gives the word another meaning.
+    return {key: True for key in ("fc_norm", "norm_before_fc", "norm_output") if getattr(config, key)}
+
+
+def _eagle3_for_engines(to: str) -> Builder:
+    """SGLang and vLLM read the same file, with the auxiliary layers in both conventions, each under its own key."""
+
+    def build(draft: DraftCheckpoint, config: Eagle3Config, facts: TargetFacts, _tokens: int) -> Exported:
+        _refuse_variants(config, to)
+        ids = config.aux_layer_ids
+        if to == "sglang" and (ids[0] < 1 or ids[-1] >= facts.n_layers):
+            raise ExportError(
+                f"aux_layer_ids {list(ids)}: SGLang takes the inputs of layers 1 to {facts.n_layers - 1} alone"
+            )
+        return Exported(
+            {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                **layer_keys(config, dtype_of(draft.head.state_dict())),
+                "draft_vocab_size": config.draft_vocab_size,
+                "target_hidden_size": config.target_hidden_size,
+                "norm_before_residual": config.norm_before_residual,
+                **_norm_keys(config),
+                "num_aux_hidden_states": len(ids),
+                AUX_KEY: list(ids),
+                "eagle_config": {AUX_KEY: [i - 1 for i in ids], "use_aux_hidden_state": True},
+            },
+            _eagle3_tensors(draft),
+            config,
+            notes=[
+                f"auxiliary layers: {AUX_KEY} {list(ids)} (inputs of layers, vLLM's meaning) and in eagle_config "
+                f"{[i - 1 for i in ids]} (outputs, SGLang's)"
+            ],
+        )
+
+    return build
+
+
+def _eagle3_for_speculators(
+    draft: DraftCheckpoint, config: Eagle3Config, facts: TargetFacts, draft_tokens: int
+) -> Exported:
+    _refuse_variants(config, "speculators")
+    layer = layer_keys(config, dtype_of(draft.head.state_dict()))
+    if config.qk_norm:
+        layer["model_type"] = "qwen3"
+    if len(config.aux_layer_ids) != 3:
+        layer["num_aux_hidden_states"] = len(config.aux_layer_ids)
+    try:
+        added = {EMBEDDING: target_embedding(facts)}
+        notes = [f"{EMBEDDING} is the target's, as speculators' own loader wants it"]
+    except TargetError as error:
+        added, notes = (
+            {},
+            [f"{EMBEDDING} is left out ({error}): vLLM takes the target's, speculators' loader must be told"],
+        )
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return Exported(
+        {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": facts.source, "architectures": [facts.architecture]},
+            },
+            "transformer_layer_config": layer,
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            AUX_KEY: list(config.aux_layer_ids),
+            "torch_dtype": layer["torch_dtype"],
+        },
+        {**_eagle3_tensors(draft, "layers.0."), **added},
+        config,
+        added=added,
+        notes=notes,
+    )
+
+
+def _eagle3_for_eagle(draft: DraftCheckpoint, config: Eagle3Config, facts: TargetFacts, _tokens: int) -> Exported:
+    _refuse_variants(config, "eagle")
+    usual = (2, facts.n_layers // 2, facts.n_layers - 3)
+    if config.aux_layer_ids != usual:
+        raise ExportError(
+            f"aux_layer_ids {list(config.aux_layer_ids)}: SafeAILab's code always takes {list(usual)} of {facts.name}"
+        )
+    keys = plain_rope(config, layer_keys(config, dtype_of(draft.head.state_dict())))
+    added, notes = _embedding_for_eagle(facts)
+    if added:
+        keys["target_hidden_size"] = config.target_hidden_size
+    return Exported(
+        {"architectures": ["LlamaForCausalLM"], **keys, "draft_vocab_size": config.draft_vocab_size},
+        {**_eagle3_tensors(draft), **added},
+        config,
+        PICKLE,
+        added,
+        notes,
+    )
+
+
+def _embedding_for_eagle(facts: TargetFacts) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """SafeAILab's model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
+    if is_sharded(facts):
+        return {}, []
+    note = f"{EMBEDDING} is the target's: SafeAILab's code finds it there by itself only in weights with an index"
+    return {EMBEDDING: target_embedding(facts)}, [note]
+
+
+BUILDERS: dict[str, Builder] = {
+    "sglang": _eagle3_for_engines("sglang"),
+    "vllm": _eagle3_for_engines("vllm"),
+    "speculators": _eagle3_for_speculators,
+    "eagle": _eagle3_for_eagle,
+}

@@ -1,0 +1,69 @@
+"""What is written of a head for another engine, and the parts of it that all kinds of head share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.errors import ExportError
+from toolkit.checkpoint.files import SAFETENSORS
+from toolkit.heads.head_config import HeadConfig
+from toolkit.targets.facts import TargetFacts
+
+NO_WINDOW = "its head would attend to the whole context"
+NO_BIAS = "its loader has no such bias, or makes one for o_proj too and leaves it unset"
+
+
+@dataclass
+class Exported:
+    """What is written. `config_of_head`: what a reader must find, `added`: tensors beyond the head's own."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    config_of_head: HeadConfig
+    weights: str = SAFETENSORS
+    added: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+# (head, its config as it is written, facts of the target, length of a chain) -> what is written.
+Builder = Callable[[DraftCheckpoint, Any, TargetFacts, int], Exported]
+
+
+def layer_keys(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **config.rope_parameters}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        # transformers 4 reads the first two of these, transformers 5 the third.
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": rope,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": name,
+        **config.window_keys(),
+    }
+
+
+def plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
+    """SafeAILab's model reads rope_theta, and of scaled rotations none as the target computes it."""
+    if keys["rope_scaling"] is not None:
+        raise ExportError(f"rope {config.rope_parameters}: SafeAILab's model has no such rotation")
+    return {key: value for key, value in keys.items() if key != "rope_parameters"}
