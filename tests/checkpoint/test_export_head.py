@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from toolkit.checkpoint import export_eagle3, export_formats, export_head
+from toolkit.checkpoint import export_eagle3, export_head, formats
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, save_draft
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_head import export_head as export
@@ -201,7 +201,7 @@ def test_a_mismatch_raises_and_leaves_nothing(tiny_draft, tiny_facts, tmp_path, 
     """The reading back is the exporter's only judge: it must see every kind of difference."""
 
     def spoil(*given):
-        result = export_formats.exported(*given)
+        result = formats.exported(*given)
         result.tensors = {name: value.clone() for name, value in result.tensors.items()}
         SPOILED[what](result)
         return result

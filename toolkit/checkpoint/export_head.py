@@ -13,8 +13,9 @@ import torch
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, rope_difference, save_draft
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_checks import PLACEHOLDER, checked, local_paths, without_paths
-from toolkit.checkpoint.export_formats import Exported, exported
+from toolkit.checkpoint.exported import Exported
 from toolkit.checkpoint.files import PICKLE, read_checkpoint
+from toolkit.checkpoint.formats import exported
 from toolkit.checkpoint.launch_lines import Shape, launch_line
 from toolkit.checkpoint.model_card import model_card
 from toolkit.checkpoint.open_head import import_head

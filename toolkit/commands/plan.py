@@ -130,24 +130,22 @@ def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
 
 def _draft(args: argparse.Namespace, size: ModelSize, config: Any, source: str, revision: str | None) -> Draft | None:
     """The head that is planned with, if any. source, revision: the target's, on which a head's layers may depend."""
-    from toolkit.plan.draft_cost import (
-        Draft,
-        head_size,
-        measured_accept_lengths,
-        native_mtp,
-        parse_accept_lengths,
-        usual_eagle3,
-    )
+    from toolkit.plan.draft_cost import Draft, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
 
     lengths = None if args.accept_lengths is None else parse_accept_lengths(args.accept_lengths)
     if args.draft is not None:
+        from toolkit.checkpoint.formats import FORMATS, Formats
         from toolkit.checkpoint.open_head import open_head
 
         if args.head is not None:
             raise ArgumentsError("--draft and --head came together; the head in the directory says what it is")
         found = open_head(args.draft, target=source, revision=revision)
-        if found.kind == "mtp":
-            raise ArgumentsError("MTP layers apart from their target are served by toolkit alone; see --head mtp")
+        formats = FORMATS.get(found.kind, Formats())
+        if args.engine not in formats.builders:
+            raise ArgumentsError(
+                f"{args.draft} holds a {found.kind} head, which {args.engine} cannot serve: {formats.why_not}; "
+                "--head mtp plans with the target's own MTP layers"
+            )
         for what, theirs in (("hidden_size", size.hidden_size), ("vocab_size", config.vocab_size)):
             own = getattr(found.head.config, what)
             if own != theirs:
@@ -160,9 +158,7 @@ def _draft(args: argparse.Namespace, size: ModelSize, config: Any, source: str, 
         if args.head is not None:
             raise ArgumentsError(f"--head {args.head}: its accept lengths are needed too, --accept-lengths 1:A,2:B")
         return None
-    kind = args.head or ("mtp" if size.native_mtp else "eagle3")
-    own = native_mtp(size) if kind == "mtp" else usual_eagle3(config, size)
-    return Draft(kind, own, lengths, "as stated", None if kind == "mtp" else "HEAD")
+    return usual_draft(args.head, config, size, lengths)
 
 
 def _layout(text: str) -> tuple[int, bool]:

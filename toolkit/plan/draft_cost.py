@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.heads.draft_head import DraftHead
 from toolkit.plan.errors import PlanError
 from toolkit.plan.model_size import CACHE_BYTES, Cache, ModelSize
 
@@ -14,7 +15,7 @@ USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 
 @dataclass(frozen=True)
 class Draft:
-    """kind: eagle3, eagle2 or mtp. size: the head as a model. accept_length: by tokens drafted in a chain.
+    """kind: its name in heads/registry.py. size: the head as a model. accept_length: by tokens drafted in a chain.
     source: where those are from. path: what a launch line calls its directory; None: the target's own layers.
     """
 
@@ -95,15 +96,28 @@ def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
     return _eagle3(size, config.intermediate_size, heads, kv_heads, head_dim, 3 * size.hidden_size, USUAL_VOCABULARY)
 
 
-def head_size(head: Any, size: ModelSize) -> ModelSize:
-    """A loaded eagle3 or eagle2 head (`DraftCheckpoint.head`) as a model; its output matrix may be the target's."""
+# By kind, a head of which no directory is at hand: its size, and what a launch line calls its directory (None: the
+# target's own layers).
+USUAL: dict[str, tuple[Callable[[Any, ModelSize], ModelSize], str | None]] = {
+    "eagle3": (usual_eagle3, "HEAD"),
+    "mtp": (lambda _config, size: native_mtp(size), None),
+}
+
+
+def usual_draft(kind: str | None, config: Any, size: ModelSize, accept_length: Mapping[int, float]) -> Draft:
+    """A head of this kind for the target of this text configuration; None: its own MTP layers, or else EAGLE-3."""
+    kind = kind or ("mtp" if size.native_mtp else "eagle3")
+    build, path = USUAL[kind]
+    return Draft(kind, build(config, size), accept_length, "as stated", path)
+
+
+def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
+    """A loaded head as a model; its output matrix may be the target's."""
     config = head.config
     own = sum(parameter.numel() for parameter in head.parameters())
-    matrix = getattr(config, "draft_vocab_size", 0) * config.hidden_size
-    a_layer = config.num_key_value_heads * config.head_dim
-    layers = config.num_hidden_layers
+    matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
+    layers = config.stages * config.layers
     cache = _plain_cache(config.num_attention_heads, config.num_key_value_heads, config.head_dim, layers)
-    assert a_layer, "a head has keys and values"
     return ModelSize(
         name="the head",
         hidden_size=config.hidden_size,
