@@ -131,7 +131,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.on_policy.temperatures=[1]", "train.on_policy.every"),
         ("train.data.max_length=2", "greater than or equal to 3"),
         ("bench.shapes=['4,1,5','4,1,5']", "each value once"),
-        ("token_map.coverage=0.9", "exactly one of the two"),
+        ("token_map.coverage=0.9", "exactly one of size and coverage"),
         ("train.head.aux_layer_ids=[3, 1, 2]", "three ascending"),
         ("bench.shapes=['4,1']", "bench.shapes[0] = '4,1': it must be \"num_steps,top_k,num_draft_tokens\""),
         ("bench.shapes=[]", "at least one value"),

@@ -6,8 +6,9 @@ Unknown keys, wrong types and values out of range raise `RecipeError`; nothing i
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,16 +17,8 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from toolkit.log import get_logger
-from toolkit.recipe_yaml import RecipeError, apply_override, build, need, parse_yaml
-from toolkit.train_settings import (
-    FORMER_NAMES,
-    HeadName,
-    Shapes,
-    Some,
-    TrainSettings,
-    moved_keys,
-    not_in_fingerprint,
-)
+from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
+from toolkit.train_settings import FORMER_NAMES, HeadName, Shapes, Some, TrainSettings, check_moved, not_in_fingerprint
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -71,10 +64,6 @@ class RolloutSettings:
     keep_features: bool = not_in_fingerprint(False)
     torch_compile: bool = not_in_fingerprint(False)  # compiled layers, on a CPU; the first start compiles them
 
-    def __post_init__(self) -> None:
-        alike = not (self.keep_features and self.torch_compile)  # training's own forwards are not compiled
-        need(alike, "rollouts.torch_compile", True, "false under rollouts.keep_features: true")
-
 
 @dataclass(frozen=True)
 class TokenMapSettings:
@@ -82,11 +71,6 @@ class TokenMapSettings:
 
     size: PositiveInt | None = 8192
     coverage: Share | None = None
-
-    def __post_init__(self) -> None:
-        one = (self.size is None) != (self.coverage is None)
-        both = f"size {self.size}, coverage {self.coverage}"
-        need(one, "token_map", both, "exactly one of the two (set the other to null)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         others = self.further_temperatures
         once = len({self.temperature, *others}) == 1 + len(others)
-        need(once, "bench.further_temperatures", others, "each temperature once, and none that is bench.temperature,")
+        needed = "each temperature once, and none that is bench.temperature,"
+        check(self, "bench.", [("further_temperatures", once, needed)])
 
 
 @dataclass(frozen=True)
@@ -126,15 +111,22 @@ class Recipe:
     bench: BenchSettings = field(default_factory=BenchSettings)
 
     def __post_init__(self) -> None:
-        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
-        need(plain, "name", self.name, "a name of letters, digits, '.', '_' or '-' (it names the run folder)")
-        unread = self.rollouts.keep_features and self.train.data.features == "online"
-        need(not unread, "rollouts.keep_features", True, "train.data.features: offline, which reads them, or false,")
-        bits = self.target.quantization
-        whole = bits is None or self.train.target == "replicated"
-        need(whole, "target.quantization", bits, "null under train.target sharded, or train.target: replicated,")
+        check(self, "", self._rules())
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+    def _rules(self) -> Iterator[Rule]:
+        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
+        yield "name", plain, "a name of letters, digits, '.', '_' or '-' (it names the run folder)"
+        # Features of compiled layers differ from those of training, whose forwards are not compiled.
+        eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
+        yield "rollouts.torch_compile", eager, "false under rollouts.keep_features: true"
+        read = not self.rollouts.keep_features or self.train.data.features == "offline"
+        yield "rollouts.keep_features", read, "train.data.features: offline, which reads them, or false,"
+        one = (self.token_map.size is None) != (self.token_map.coverage is None)
+        yield "token_map", one, "exactly one of size and coverage (set the other to null)"
+        whole = self.target.quantization is None or self.train.target == "replicated"
+        yield "target.quantization", whole, "null under train.target sharded, or train.target: replicated,"
 
 
 def default_recipe_path() -> Path:
@@ -170,12 +162,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
 
 
 def _recipe(tree: dict[str, Any], overrides: Sequence[str], head: HeadName) -> Recipe:
+    check_moved(tree.get("train"))
     for override in overrides:
         apply_override(tree, override)
     train = tree.setdefault("train", {})
-    moved = moved_keys(train)
-    if moved:
-        raise RecipeError("\n".join(moved))
+    check_moved(train)
     chosen = train.setdefault("head", {}) if isinstance(train, dict) else None
     if isinstance(chosen, dict):
         chosen.setdefault("kind", head)
@@ -184,14 +175,7 @@ def _recipe(tree: dict[str, Any], overrides: Sequence[str], head: HeadName) -> R
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as plain JSON-ready values (tuples become lists)."""
-
-    return _plain(dataclasses.asdict(recipe))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 def result_settings(section: Any) -> dict[str, Any]:
@@ -206,7 +190,7 @@ def result_settings(section: Any) -> dict[str, Any]:
             nested = result_settings(value)
             found |= {FORMER_NAMES.get(f"{entry.name}.{name}", name): inner for name, inner in nested.items()}
         elif not entry.metadata.get("not_in_fingerprint"):
-            found[entry.name] = _plain(value)
+            found[entry.name] = list(value) if isinstance(value, tuple) else value
     return found
 
 

@@ -6,7 +6,8 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import yaml
@@ -20,10 +21,15 @@ class RecipeError(ValueError):
     """A recipe file or override that cannot be used as written."""
 
 
-def need(ok: bool, key: str, value: object, needed: str) -> None:
-    """Raises `RecipeError` unless `ok`. needed: what has to stand in the place of `value`."""
-    if not ok:
-        raise RecipeError(f"{key} = {value!r}, but {needed} is needed")
+Rule = tuple[str, bool, str]  # key, whether its value is right, what is needed
+
+
+def check(section: object, place: str, rules: Iterable[Rule]) -> None:
+    """Raises `RecipeError` with one line for each rule that `section` breaks. place: its key and a dot, or nothing."""
+    wrong = [(key, needed) for key, right, needed in rules if not right]
+    if wrong:
+        lines = (f"{place}{key} = {attrgetter(key)(section)!r}, but {needed} is needed" for key, needed in wrong)
+        raise RecipeError("\n".join(lines))
 
 
 class _Loader(yaml.SafeLoader):

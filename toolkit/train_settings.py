@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from toolkit.recipe_yaml import need
+from toolkit.recipe_yaml import RecipeError, Rule, check
 
 HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
@@ -53,16 +54,9 @@ class HeadSettings:
     aux_layer_ids: tuple[int, ...] | None = None  # null: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
-    sliding_window: PositiveInt | None = (
-        None  # positions that the head's attention sees (null: all), trained and served
-    )
+    sliding_window: PositiveInt | None = None  # positions that its attention sees (null: all), trained and served
     lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3's: where it and its norm start; null: as init
     init: Literal["target", "copied", "random"] = "target"  # copied: without the regression of its fc
-
-    def __post_init__(self) -> None:
-        ids = self.aux_layer_ids
-        rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
-        need(rising, "train.head.aux_layer_ids", ids, "null or three ascending indices into hidden_states")
 
 
 @dataclass(frozen=True)
@@ -79,14 +73,6 @@ class UnrollSettings:
     checkpointing: bool = not_in_fingerprint(False)  # backward computes the steps again: slower, less memory
     mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask: an experiment that shows what the exact mask is worth
 
-    def __post_init__(self) -> None:
-        some = self.token_weight + self.feature_weight > 0
-        need(some, "train.unroll.token_weight", self.token_weight, "a weight above 0 for this or feature_weight")
-        most = self.ttt_steps - 1
-        fits = len(self.curriculum) <= most and sum(self.curriculum) < 1
-        shares = f"up to {most} shares (one for each number of steps below ttt_steps) that sum to less than 1"
-        need(fits, "train.unroll.curriculum", self.curriculum, shares)
-
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -101,11 +87,6 @@ class OptimizerSettings:
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     max_grad_norm: PositiveFloat | None = None  # under AdamW (null: 0.5); Muon's updates have a size of their own
 
-    def __post_init__(self) -> None:
-        bounded = self.max_grad_norm is None or self.name == "adamw"
-        wanted = "null under train.optimizer.name muon, or name: adamw,"
-        need(bounded, "train.optimizer.max_grad_norm", self.max_grad_norm, wanted)
-
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -117,10 +98,6 @@ class DataSettings:
     pack: bool = not_in_fingerprint(False)  # sequences of a micro-batch share rows where they fit; none sees another
     # The target's features: by a forward in each step, or read from disk.
     features: Literal["online", "offline"] = not_in_fingerprint("online")
-
-    def __post_init__(self) -> None:
-        shared = not self.pack or min(self.micro_batch, self.global_batch) > 1
-        need(shared, "train.data.pack", True, "false, or more than one sequence in micro_batch and global_batch,")
 
 
 @dataclass(frozen=True)
@@ -144,11 +121,6 @@ class OnPolicySettings:
     prompts: PositiveInt | None = None  # answered each time; null: as many as the steps until the next time train on
     temperatures: Temperatures = (0.0, 0.7, 1.0)  # in turn
 
-    def __post_init__(self) -> None:
-        for name in changed(self, "prompts", "temperatures") if self.every is None else ():
-            needed = "train.on_policy.every, the steps between fresh rollouts (null: never), or this setting's default"
-            need(False, f"train.on_policy.{name}", getattr(self, name), needed)
-
 
 @dataclass(frozen=True)
 class TrackingSettings:
@@ -161,12 +133,8 @@ class TrackingSettings:
 
 # Settings that only one kind of head reads.
 _OF_KIND = {
-    "head.aux_layer_ids": "eagle3",
-    "head.fc_norm": "eagle3",
-    "head.norm_output": "eagle3",
-    "head.lm_head": "eagle3",
-    "unroll.token_weight": "eagle2",
-    "unroll.feature_weight": "eagle2",
+    "eagle3": ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head"),
+    "eagle2": ("unroll.token_weight", "unroll.feature_weight"),
 }
 
 
@@ -190,54 +158,73 @@ class TrainSettings:
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
 
     def __post_init__(self) -> None:
-        stored = self.data.features == "offline" and self.on_policy.every is not None
-        needed = "online under train.on_policy.every, whose texts are not stored,"
-        need(not stored, "train.data.features", "offline", needed)
+        check(self, "train.", (*self._head_rules(), *self._unroll_rules(), *self._step_rules(), *self._engine_rules()))
+
+    def _head_rules(self) -> Iterator[Rule]:
+        head, steps = self.head, self.unroll.ttt_steps
+        ids = head.aux_layer_ids
+        rising = ids is None or (len(ids) == 3 and list(ids) == sorted(set(ids)) and ids[0] >= 0)
+        yield "head.aux_layer_ids", rising, "null or three ascending indices into hidden_states"
+        sees = head.sliding_window is None or head.sliding_window >= steps
+        yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
+        trained = head.kind != "mtp" or head.layers <= steps
+        yield "head.layers", trained, f"at most ttt_steps ({steps}), the layers that are trained,"
+        # A setting that only another kind of head reads must not look as if it worked.
+        for kind, keys in _OF_KIND.items():
+            for key in keys if kind != head.kind else ():
+                section, _, name = key.partition(".")
+                part = getattr(self, section)
+                value, default = getattr(part, name), getattr(type(part), name)
+                # Other kinds than eagle3 always draft with the target's output matrix.
+                unread = value == default or (key == "head.lm_head" and value == "frozen")
+                yield key, unread, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},"
+
+    def _unroll_rules(self) -> Iterator[Rule]:
+        unroll, most = self.unroll, self.unroll.ttt_steps - 1
+        layers = self.head.layers if self.head.kind == "mtp" else 1
+        yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, "this or feature_weight above 0"
+        thins = unroll.anchors is None or unroll.ttt_steps > layers
+        yield "unroll.anchors", thins, f"null, or ttt_steps above {layers}: they thin out later steps,"
+        shares = unroll.curriculum
+        fits = f"up to {most} shares (one for each number of steps below ttt_steps) that sum to less than 1"
+        yield "unroll.curriculum", len(shares) <= most and sum(shares) < 1, fits
+        fits = "none: a step has its own MTP layer here, and fewer leave some untrained,"
+        yield "unroll.curriculum", not shares or layers == 1, fits
+        fits = "null under a curriculum: a shallow unroll's measurements fall short,"
+        yield "evaluation.patience", not shares or self.evaluation.patience is None, fits
+
+    def _step_rules(self) -> Iterator[Rule]:
+        data, optimizer = self.data, self.optimizer
+        bounded = optimizer.max_grad_norm is None or optimizer.name == "adamw"
+        yield "optimizer.max_grad_norm", bounded, "null under train.optimizer.name muon, or name: adamw,"
+        shared = not data.pack or min(data.micro_batch, data.global_batch) > 1
+        yield "data.pack", shared, "false, or more than one sequence in micro_batch and global_batch,"
+
+    def _engine_rules(self) -> Iterator[Rule]:
+        fresh = self.on_policy.every is not None
+        online = "online under train.on_policy.every, whose texts are not stored,"
+        yield "data.features", self.data.features == "online" or not fresh, online
+        needed = "train.on_policy.every, the steps between fresh rollouts (null: never), or this setting's default"
+        for name in changed(self.on_policy, "prompts", "temperatures"):
+            yield f"on_policy.{name}", fresh, needed
         # A sharded target runs in all processes at once. The engine's rounds differ between processes, which would
         # then wait for each other forever.
-        every = {"evaluation.real_every": self.evaluation.real_every, "on_policy.every": self.on_policy.every}
         whole = "null under train.target sharded (the engine needs all of it; `toolkit bench` measures trained heads)"
-        for name, steps in every.items() if self.target == "sharded" else ():
-            need(steps is None, f"train.{name}", steps, whole)
-        self._check_head()
-        self._check_unroll()
-
-    def _check_head(self) -> None:
-        """A setting that only another kind of head reads must not look as if it worked."""
-        for key, kind in _OF_KIND.items():
-            section, _, name = key.partition(".")
-            part, default = getattr(self, section), getattr(type(getattr(self, section)), name)
-            value = getattr(part, name)
-            # Other kinds than eagle3 always draft with the target's output matrix.
-            fits = kind == self.head.kind or value == default or (name == "lm_head" and value == "frozen")
-            need(fits, f"train.{key}", value, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},")
-
-    def _check_unroll(self) -> None:
-        head, unroll, steps = self.head, self.unroll, self.unroll.ttt_steps
-        fits = head.sliding_window is None or head.sliding_window >= steps
-        need(fits, "train.head.sliding_window", head.sliding_window, f"at least ttt_steps ({steps}), or null,")
-        layers = head.layers if head.kind == "mtp" else 1
-        need(layers <= steps, "train.head.layers", layers, f"at most ttt_steps ({steps}), the layers that are trained,")
-        later = unroll.anchors is None or steps > layers
-        wanted = f"null, or ttt_steps above {layers}: they thin out later steps,"
-        need(later, "train.unroll.anchors", unroll.anchors, wanted)
-        wanted = "none: a step has its own MTP layer here, and fewer leave some untrained,"
-        need(not unroll.curriculum or layers == 1, "train.unroll.curriculum", unroll.curriculum, wanted)
-        patience = self.evaluation.patience
-        wanted = "null under a curriculum: a shallow unroll's measurements fall short,"
-        need(not unroll.curriculum or patience is None, "train.evaluation.patience", patience, wanted)
+        yield "evaluation.real_every", self.target == "replicated" or self.evaluation.real_every is None, whole
+        yield "on_policy.every", self.target == "replicated" or not fresh, whole
 
     def check_processes(self, processes: int) -> None:
         """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches.
 
         More processes than sequences can: the rest of them have none.
         """
-        share, rest = divmod(self.data.global_batch, processes)
+        data = self.data
+        share, rest = divmod(data.global_batch, processes)
         even = f"a multiple of {processes}, the number of training processes, or at most as many,"
-        need(share == 0 or not rest, "train.data.global_batch", self.data.global_batch, even)
-        whole = share <= self.data.micro_batch or share % self.data.micro_batch == 0
+        whole = share <= data.micro_batch or share % data.micro_batch == 0
         divisor = f"a divisor of {share}, the sequences of a process,"
-        need(whole, "train.data.micro_batch", self.data.micro_batch, divisor)
+        even_rule = ("data.global_batch", share == 0 or not rest, even)
+        check(self, "train.", (even_rule, ("data.micro_batch", whole, divisor)))
 
     def idle_settings(self) -> list[str]:
         """Settings of the engine's measurements in a training that has none, which may be switched off for once."""
@@ -272,8 +259,9 @@ _PLACES = {
 }
 
 
-def moved_keys(train: object) -> list[str]:
-    """One line for each key of the mapping `train` that has moved into a section of it."""
+def check_moved(train: object) -> None:
+    """Raises `RecipeError` with one line for each key of the mapping `train` that has moved into a section of it."""
     given = train if isinstance(train, dict) else {}
     moved = [name for name in _PLACES if name in given and not isinstance(given[name], dict)]
-    return [f"train.{name} is now train.{_PLACES[name]}" for name in moved]
+    if moved:
+        raise RecipeError("\n".join(f"train.{name} is now train.{_PLACES[name]}" for name in moved))

@@ -197,7 +197,7 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
         ("bench.shapes=['4,1,9']", DraftShapeError, "4,1,9"),
         ("bench.prompts=[absent.jsonl]", PromptsError, "absent.jsonl"),
         ("train.data.global_batch=5", RecipeError, "a multiple of 2"),
-        ("train.data.micro_batch=1.5", RecipeError, "whole number"),
+        ("train.data.micro_batch=1.5", RecipeError, "integer"),
         ("train.head.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),
     ):
         with pytest.raises(error, match=told):
