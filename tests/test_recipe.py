@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from toolkit.recipe import (
     result_settings,
     to_dict,
 )
-from toolkit.train_settings import DataSettings, TrainSettings
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
 
@@ -171,110 +169,9 @@ def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
     assert train["betas"] == [0.9, 0.95]
 
 
-@pytest.mark.parametrize(
-    ("processes", "batch", "micro", "told"),
-    [(3, 8, 8, "train.data.global_batch"), (1, 12, 8, "train.data.micro_batch")],
-)
-def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, micro: int, told: str) -> None:
-    """Training itself would find it after the minutes of prompts and rollouts."""
-    with pytest.raises(RecipeError, match=told):
-        TrainSettings(data=DataSettings(global_batch=batch, micro_batch=micro)).check_processes(processes)
-    TrainSettings(data=DataSettings(global_batch=12, micro_batch=8)).check_processes(2)
-    TrainSettings(data=DataSettings(global_batch=1, micro_batch=1)).check_processes(
-        2
-    )  # the second one has nothing to do
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        (
-            "train.head.fc_norm=true",
-            "train.head.fc_norm = True, but False (it belongs to eagle3 heads) or train.head.kind=eagle3",
-        ),
-        ("train.head.lm_head=random", "or train.head.kind=eagle3"),
-        ("train.unroll.feature_weight=0.5", "(it belongs to eagle2 heads)"),
-        ("train.head.sliding_window=3", "at least ttt_steps (4)"),
-        ("train.head.layers=0", "train.head.layers = 0: it must be greater than 0"),
-        ("train.unroll.curriculum=[0.2,0.2,0.2,0.2]", "up to 3 shares"),
-        ("train.unroll.curriculum=[0.5,0.5]", "sum to less than 1"),
-        ("train.unroll.curriculum=[0.0,0.5]", "curriculum[0] = 0.0: it must be greater than 0"),
-        ("train.evaluation.patience=3", "null under a curriculum"),
-    ],
-)
-def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
-    """A switch that the trained head has no part for would look as if it had been tried."""
-    assert told in refused(default_recipe_path(), "train.head.kind=mtp", override)
-    frozen = load_recipe(default_recipe_path(), ["train.head.kind=mtp", "train.head.lm_head=frozen"])
-    assert frozen.train.head.kind == "mtp", "the target's output matrix is all that it has"
-    mtp = ("train.head.kind=mtp", "train.head.layers=2", "train.unroll.curriculum=[0.5]")
-    assert "leave some untrained" in refused(default_recipe_path(), *mtp)
-
-
-@pytest.mark.parametrize(
-    "override", ["train.evaluation.real_every=9", "train.on_policy.every=9", "target.quantization=int8"]
-)
-def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str) -> None:
-    """The engine's rounds on one process would wait for the others' for ever; quantised layers are not cut."""
-    off = [
-        "train.target=sharded",
-        "train.evaluation.real_every=null",
-        "train.data.features=online",
-        "rollouts.keep_features=false",
-    ]
-    assert load_recipe(default_recipe_path(), off).train.target == "sharded"
-    told = refused(default_recipe_path(), *off, override)
-    assert f"{override.partition('=')[0]} = " in told and "null under train.target sharded" in told
-
-
-def test_settings_of_a_measurement_that_is_off_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They would look as if they had been tried; they may stand in a recipe whose measurements are off for once."""
-    path = write(
-        tmp_path, MINIMAL + "train: {evaluation: {real_prompts: 16, real_shapes: ['2,1,3'], real_max_tokens: 48}}\n"
-    )
-    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
-    load_recipe(path)
-    load_recipe(
-        path, ["train.on_policy.every=9", "train.evaluation.real_prompts=8", "train.evaluation.real_every=null"]
-    )
-    assert not caplog.messages, "fresh rollouts are drafted with the first shape"
-    load_recipe(path, ["train.evaluation.real_every=null"])
-    assert (
-        "since train.evaluation.real_every is null: train.evaluation.real_prompts, train.evaluation.real_shapes"
-        in caplog.text
-    )
-    assert "max_tokens" not in caplog.text, "as by default"
-
-
-def test_former_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
-    """An old recipe would train with defaults if its flat keys were ignored; each key is listed with its new place."""
-    message = refused(write(tmp_path, MINIMAL + "train: {learning_rate: 1e-3, clip: 0.5, head: mtp, max_steps: 3}\n"))
-    assert "train.learning_rate is now train.optimizer.learning_rate" in message
-    assert "train.clip is now train.optimizer.max_grad_norm" in message
-    assert "train.head is now train.head.kind" in message and "max_steps" not in message
-    override = refused(default_recipe_path(), "train.rollout_every=3")
-    assert override.endswith("train.rollout_every is now train.on_policy.every")
-
-
 def test_every_problem_is_a_line_of_its_own(tmp_path: Path) -> None:
     """Whoever mends a recipe wants to read all of its mistakes at once."""
     message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\nbench: {warmup: 2024-01-01}\n"))
     assert "write dates and the like in quotes" in message
     message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\n"))
     assert [line.rpartition(": it must")[0].split()[-3] for line in message.splitlines()] == ["seed", "train.epochs"]
-
-
-def test_fingerprints_keep_the_names_of_older_run_folders() -> None:
-    """Finished stages of older run folders would be thrown away if a setting were called otherwise in them."""
-    found = result_settings(TrainSettings())
-    assert (found["head"], found["optimizer"], found["clip"], found["rollout_every"]) == ("eagle3", "muon", None, None)
-    decisive = [
-        entry
-        for section in vars(TrainSettings()).values()
-        if dataclasses.is_dataclass(section)
-        for entry in dataclasses.fields(section)
-        if not entry.metadata
-    ]
-    assert len(found) == 3 + len(decisive), "two settings share a name"

@@ -216,15 +216,14 @@ class TrainSettings:
     def check_processes(self, processes: int) -> None:
         """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches.
 
-        More processes than sequences can: the rest of them have none.
+        With more processes than sequences, some processes have no sequence.
         """
         data = self.data
         share, rest = divmod(data.global_batch, processes)
         even = f"a multiple of {processes}, the number of training processes, or at most as many,"
+        check(self, "train.", [("data.global_batch", share == 0 or not rest, even)])
         whole = share <= data.micro_batch or share % data.micro_batch == 0
-        divisor = f"a divisor of {share}, the sequences of a process,"
-        even_rule = ("data.global_batch", share == 0 or not rest, even)
-        check(self, "train.", (even_rule, ("data.micro_batch", whole, divisor)))
+        check(self, "train.", [("data.micro_batch", whole, f"a divisor of {share}, the sequences of a process,")])
 
     def idle_settings(self) -> list[str]:
         """Settings of the engine's measurements in a training that has none, which may be switched off for once."""
