@@ -1,4 +1,4 @@
-"""Whether the settings of a head's config.json are of the kinds that its readers take them for."""
+"""Checks the types of the settings in a head's config.json."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# What is needed, how it is told, and the settings that need it; any of them may be absent or null.
-KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+# What is needed, the check for it, and the settings that need it; any of them may be absent or null.
+TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a mapping", lambda value: isinstance(value, Mapping),
      "toolkit eagle_config speculators_config verifier transformer_layer_config rope_parameters rope_scaling "
      "full_attention"),
@@ -35,11 +35,11 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "fc_norm use_aux_norm norm_before_fc norm_before_residual norm_output bias attention_bias qkv_bias "
      "tie_word_embeddings use_sliding_window parallel_drafting"),
 )  # fmt: skip
-NEEDED = {key: (what, fits) for what, fits, keys in KINDS for key in keys.split()}
+NEEDED = {key: (what, fits) for what, fits, keys in TYPES for key in keys.split()}
 
 
 def check_types(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises `DraftDirError` that names every setting, nested ones too, which is not what it has to be."""
+    """Raises `DraftDirError` that names every setting of a wrong type, nested ones too."""
     wrong = _wrong(config, "")
     if wrong:
         raise DraftDirError(f"{directory}/config.json: {'; '.join(wrong)}. Copy the file again from its source")

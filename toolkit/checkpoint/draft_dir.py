@@ -31,7 +31,8 @@ __all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_matches", "load_draf
 log = get_logger(__name__)
 
 FORMAT = 1
-# Largest distance, as a share of the norm, at which two embeddings are one: rounding and quantisation stay below it.
+# Largest distance, as a share of the norm, at which two embeddings count as equal. Rounding and quantisation stay
+# below it.
 SAME_EMBEDDING = 0.15
 
 
@@ -73,7 +74,7 @@ def save_draft(
     wanted = config.own_vocabulary
     assert (token_map is not None) == wanted, f"an {config.kind} head has {'a' if wanted else 'no'} token map"
     tensors = dict(head_state)
-    # Strictness belongs to the writer too: a head that cannot be read back must not be saved.
+    # The writer is as strict as the reader: a head that cannot be read back must not be saved.
     load_strict(empty_head(config), tensors, "the head that is being saved")
     if token_map is not None:
         tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
@@ -118,10 +119,10 @@ def dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> DraftCheckpoint:
-    """Read a draft directory strictly.
+    """Read a draft directory strictly. dtype: None keeps the stored one.
 
-    dtype None keeps the stored one. Raises `DraftDirError` when files or keys are absent, `WeightsError` when tensors
-    are missing, unexpected, wrongly shaped or the file is cut short.
+    Raises `DraftDirError` when files or keys are absent, `WeightsError` when tensors are missing, unexpected, wrongly
+    shaped or the file is cut short.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -220,12 +221,12 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
 
 
 def rope_difference(config: HeadConfig, target_rope: Mapping[str, Any]) -> str | None:
-    """What is said when the head's rotation is not the target's; None when it is."""
+    """A warning when the head's rotation is not the target's; None when it is."""
 
-    def told(rope: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(rope: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": 10000.0, **rope}
 
-    mine, theirs = told(config.rope_parameters), told(target_rope)
+    mine, theirs = with_defaults(config.rope_parameters), with_defaults(target_rope)
     differing = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
     if not differing:
         return None
@@ -241,7 +242,7 @@ def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
     if draft.own_embedding is None:
         return
     share = embedding_distance(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
-    if told_far(share):
+    if embeddings_differ(share):
         raise DraftDirError(
             f"the head {draft.path or ''} came with an embedding of its own, {100 * share:.1f} % from the target's; "
             "the engine reads the target's, with which this head was not trained"
@@ -257,6 +258,6 @@ def embedding_distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((mine.float() - theirs.float()).norm() / theirs.float().norm())
 
 
-def told_far(distance: float) -> bool:
-    """Whether two embeddings of that distance are two; a distance that is no number is far."""
+def embeddings_differ(distance: float) -> bool:
+    """Whether two embeddings at this distance are different ones; NaN counts as different."""
     return not distance <= SAME_EMBEDDING

@@ -1,4 +1,4 @@
-"""What is checked of a head and its target before anything is written, and what a local target is called elsewhere."""
+"""Checks of a head and its target before an export is written, and the placeholder for a local target's path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, rope_difference, told_far
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, embeddings_differ, rope_difference
 from toolkit.checkpoint.errors import ExportError
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.targets.errors import TargetError
@@ -17,12 +17,12 @@ PLACEHOLDER = "MODEL"
 
 
 def checked(draft: DraftCheckpoint, facts: TargetFacts) -> list[str]:
-    """What may cost accept_length with this target, in words. Raises `ExportError` for a head that cannot work."""
+    """Warnings about what may cost accept_length with this target. Raises `ExportError` for a head that cannot work."""
     check_target(draft.head.config, facts)
     bad = [name for name, value in draft.head.state_dict().items() if not torch.isfinite(value).all()]
     if bad:
         raise ExportError(
-            f"{', '.join(bad)} of the head hold values that are not finite: its training went astray or the file is "
+            f"{', '.join(bad)} of the head hold values that are not finite: its training diverged or the file is "
             "damaged, and its drafts would be nonsense everywhere; take an earlier checkpoint"
         )
     found = [rope_difference(draft.head.config, full_attention_rope(facts.config)), _other_target(draft, facts)]
@@ -41,7 +41,7 @@ def check_target(config: HeadConfig, facts: TargetFacts) -> None:
 
 
 def _other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
-    """What is said when the head names another target than the one it is written for."""
+    """A warning when the head names another target than the one it is written for."""
     stated = draft.meta.get("target") or {}
     if not stated.get("name"):
         return None
@@ -59,7 +59,7 @@ def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:
         distance = embedding_distance(own, target_embedding(facts))
     except TargetError as error:
         return f"the head came with an embedding of its own, which could not be compared with the target's: {error}"
-    if told_far(distance):
+    if embeddings_differ(distance):
         raise ExportError(
             f"the head came with an embedding of its own, {100 * distance:.1f} % from that of {facts.name}; every "
             "engine would read the target's, with which this head was not trained. Name its own target with --target"
@@ -68,7 +68,7 @@ def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:
 
 
 def local_paths(facts: TargetFacts) -> list[str]:
-    """Where the target lies on this machine, longest first; none for a hub's."""
+    """Paths of the target on this machine, longest first; none for a hub's target."""
     return sorted({one for one in (facts.source, facts.name) if one.startswith("/")}, key=len, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Writing a head for another engine: into a folder beside the wanted one, read back, compared, and only then named."""
+"""Exports a head: written into a temporary folder, read back, compared, and only then renamed to the wanted folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 def export_head(
     draft: DraftCheckpoint, to: str, out: str | Path, facts: TargetFacts, shape: Shape, name: str | None = None
 ) -> tuple[str, list[str]]:
-    """Writes `draft` for `to` into the new folder `out`. Returns the launch line and what is to be known.
+    """Writes `draft` for `to` into the new folder `out`. Returns the launch line and notes for the user.
 
     name: the head's hub id, when it is to be sent there: the model card's launch line has it (default: the folder's
     name), and no file names a folder of this machine.
@@ -88,17 +88,18 @@ def _write(result: Exported, directory: Path) -> None:
 
 
 def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidden: list[str]) -> None:
-    """A draft directory of ours, which states what a foreign checkpoint left to rules; without the paths `hidden`."""
+    """Write a draft directory of ours, which states every setting that a foreign checkpoint left to rules; without the
+    paths `hidden`."""
     meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
     known = meta.get("target") or {}
     if known.get("name") != facts.name:
-        # What is known of another target does not hold for this one; a nameless one's name was left out at a push.
+        # Facts about another target do not hold for this one. A target without a name lost it at a push.
         known = {} if known.get("name") else known
         meta["target"] = {**known, "name": facts.name, "revision": facts.revision}
     if draft.resolutions:
         meta["imported"] = [one.line for one in draft.resolutions]
     if meta["target"]["name"] in hidden:
-        # Elsewhere nobody has it; a directory that names none asks for --target.
+        # The path exists on this machine alone; a directory that names no target asks for --target.
         meta["target"] = {key: value for key, value in meta["target"].items() if key != "name"}
     meta = without_paths(meta, hidden)
     token_map = draft.token_map if draft.head.config.own_vocabulary else None

@@ -1,4 +1,4 @@
-"""The files of a checkpoint from anywhere: found by path or hub id, read whole, executing nothing.
+"""The files of a checkpoint, found by path or hub id. Nothing in them is executed.
 
 Weights may be safetensors (one file, or shards with an index) or a pickle, which is read with weights_only=True.
 """
@@ -27,7 +27,7 @@ SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = {SAFETENSORS: "model.safetensors.index.json", PICKLE: "pytorch_model.bin.index.json"}
 HUB_ID = re.compile(r"^(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
 DRAFT_KEYS = {"toolkit", "draft_vocab_size", "speculators_model_type", "eagle_config", "dflash_config"}
-# Code in a repository is never wanted, so it is never fetched.
+# Code in a repository is never run, so it is never downloaded.
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.md"]
 
 
@@ -51,7 +51,7 @@ def locate(name: str | Path) -> Path:
         return path
     hub = _hub_id(name)
     if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
-        # Said before gigabytes are fetched.
+        # Checked before gigabytes are downloaded.
         raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
     return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
 
@@ -94,7 +94,7 @@ def looks_like_target(config: Any) -> bool:
 
 
 def target_named(name: str) -> HubId | None:
-    """`name` as a target with its revision, where it is one rather than a draft head; told by its config alone.
+    """`name` as a target with its revision; None for a draft head. No weights are read.
 
     Raises `DraftDirError` when it is neither here nor on the hub.
     """
@@ -117,7 +117,7 @@ def _names(directory: Path) -> set[str]:
         with safe_open(path, framework="pt") as weights:
             return set(weights.keys())
     except (SafetensorError, OSError):
-        return set()  # what is damaged is said where it is read
+        return set()  # reading the weights reports the damage
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ Tensors = dict[str, torch.Tensor]
 def import_eagle3(
     config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], resolver: Resolver, facts: TargetFacts | None
 ) -> tuple[Eagle3Config, Tensors, TokenMap, torch.Tensor | None]:
-    """Config, the head's tensors, token map, and the embedding the checkpoint brought along (None without one).
+    """Config, the head's tensors, token map, and the embedding that came with the checkpoint (None without one).
 
     `facts` of the target are needed only where the checkpoint does not state its auxiliary layers. Raises
     `DraftDirError`, `WeightsError`, `TokenMapError`.
@@ -94,7 +94,7 @@ def _renamed(stored: Mapping[str, torch.Tensor], resolver: Resolver) -> Tensors:
 
 
 def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Tensors, resolver: Resolver) -> None:
-    """Raises `DraftDirError` for a head whose first layer is of another build than EAGLE-3's, or has no output."""
+    """Raises `DraftDirError` for a first layer that is not built as EAGLE-3's, `WeightsError` without an lm_head."""
     eagle_config = config.get("eagle_config") or {}
     for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
         if key in eagle_config:
@@ -213,7 +213,7 @@ def _aux_layer_ids(
 
 
 def _variants(config: Mapping[str, Any], tensors: Tensors, speculators: bool, resolver: Resolver) -> dict[str, bool]:
-    """Tensors decide where a variant has tensors; the rest by key."""
+    """The variants: by tensors where a variant has some, else by key."""
     found: dict[str, bool] = {}
     table: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("fc_norm", "fc_norm.0.weight", ("fc_norm", "use_aux_norm")),
@@ -265,7 +265,7 @@ def _variants(config: Mapping[str, Any], tensors: Tensors, speculators: bool, re
 
 
 def _stated(config: Mapping[str, Any], key: str) -> tuple[Any, str]:
-    """A setting at the top, else in eagle_config, and what is said of the place. Raises `DraftDirError` for two."""
+    """A setting at the top, else in eagle_config, and a note on the place. Raises `DraftDirError` when both differ."""
     own, nested = config.get(key), (config.get("eagle_config") or {}).get(key)
     if nested is None or own == nested:
         return own, ""

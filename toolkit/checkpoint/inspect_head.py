@@ -1,4 +1,4 @@
-"""What a draft checkpoint is, what it needs, and what looks wrong, without loading its target."""
+"""A report on a draft checkpoint: what it is, what it needs and what looks wrong. The target is not loaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from toolkit.checkpoint.draft_dir import (
     DraftCheckpoint,
     dtype_of,
     embedding_distance,
+    embeddings_differ,
     load_draft,
     rope_difference,
-    told_far,
 )
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
@@ -41,7 +41,7 @@ class Report:
     compared: bool = True
 
     def refuse(self, cause: str) -> None:
-        """Notes what keeps it from being used."""
+        """Note a cause that makes it unusable."""
         self.wrong.append(cause)
         self.usable = False
 
@@ -129,7 +129,7 @@ def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) ->
 
 
 def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None:
-    """Notes where the head does not fit the target."""
+    """Note where the head does not fit the target."""
     config = draft.head.config
     for what, have, need in (
         ("width", config.hidden_size, facts.hidden_size),
@@ -150,5 +150,5 @@ def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None
     except TargetError as error:
         report.wrong.append(f"its embedding could not be compared with the target's: {error}")
         return
-    if told_far(distance):
+    if embeddings_differ(distance):
         report.refuse(f"its embedding is not the target's ({100 * distance:.1f} % away), which the engine reads")

@@ -1,4 +1,4 @@
-"""What a target is and what a draft head for it would read, without loading its weights."""
+"""A report on a target: its sizes and what a draft head would read of it. Its weights are not loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
 
 
 def _unknown_family(name: str, revision: str | None, error: UnknownFamilyError) -> Report:
-    """What a config.json says of a model that cannot be a target here. Raises `TargetError` where it says nothing."""
+    """A report from the config.json of a model that cannot be a target here. Raises `TargetError` without one."""
     facts = bare_facts(name, revision)
     report = Report(f"{name}: target, {facts.architecture}", _sizes(facts))
     _mtp(report, facts)
@@ -84,7 +84,7 @@ def _tokenizer(report: Report, name: str, revision: str | None, vocab_size: int)
 
 
 def _mtp(report: Report, facts: TargetFacts) -> None:
-    """MTP layers by the weights' names; where those are not at hand, by config.json's own word."""
+    """MTP layers, counted by the names of the weights; without those, as config.json states."""
     # transformers' configuration classes add such a key to models that never had one.
     own = stated_config(facts.source, facts.revision)
     stated = next(((key, own[key]) for key in MTP_KEYS if own.get(key)), None)

@@ -1,4 +1,4 @@
-"""The exact lines that serve an exported head elsewhere."""
+"""The command lines that serve an exported head with other engines."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from toolkit.checkpoint.resolution import Resolver
 
 DEFAULT_THETA = 10000.0
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# What transformers writes into every config.json and no draft head's arithmetic reads.
+# Keys that transformers writes into every config.json and that do not change a draft head's arithmetic.
 UNREAD = frozenset(
     """_name_or_path _attn_implementation architectures model_type torch_dtype dtype transformers_version use_cache
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id initializer_range pretraining_tp
@@ -60,7 +60,7 @@ def layer_settings(config: Mapping[str, Any], q_rows: int, resolver: Resolver) -
 
 
 def _window(config: Mapping[str, Any], resolver: Resolver) -> int | None:
-    """The sliding window of the head's attention. A number alone is no statement: configs copied from a target hold it.
+    """The sliding window of the head's attention. `sliding_window` alone is ignored: configs often copy a target's.
 
     Raises `DraftDirError` when layers differ in it.
     """
@@ -104,7 +104,7 @@ def _rope(config: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:
     rope["rope_type"] = rope["rope_type"] or "default"
     rope.pop("type", None)
     if rope.get("mrope_section"):
-        raise DraftDirError("config.json: rope has an mrope_section (a head for images); heads for text are read")
+        raise DraftDirError("config.json: rope has an mrope_section (a head for images); a head for text is needed")
     rope["rope_theta"] = resolver.settle("rope_theta", rope["rope_theta"], rule, warning=differs)
     if rope["rope_type"] != "default":
         resolver.note("rope_type", rope["rope_type"], f"the checkpoint's: {rope}")
@@ -119,7 +119,7 @@ def _rope(config: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:
 def note_unread(
     config: Mapping[str, Any], read: frozenset[str], resolver: Resolver, read_nested: frozenset[str] = frozenset()
 ) -> None:
-    """A warning that names the config keys no rule knows: one of them may change the head's arithmetic.
+    """Note a warning with the config keys that no rule reads: one of them may change the head's arithmetic.
 
     read_nested: the keys that are read in `eagle_config`.
     """
@@ -150,7 +150,7 @@ def q_rows(tensors: Mapping[str, torch.Tensor], prefix: str) -> int:
 
 
 def note_embedding(embedding: torch.Tensor | None, resolver: Resolver) -> None:
-    """What becomes of an embedding that a checkpoint brought along."""
+    """Note that the embedding of a checkpoint is left out."""
     if embedding is not None:
         rule = "the target's is read in its place; they must be equal, and are compared where the target is at hand"
         resolver.note("embed_tokens.weight", "left out", rule)

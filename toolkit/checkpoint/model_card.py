@@ -1,4 +1,4 @@
-"""README.md of an exported head: what it is, what was measured with it, and how to serve it. Nothing is invented."""
+"""README.md of an exported head: what it is, what was measured with it, and how to serve it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
         ("vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
         ("rope", f"{config.rope_parameters}"),
     ]
-    if hasattr(config, "aux_layer_ids"):
-        rows.append(("aux_layer_ids", f"{list(config.aux_layer_ids)} (id k is the input of layer k)"))
+    if (ids := config.features.aux_layer_ids) is not None:
+        rows.append(("aux_layer_ids", f"{list(ids)} (id k is the input of layer k)"))
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 
 

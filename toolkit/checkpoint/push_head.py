@@ -1,4 +1,4 @@
-"""Putting an exported head on a model hub: one repository, one commit, never more public than was asked for."""
+"""Uploads an exported head to a model hub: one repository, one commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 def check_push(name: str) -> None:
-    """Whether a head can be pushed as `name` at all, before anything is written. Raises `ExportError`."""
+    """Check before anything is written that a head can be pushed as `name`. Raises `ExportError`."""
     if NAME.match(name) is None:
         raise ExportError(f"--push-to-hub {name}: ORG/NAME is needed; the hub makes the revision")
     if is_offline_mode():

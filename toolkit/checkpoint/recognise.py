@@ -1,4 +1,4 @@
-"""What a directory of weights is, told by its contents: config keys and tensor names, never by its file name."""
+"""Recognises a checkpoint by its config keys and tensor names, never by its file name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.checkpoint.errors import DraftDirError
 
-# Trainers and engines that wrap the head in a module of their own leave its name in front.
+# Prefixes of trainers and engines that wrap the head in a module of their own.
 WRAPPERS = ("draft_model.", "eagle_module.", "model.")
 RENAMED = {
     "layers.0.": "midlayer.",
@@ -31,7 +31,7 @@ OTHER_HEADS = {
 
 @dataclass(frozen=True)
 class Recognised:
-    """`format`: toolkit, speculators, eagle3 or eagle. head: eagle3, eagle2 or mtp. writer: who writes such files."""
+    """format: toolkit, speculators, eagle3 or eagle. head: a kind of heads/registry.py. writer: what wrote it."""
 
     format: str
     head: str
@@ -39,7 +39,7 @@ class Recognised:
 
 
 def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
-    """Raises `DraftDirError` for what is no draft head, or one that the engine has no module for."""
+    """Raises `DraftDirError` for a checkpoint that is no draft head, or of a kind that the engine cannot draft with."""
     names = {plain_name(name) for name in names}
     if "toolkit" in config:
         return Recognised("toolkit", str(config["toolkit"].get("head")), "toolkit")
@@ -74,7 +74,7 @@ def _refuse_others(config: dict[str, Any], names: set[str]) -> None:
 
 
 def _eagle3_writer(config: dict[str, Any], names: set[str]) -> str:
-    """A word for the reader; no rule depends on it."""
+    """For display; no rule depends on it."""
     eagle_config = config.get("eagle_config") or {}
     architecture = (config.get("architectures") or [""])[0]
     if "use_last_layernorm" in eagle_config or "use_mtp_layernorm" in eagle_config:
@@ -87,7 +87,7 @@ def _eagle3_writer(config: dict[str, Any], names: set[str]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the modules that were wrapped around the head."""
+    """A tensor's name without the prefixes of modules around the head."""
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper)
     return name

@@ -1,4 +1,4 @@
-"""How a foreign checkpoint's ambiguous settings were read: every one with its value and the rule that decided it."""
+"""How the ambiguous settings of a foreign checkpoint were read: each one's value and the rule that decided it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Resolution:
 
     @property
     def line(self) -> str:
-        """As it is printed."""
+        """As printed."""
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         return f"{self.key} = {value}: {self.rule}"
 
 
 class Resolver:
-    """Collects resolutions. `overrides` are the user's own values of keys (--set), which win over every rule."""
+    """Collects resolutions. overrides: the user's values of keys (--set), which take precedence over every rule."""
 
     def __init__(self, overrides: Mapping[str, Any] | None = None) -> None:
         self.lines: list[Resolution] = []
@@ -55,7 +55,7 @@ class Resolver:
         self.lines.append(Resolution(key, value, rule, warning))
 
     def check_all_used(self) -> None:
-        """Raises `DraftDirError` for an override that no rule asked for: it would be believed in and ignored."""
+        """Raises `DraftDirError` for an override that no rule asked for: it would be ignored silently."""
         unused = sorted(self._overrides.keys() - self._settled)
         if unused:
             raise DraftDirError(
@@ -64,7 +64,7 @@ class Resolver:
 
 
 def _check_alike(key: str, said: Any, found: Any) -> None:
-    """Raises `DraftDirError` when the user's value is of another kind than the one it takes the place of."""
+    """Raises `DraftDirError` when the user's value has another type than the one it replaces."""
     if isinstance(found, tuple):
         fits = isinstance(said, tuple) and all(type(one) is int for one in said)
         wanted = "whole numbers such as 2,16,29 are"
@@ -77,6 +77,6 @@ def _check_alike(key: str, said: Any, found: Any) -> None:
 
 
 def log_resolutions(lines: list[Resolution]) -> None:
-    """Prints them: warnings as such."""
+    """Log every resolution, warnings at that level."""
     for one in lines:
         (log.warning if one.warning else log.info)("%s", one.line)

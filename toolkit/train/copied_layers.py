@@ -1,4 +1,4 @@
-"""A head's decoder layers and norms as copies of the target's, as far as their parts fit.
+"""Copies decoder layers and norms of the target into a head, as far as their parts fit.
 
 Shapes: H hidden size.
 """
@@ -23,27 +23,27 @@ from toolkit.targets.sharding import whole
 
 log = get_logger(__name__)
 
-# Their inputs are the embedding's half and the hidden one's in a head's first layer.
+# In EAGLE-3's first layer their input is the embedding and the hidden state, concatenated.
 TWO_HALVES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
 @dataclass
 class Unlike:
-    """Names of the head's parts that the target gave nothing for, and of the target's that the head has none for."""
+    """left: names of the head's parameters that were not copied. dropped: the target's parts that the head lacks."""
 
     left: list[str]
     dropped: list[str]
 
     def warn(self) -> None:
-        """In the log; one name for all of a list of experts."""
+        """Log both; all experts of a list share one name."""
         left, dropped = (
             ", ".join(dict.fromkeys(re.sub(r"\.experts\..*", ".experts", name) for name in names))
             for names in (self.left, self.dropped)
         )
         if left:
-            log.warning("left random, since no part of the target's layers means the same: %s", left)
+            log.warning("left random, since the target's layers have no part that fits: %s", left)
         if dropped:
-            log.warning("of the target's layers the head has no such part: %s", dropped)
+            log.warning("parts of the target's layers that the head lacks: %s", dropped)
 
 
 @torch.no_grad()
@@ -88,8 +88,8 @@ def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> Unlike:
 
 
 def _factor(name: str, theirs: nn.Module) -> float:
-    """What the target multiplies queries' scores by, beside 1/sqrt(head dim), and what it adds to the residual stream
-    (Granite): the head does neither."""
+    """The target's factor of attention scores, beside 1/sqrt(head dim), or of what is added to the residual stream
+    (Granite). The head has neither, so the copied weights contain it."""
     if name.startswith("self_attn.q_proj."):
         attention = getattr(theirs, "self_attn", None)
         scaling, width = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
@@ -99,16 +99,18 @@ def _factor(name: str, theirs: nn.Module) -> float:
 
 
 def _is_silu(theirs: nn.Module) -> bool:
-    """Whether the MLP has the head's activation, or none that could be asked."""
+    """Whether the MLP's activation is SiLU, or is not an attribute that can be checked."""
     activation = getattr(getattr(theirs, "mlp", None), "act_fn", None)
     probe = torch.linspace(-4, 4, 9, device=next(theirs.parameters()).device)  # some have weights (Apertus)
     return activation is None or torch.allclose(activation(probe), F.silu(probe), atol=1e-5)
 
 
 def _rotates_alike(theirs: nn.Module) -> bool:
-    """Whether positions turn whole heads, in pairs of a number of the first half and one of the second, as the head's
-    do. GLM turns a half of each, in pairs of neighbours; some layers of SmolLM 3 and Llama 4 none; Llama 4 by complex
-    numbers, which nobody here can ask."""
+    """Whether the rotation covers whole heads and pairs element i with element i + hd/2, as in the head.
+
+    GLM rotates half of each head, in pairs of neighbours. Some layers of SmolLM 3 and Llama 4 do not rotate. Llama 4
+    rotates complex numbers, which cannot be checked here.
+    """
     attention = getattr(theirs, "self_attn", None)
     config, module = getattr(attention, "config", None), sys.modules[type(attention).__module__]
     part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
@@ -124,8 +126,8 @@ def _rotates_alike(theirs: nn.Module) -> bool:
 
 
 def _normed_inside(theirs: nn.Module, layer: nn.Module) -> set[str]:
-    """What stands before or behind a norm of the target's attention or MLP that the head has not: queries and keys
-    (Qwen 3), or what the last projection reads (BitNet)."""
+    """Projections next to a norm inside the target's attention or MLP that the head lacks: queries and keys (Qwen 3) or
+    the last projection, whose input is normed (BitNet)."""
     found: set[str] = set()
     own = {path for path, _ in layer.named_modules()}
     for path, part in theirs.named_modules():
@@ -142,9 +144,11 @@ def _normed_inside(theirs: nn.Module, layer: nn.Module) -> set[str]:
 def _read_otherwise(
     name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module, taken: set[str]
 ) -> bool:
-    """Whether the target does more, or something else, with this projection than the head would. What it norms
-    (queries of Qwen 3, outputs of Gemma 2, OLMo 2 and GLM 4) is of a scale in the head that nothing has ever read; a
-    projection of what others write means nothing without these."""
+    """Whether the target uses this projection in another way than the head would.
+
+    Where the target norms its output (queries of Qwen 3, outputs of Gemma 2, OLMo 2 and GLM 4), the head would read it
+    at a scale that no part was trained for. A projection of another part's output is useless without that part.
+    """
     path = name.rpartition(".")[0]
     if path in ("self_attn.q_proj", "self_attn.k_proj") and not _rotates_alike(theirs):
         return True
@@ -162,8 +166,8 @@ def _read_otherwise(
 
 
 def _norm_before_mlp(theirs: nn.Module) -> str:
-    """Families that norm an MLP's output too (Gemma 2, OLMo 2) call the norm of the attention's output
-    `post_attention_layernorm`; before the MLP stands another one, or none."""
+    """The target's name of the norm before the MLP. In families that also norm the MLP's output (Gemma 2, OLMo 2),
+    `post_attention_layernorm` is the norm of the attention's output."""
     sandwich = hasattr(theirs, "post_feedforward_layernorm") or hasattr(theirs, "pre_feedforward_layernorm")
     return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
 
@@ -180,10 +184,10 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
-    """Take the scale that the target's norm really applies (some families store w, others 1 + w).
+    """Copy the scale that the target's norm applies (some families store w, others 1 + w). Returns whether it has one.
 
-    The probe of alternating signs has mean 0 and mean square 1, so a LayerNorm leaves it whole; the difference of two
-    opposite ones is free of a bias, which the head's norms have no place for.
+    The probe of alternating signs has mean 0 and mean square 1, so that a LayerNorm does not change it. The difference
+    of two opposite probes cancels a bias, which the head's norms do not have.
     """
     like = next(theirs.parameters(), mine.weight)
     probe = torch.ones(1, width, device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""The head as it is at this step: its weights gathered from all processes, and made into something that drafts."""
+"""A snapshot of the head in training: weights gathered from all processes, as a head or as a draft checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weight
 
 
 def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
-    """As they are saved and served."""
+    """The weights in the dtype in which they are saved and served."""
     return {name: value.to(dtype) for name, value in weights.items()}
 
 
