@@ -40,7 +40,7 @@ from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
-from toolkit.infer.load.load_engine import stated_target
+from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME

@@ -23,20 +23,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.infer.load.config import EngineConfig
     from toolkit.infer.load.llm import LLM
     from toolkit.infer.request.params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-_LOADED_WHEN_ASKED = {"LLM": "toolkit.infer.load.llm", "SamplingParams": "toolkit.infer.request.params"}
+_LAZY = {
+    "EngineConfig": "toolkit.infer.load.config",
+    "LLM": "toolkit.infer.load.llm",
+    "SamplingParams": "toolkit.infer.request.params",
+}
 
 
 def __getattr__(name: str) -> Any:
     """`from toolkit import LLM` loads torch; `import toolkit`, which every command does, must not."""
-    if name not in _LOADED_WHEN_ASKED:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -209,13 +209,13 @@ def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
     monkeypatch.setattr(kv_memory, "usable_memory", lambda: 8 * 2**20)
     held = []
     for fraction in (None, 0.25, 0.5):
-        engine = Engine(small_target, max_batch=64, memory=MemorySettings(fraction=fraction))
+        engine = Engine(small_target, max_batch=64, memory=MemorySettings(mem_fraction_static=fraction))
         assert engine._cache.shape.bytes_per_token == 1024
         held.append(engine._cache.pool.capacity * 16)
     assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
-    for wrong in ({"fraction": 0.0}, {"fraction": 1.5}, {"fraction": 0.5, "max_total_tokens": 4096}):
-        with pytest.raises(EngineError, match="mem_fraction"):
-            MemorySettings(**wrong)
+    for share, tokens in ((0.0, None), (1.5, None), (0.5, 4096)):
+        with pytest.raises(EngineError, match="mem_fraction_static"):
+            MemorySettings(tokens, mem_fraction_static=share)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])

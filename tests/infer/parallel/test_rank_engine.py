@@ -97,7 +97,7 @@ def test_caches_are_of_one_size():
     ranks.least = lambda pages: pages - 7
     given = MemorySettings(max_total_tokens=16000)
     assert ranks.memory(given).pool(shape, 1, 64).page_count == given.pool(shape, 1, 64).page_count - 7
-    assert ranks.memory(MemorySettings(fraction=0.5)).fraction == 0.25
+    assert ranks.memory(MemorySettings(mem_fraction_static=0.5)).mem_fraction_static == 0.25
 
 
 def test_other_tokens_than_rank_0():

@@ -1,4 +1,4 @@
-"""The engine's cache memory: pages for rows, prefixes that are found again, and which of them go when room runs out."""
+"""The engine's cache memory: pages of rows, kept prefixes, and which prefixes are evicted when pages run out."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from toolkit.infer.cache.prefix_cache import PrefixCache
 from toolkit.infer.request.errors import EngineError
 from toolkit.memory import usable_memory
 
-ROOM = 1024  # addresses of a row beyond the context, for drafted nodes and padding
+ROOM = 1024  # addresses of a row after the context, for drafted nodes and padding
 CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of usable memory, or the GPU's free one, for the target's cache
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How much an engine's cache holds, and how prompts come into it.
+    """The size of an engine's cache, and how prompts are read into it.
 
-    max_total_tokens: tokens that running requests and kept prefixes hold together; where they do not suffice, prefixes
-    go first, then the youngest requests wait and are read again. None: whole contexts for all rows, at most an eighth
-    of the machine's or the container's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache: what a
-    prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read between two rounds of
-    running answers.
-    scattered_pages: the layout of page_pool.py; None: on a GPU. fraction: another share than those, of the same memory.
-    Raises EngineError for a fraction beside max_total_tokens, or not between 0 and 1, and for less than a page.
+    max_total_tokens: tokens that running requests and kept prefixes hold together; if they do not suffice, prefixes are
+    evicted first, then the youngest requests wait and are read again. None: whole contexts for all rows, at most an
+    eighth of the machine's or the container's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache:
+    the part that a prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read
+    between two rounds of running answers.
+    scattered_pages: the layout of page_pool.py; None: on a GPU. mem_fraction_static: another share of the same memory.
+    Raises EngineError for a share that is not between 0 and 1 or given beside max_total_tokens, and for fewer tokens
+    than a page has.
     """
 
     max_total_tokens: int | None = None
     prefix_cache: bool = True
     chunked_prefill_size: int = 1024
     scattered_pages: bool | None = None
-    fraction: float | None = None
+    mem_fraction_static: float | None = None
 
     def __post_init__(self) -> None:
-        if self.fraction is not None and not 0 < self.fraction < 1:
-            raise EngineError(f"`mem_fraction_static` is {self.fraction:g}; a share between 0 and 1 is needed, as 0.8")
+        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
+            raise EngineError(
+                f"`mem_fraction_static` is {self.mem_fraction_static:g}; a share between 0 and 1 is needed, such as 0.8"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < PAGE_SIZE:
             raise EngineError(
                 f"`max_total_tokens` is {self.max_total_tokens}; at least a page of {PAGE_SIZE} tokens is needed"
             )
-        if self.fraction is not None and self.max_total_tokens is not None:
+        if self.mem_fraction_static is not None and self.max_total_tokens is not None:
             raise EngineError(
                 "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
             )
@@ -58,9 +61,9 @@ class MemorySettings:
         if self.max_total_tokens is not None:
             return self.max_total_tokens // PAGE_SIZE
         if shape.device.type == "cuda":
-            share = torch.cuda.mem_get_info(shape.device)[0] * (self.fraction or GPU_SHARE)
+            share = torch.cuda.mem_get_info(shape.device)[0] * (self.mem_fraction_static or GPU_SHARE)
         else:
-            share = usable_memory() * (self.fraction or CPU_SHARE)
+            share = usable_memory() * (self.mem_fraction_static or CPU_SHARE)
         one = max_context + ROOM
         return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
 
@@ -69,35 +72,35 @@ DEFAULT_MEMORY = MemorySettings()
 
 
 class KVMemory:
-    """pool: the pages. lookahead: tokens behind a position that the drafter's entry there depends on.
+    """Pages of rows and kept prefixes. lookahead: tokens after a position that the drafter's entry there depends on.
 
-    slack: positions that a step may write behind a row's tokens (drafted nodes). reuse: keep prefixes.
-    Raises EngineError when one request could need more than there is: it could then never end.
+    slack: positions that a step may write after a row's tokens (drafted nodes). reuse: keep prefixes.
+    Raises EngineError if one request could need more than the pool holds: it could never end.
     """
 
     def __init__(self, pool: PagePool, max_context: int, lookahead: int, slack: int, *, reuse: bool) -> None:
         self.pool, self.slack = pool, slack
-        self.releases = 0  # rows that have let go of their pages so far
+        self.releases = 0  # rows that have released their pages so far
         self._max_context, self._lookahead = max_context, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
         self.check_slack(slack)
 
     def check_slack(self, slack: int) -> None:
-        """Raises EngineError when a request of a whole context has no place for that many drafted nodes."""
+        """Raise EngineError if a request of a whole context leaves no room for that many drafted nodes."""
         held = self.pool.capacity * self.pool.page_size
         if slack > ROOM or held < self._max_context + slack:
             raise EngineError(
                 f"one request may need {self._max_context} tokens of context and {slack} for drafted nodes ({ROOM} at "
-                f"most); the cache holds {held}: draft less, give it more tokens (max_total_tokens), or lower "
-                "max_context"
+                f"most); the cache holds {held}: draft less, raise `max_total_tokens`, or lower "
+                "`context_length`"
             )
 
     def admit(self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True) -> int | None:
-        """Give the empty row pages for `tokens` and a step behind them, starting with what is known of them.
+        """Give the empty row pages for `tokens` and one step after them, starting with the kept prefix that they share.
 
-        drafted: by target and drafter; else the target's part will do.
-        Returns how many tokens need not be read again, None when there is no room: `reserve` pages must stay free for
-        requests that run. At least one token is left to read, and those that the drafter has to see with it.
+        drafted: the prefix must hold the drafter's entries too; otherwise those of the target suffice.
+        Returns the number of tokens that need not be read again; None if there is no room: `reserve` pages must stay
+        free for running requests. At least one token is left to read, and those that the drafter must see with it.
         """
         size = self.pool.page_size
         found: list[int] = []
@@ -105,13 +108,13 @@ class KVMemory:
             found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
         if self._start(row, found, len(tokens), reserve):
             return len(found) * size
-        # Where pages are copied, what was found stands in its own way.
+        # Where pages are copied, the prefix that was found takes room itself: try without it.
         return 0 if found and self._start(row, [], len(tokens), reserve) else None
 
     def _start(self, row: int, found: Sequence[int], length: int, reserve: int) -> bool:
-        """Let the row begin with the pages `found` and have room for `length` tokens and a step."""
-        shared = 0 if self.pool.contiguous else len(found)  # these take no further page
-        self.pool.hold(found)  # making room must not take them away
+        """Let the row begin with the pages `found`, with room for `length` tokens and one step."""
+        shared = 0 if self.pool.contiguous else len(found)  # shared pages take no further room
+        self.pool.hold(found)  # eviction must not free them
         room = self._free(self.pool.pages_of(length + self.slack) - shared + reserve)
         if room:
             taken = self.pool.adopt(row, found) and self.pool.grow(row, length + self.slack)
@@ -121,23 +124,23 @@ class KVMemory:
         return room
 
     def grow(self, row: int, length: int) -> bool:
-        """Room for the row's `length` tokens and a step behind them, at the cost of prefixes nobody uses."""
+        """Make room for the row's `length` tokens and one step after them, if need be by evicting unused prefixes."""
         missing = self.pool.missing(row, length + self.slack)
         return self._free(missing) and self.pool.grow(row, length + self.slack)
 
     def grow_all(self, lengths: Sequence[int]) -> bool:
-        """Likewise for rows 0.. together; False, and no row has grown, where room does not suffice for all."""
+        """The same for rows 0.. together; False, and no row has grown, if there is not room for all."""
         positions = [length + self.slack for length in lengths]
         room = self._free(sum(self.pool.missing(row, count) for row, count in enumerate(positions)))
         return room and all(self.pool.grow(row, count) for row, count in enumerate(positions))
 
     def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
-        """Keep the row's first `positions` positions to be found again; all its caches hold them, or the target's."""
+        """Keep the row's first `positions` positions as a prefix. drafted: the drafter's cache holds them too."""
         if self._prefixes is not None:
             self._prefixes.keep(tokens, row, positions, self._whole(drafted))
 
     def _whole(self, drafted: bool) -> bool:
-        """Whether pages hold all there is of their tokens: where no drafter keeps a cache the target's part is all."""
+        """Whether pages hold all entries of their tokens; without a drafter's cache, those of the target are all."""
         return drafted or not self._lookahead
 
     def release(self, row: int) -> None:
@@ -148,9 +151,9 @@ class KVMemory:
         self.pool.move(destination, source)
 
     def check_integrity(self) -> None:
-        """Assert that every page is held by those who hold it."""
+        """Assert that each page's count of holders is right."""
         self.pool.check_integrity([] if self._prefixes is None else self._prefixes.pages)
 
     def _free(self, pages: int) -> bool:
-        """That many pages free, if need be at the cost of prefixes."""
+        """Whether that many pages are free, if need be after evicting prefixes."""
         return pages <= self.pool.free or (self._prefixes is not None and self._prefixes.evict(pages))

@@ -1,8 +1,8 @@
-"""One request's answer: tokens in, text and usage out, counted exactly up to where the answer ends.
+"""One request's answer: from tokens to text and usage, counted exactly up to the answer's end.
 
-The engine ends the answer with the token that completes a stop string, also inside an accepted run; here its text is
-cut before the string. A raw completion's text also has the space between prompt and answer, so that a stop string may
-be complete here one token sooner: the tokens after it are then not part of the answer, neither text nor counts.
+The engine ends the answer with the token that completes a stop string, also among accepted drafts; the text is cut
+before the stop string here. The text of a raw completion includes the space between prompt and answer, so that a stop
+string may be complete one token earlier here: the tokens after it then count neither as text nor as tokens.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Answer:
         self._text = text
         self.n_tokens = 0
         self.n_from_draft = 0
-        self._logprobs: list[TokenLogprob] = []  # of the answer's tokens, as far as they are not taken
+        self._logprobs: list[TokenLogprob] = []  # of the tokens since the last take_logprobs()
         self.finish_reason: str | None = None
 
     def feed(self, update: Update) -> str:
-        """The new text that may be shown."""
+        """The new text that can be shown."""
         return "".join(text for text, _ in self.feed_pieces(update))
 
     def take_logprobs(self) -> list[TokenLogprob]:
-        """Those of the tokens fed since the last call; none unless the request asked for them."""
+        """Log-probabilities of the tokens since the last call; none unless the request asked for them."""
         taken, self._logprobs = self._logprobs, []
         return taken
 
     def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
-        """The new text as (text, from_draft), a piece per token that completed some."""
+        """The new text as (text, from_draft), one piece for each token that completed some text."""
         pieces: list[tuple[str, bool]] = []
         last = len(update.token_ids) - 1
         for i, (token_id, drafted) in enumerate(zip(update.token_ids, update.from_draft, strict=True)):
@@ -46,7 +46,7 @@ class Answer:
             self.n_from_draft += drafted
             self._logprobs += update.logprobs[i : i + 1]
             if i == last and isinstance(update.stop_reason, int):
-                break  # the stop id itself, which is no text even where the tokenizer does not call it special
+                break  # the stop id is not text, even if the tokenizer does not mark it as special
             pieces.append((self._text.push(token_id), drafted))
             if self._text.stopped:
                 self.finish_reason = "stop"
@@ -58,9 +58,9 @@ class Answer:
 
 
 def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[VerifyEvent]:
-    """The verify steps that wrote the first `n_tokens` tokens; a step cut by the answer's end is marked truncated.
+    """The verify steps of the first `n_tokens` tokens; a step cut by the answer's end is marked truncated.
 
-    The first token is the prefill's, so step 1 writes from token 2 on.
+    The first token comes from the prefill, so step 1 begins with token 2.
     """
     kept, written = [], 1
     for event in events:
@@ -78,12 +78,11 @@ def usage(
     shape: str | None,
     cached_tokens: int = 0,
 ) -> dict[str, Any]:
-    """OpenAI's usage of one request: its answers, each with the engine's events, and the prompt counted once.
+    """OpenAI's usage of one request. answers: each with the engine's events; the prompt is counted once.
 
-    shape: names the draft shape, None where nothing was drafted. cached_tokens: of the prompt,
-    found in the prefix cache.
-    accepted_prediction_tokens: drafted tokens that are in the answer; rejected: drafted nodes that are not.
-    `speculative` is ours; accept_length excludes the prefill's token and truncated steps, accept_rate[i] is
+    shape: the name of the draft shape; None if nothing was drafted. cached_tokens: prompt tokens found in the prefix
+    cache. accepted_prediction_tokens: drafted tokens in the answer; rejected: drafted nodes that are not in it.
+    `speculative` is an extension: accept_length excludes the prefill's token and truncated steps; accept_rate[i] is
     the share of the steps that reached depth i and accepted it.
     """
     events = [event for answer, every in answers for event in events_of_answer(every, answer.n_tokens)]

@@ -1,4 +1,4 @@
-"""A conversation with one engine in one thread: ask, get the answer piece by piece, ask again."""
+"""A conversation with one engine in one thread, whose answers come piece by piece."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from toolkit.infer.request.request import Request
 
 
 class ConversationError(ValueError):
-    """A turn cannot be answered; the conversation is as it was before it."""
+    """A turn that cannot be answered; the conversation stays as it was before."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn: the answer's text and counts, the seconds it took (prompt included), its acceptance."""
+    """One turn: the answer's text and counts, the seconds it took (with the prompt), its acceptance."""
 
     text: str
     answer: Answer
@@ -31,7 +31,7 @@ class Exchange:
 
 
 class Conversation:
-    """Keeps the messages; steps the engine itself, so nothing else may step it meanwhile."""
+    """Keeps the messages and steps the engine itself: nothing else may step it meanwhile."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Conversation:
             raise ConversationError(str(error)) from error
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Remove all messages but the system message."""
         self.messages = list(self._start)
 
     def ask(self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]) -> Exchange:
-        """Answers `text`, calling show(piece, from_draft) as it comes; stops when interrupted() is true between steps.
+        """Answer `text`, calling show(piece, from_draft) for each new piece; stop when interrupted() between steps.
 
-        A stopped answer stays in the conversation as far as it came. Raises ConversationError.
+        The conversation keeps the part of a stopped answer that was shown. Raises ConversationError.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         began = time.perf_counter()
@@ -102,6 +102,6 @@ class Conversation:
         if len(ids) >= self._max_context:
             raise ConversationError(
                 f"the conversation has {len(ids)} tokens and the model's context is {self._max_context}; "
-                "/reset starts anew"
+                "/reset starts a new one"
             )
         return self._engine.add_request(ids, self._params)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
 from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.cpu.blocked_product import takes
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
-from toolkit.infer.load.config import NGRAM, ConfigError
+from toolkit.infer.engine.engine import DEFAULT_SHAPE
+from toolkit.infer.load.config import NGRAM, ConfigError, EngineConfig
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.targets.load import Target
 from toolkit.targets.quantize import quantize_head
@@ -31,6 +35,56 @@ def load_draft(name: str | Path, target: str | None = None, revision: str | None
     Raises DraftDirError, WeightsError, TokenMapError, TargetError.
     """
     return NgramLookup() if str(name) == NGRAM else open_head(name, target=target, revision=revision)
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """The target to load, as load_target takes it. quantization None: as its weights are."""
+
+    name: str
+    revision: str | None
+    quantization: str | None
+
+
+def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
+    """The target that `config` names, else the one that the draft directory states. Raises DraftDirError."""
+    if config.target is not None:
+        name, revision = config.target, config.revision
+    else:
+        assert isinstance(draft, DraftCheckpoint), "config.check() lets only a head go without a target"
+        name, revision = stated_target(draft)
+    quantization = None if config.quantization == "none" else config.quantization
+    if quantization == "auto":
+        stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
+        quantization = stated.get("quantization") if isinstance(stated, dict) else None
+    return TargetSource(name, revision, quantization)
+
+
+def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
+    """Name and revision of the target that a draft directory states. Raises DraftDirError."""
+    stated = draft.meta.get("target")
+    if not isinstance(stated, dict) or not stated.get("name"):
+        raise DraftDirError(
+            f"{draft.path}/config.json does not say which target the head was trained for; name it with `target`"
+        )
+    return str(stated["name"]), stated.get("revision")
+
+
+def best_shape(draft: Draft) -> DraftShape:
+    """The best shape that was measured with this head (meta["measured"]["best_shape"]), else a chain of 4."""
+    if not isinstance(draft, DraftCheckpoint):
+        return DEFAULT_SHAPE
+    measured: Any = draft.meta.get("measured") or {}
+    text = measured.get("best_shape") if isinstance(measured, dict) else None
+    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
+
+
+def parse_shape(text: str, where: str) -> DraftShape:
+    """DraftShape.parse, with a ConfigError that says where the text comes from."""
+    try:
+        return DraftShape.parse(text)
+    except DraftShapeError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:

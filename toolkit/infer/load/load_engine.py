@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.choose_verifier import choose_verifier
-from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_rounds import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.config import ConfigError, EngineConfig
-from toolkit.infer.load.load_draft import check_takes_token_map, fit_draft, load_draft, pack
+from toolkit.infer.load.load_draft import (
+    best_shape,
+    check_takes_token_map,
+    fit_draft,
+    load_draft,
+    pack,
+    parse_shape,
+    target_source,
+)
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.targets.load import Target, load_target
 
@@ -106,22 +112,20 @@ def load_models(
     mistake in it is found before the target is loaded. Raises what load_engine raises.
     """
     draft = None if config.draft is None else load_draft(config.draft, config.target, config.revision)
-    if config.target is None:
-        name, revision = stated_target(draft)
-    else:
-        name, revision = config.target, config.revision
-    quantization = quantization_of(draft, config.quantization)
+    source = target_source(config, draft)
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
     for shape in shapes:
         choose_verifier(verify, draft, shape)
-    options: Any = {"revision": revision, "dtype": config.dtype, "quantization": quantization}
-    logger.info("loading the target %s", name)
+    logger.info("loading the target %s", source.name)
     if ranks is None:
-        target = load_target(name, device=device, **options)
+        load = load_target
     else:
-        target = load_sharded_target(ranks, name, device=ranks.place(device, quantization=quantization), **options)
+        load, device = partial(load_sharded_target, ranks), ranks.place(device, quantization=source.quantization)
+    target = load(
+        source.name, revision=source.revision, quantization=source.quantization, dtype=config.dtype, device=device
+    )
     if draft is not None:
         draft = fit_draft(draft, target, config.token_map)
     if ranks is None:
@@ -156,7 +160,7 @@ def memory_settings(config: EngineConfig) -> MemorySettings:
         config.max_total_tokens,
         config.prefix_cache,
         config.chunked_prefill_size,
-        fraction=config.mem_fraction_static,
+        mem_fraction_static=config.mem_fraction_static,
     )
 
 
@@ -172,39 +176,3 @@ def graph_settings(config: EngineConfig, device: torch.device) -> GraphSettings 
     settings = GraphSettings(config.cuda_graph_max_bs, compiled=compiled, overlap=overlap)
     settings.check(device)
     return settings
-
-
-def best_shape(draft: Draft) -> DraftShape:
-    """The best shape that was measured with this head (meta["measured"]["best_shape"]), else a chain of 4."""
-    if not isinstance(draft, DraftCheckpoint):
-        return DEFAULT_SHAPE
-    measured: Any = draft.meta.get("measured") or {}
-    text = measured.get("best_shape") if isinstance(measured, dict) else None
-    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
-
-
-def parse_shape(text: str, where: str) -> DraftShape:
-    """DraftShape.parse, with a ConfigError that says where the text comes from."""
-    try:
-        return DraftShape.parse(text)
-    except DraftShapeError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def stated_target(draft: Draft | None) -> tuple[str, str | None]:
-    """Name and revision of the target that a draft directory states. Raises DraftDirError."""
-    assert isinstance(draft, DraftCheckpoint), "only a draft directory states a target"
-    stated = draft.meta.get("target")
-    if not isinstance(stated, dict) or not stated.get("name"):
-        raise DraftDirError(
-            f"{draft.path}/config.json does not say which target the head was trained for; name it with `target`"
-        )
-    return str(stated["name"]), stated.get("revision")
-
-
-def quantization_of(draft: Draft | None, wanted: str) -> str | None:
-    """The quantisation that load_target is given: `wanted`; for "auto" that of the target the head was trained for."""
-    if wanted == "auto":
-        stated = draft.meta.get("target") if isinstance(draft, DraftCheckpoint) else None
-        return stated.get("quantization") if isinstance(stated, dict) else None
-    return None if wanted == "none" else wanted

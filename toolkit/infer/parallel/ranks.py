@@ -101,7 +101,7 @@ class Ranks(ABC):
         """Settings that give all ranks caches of one size; ranks on a CPU share its memory."""
         own = {field.name: getattr(settings, field.name) for field in fields(MemorySettings)}
         if self.device.type == "cpu" and settings.max_total_tokens is None:
-            own["fraction"] = (settings.fraction or CPU_SHARE) / self.size
+            own["mem_fraction_static"] = (settings.mem_fraction_static or CPU_SHARE) / self.size
         return _EqualMemory(**own, least=self.least)
 
 

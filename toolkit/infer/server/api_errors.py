@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 
 from toolkit.infer.engine.engine_thread import EngineFailure
 
-MAX_SHOWN = 5  # problems named in one message
+MAX_SHOWN = 5  # problems listed in one message
 
 
 class ApiError(Exception):
-    """An answer other than 200; `param` is the field at fault, `code` is for programs."""
+    """A reply with another status than 200; `param` is the wrong field, `code` is for programs."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
@@ -58,7 +58,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One problem a field: of a union's branches, the one that got furthest into the value."""
+    """One problem per field; of a union's branches, the one that validated the largest part of the value."""
     best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for error in errors:
         branches = [i for i, part in enumerate(error["loc"]) if _is_branch(part)]
@@ -102,7 +102,7 @@ def _short(value: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Makes the app answer every error, FastAPI's own too, in OpenAI's shape."""
+    """Make the app return every error, also FastAPI's own, in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:

@@ -19,15 +19,15 @@ from toolkit.infer.server import api_errors
 from toolkit.infer.server.completions import Completions, Served
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
 
-STOP_PATIENCE_S = 5  # what answers in flight get when the server is told to end
+SHUTDOWN_S = 5  # time for answers in flight to finish at shutdown
 
 
 class AddressError(ValueError):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen on the given address."""
 
 
 def build_app(served: Served) -> FastAPI:
-    """The FastAPI app; its lifespan starts and ends the engine thread."""
+    """The FastAPI app; its lifespan starts and stops the engine thread."""
     server = Completions(served)
 
     @contextlib.asynccontextmanager
@@ -81,7 +81,7 @@ def _model_card(server: Completions) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises AddressError when the address cannot be had."""
+    """A bound socket; port 0 takes a free one. Raises AddressError if the address cannot be bound."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -92,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it is ready, and hears Ctrl-C as it always does."""
+    """uvicorn with a callback for when it accepts requests."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve_forever(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Runs until SIGINT or SIGTERM; answers in flight get STOP_PATIENCE_S to end."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_PATIENCE_S)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has ended in order
+    """Run until SIGINT or SIGTERM; answers in flight get SHUTDOWN_S seconds to finish."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         _Uvicorn(config, on_ready).run(sockets=[listener])

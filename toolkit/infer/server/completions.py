@@ -1,4 +1,4 @@
-"""What /v1/chat/completions and /v1/completions do: request -> prompt ids -> engine -> answer, whole or streamed."""
+"""/v1/chat/completions and /v1/completions: request -> prompt ids -> engine -> answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from toolkit.log import get_logger
 
 logger = get_logger(__name__)
 
-CLIENT_CLOSED = 499  # nobody reads this answer; the code is nginx's
+CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
 
 
 @dataclass(frozen=True)
 class Served:
-    """What one server serves. `shape_name` is None where nothing is drafted; `max_context` in tokens."""
+    """The engine behind one server. `shape_name` is None if nothing is drafted; `max_context` in tokens."""
 
     model_name: str
     tokenizer: Any
@@ -48,7 +48,7 @@ class Served:
 
 @dataclass(frozen=True)
 class _Writing:
-    """One of a request's n answers while it is written."""
+    """One of a request's n answers while it is generated."""
 
     index: int
     ticket: Ticket
@@ -56,7 +56,7 @@ class _Writing:
 
 
 class Completions:
-    """What the two endpoints do; one instance an app."""
+    """The two endpoints; one instance per app."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -113,7 +113,7 @@ class Completions:
         return JSONResponse(form.whole(choices, self._usage(writing)))
 
     async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
-        """Hand the request's n answers to the engine. Raises ApiError, EngineFailure; then none is left there."""
+        """Submit the request's n answers to the engine. After an ApiError or EngineFailure none is left there."""
         room, limit = self.served.max_context - len(ids), body.token_limit
         if room < (limit or 1):
             raise context_length_exceeded(len(ids), limit, self.served.max_context, param)
@@ -145,7 +145,7 @@ class Completions:
         return "".join([text async for text in self._texts(one)])
 
     async def _texts(self, one: _Writing) -> AsyncIterator[str]:
-        """New text after each engine step, to the answer's end."""
+        """New text after each engine step, until the answer ends."""
         async for update in one.ticket.updates():
             text = one.answer.feed(update)
             if text:
@@ -154,7 +154,7 @@ class Completions:
                 return
 
     def _end(self, writing: Sequence[_Writing]) -> None:
-        """However answers ended: the engine forgets them, and each is counted and logged once."""
+        """Remove the answers from the engine, finished or not; count and log each once."""
         for one in writing:
             self.engine.abort(one.ticket)
             self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
@@ -171,7 +171,7 @@ class Completions:
                     yield form.piece(one.index, text, logprobs)
                 else:
                     yield form.ended(one.index, str(one.answer.finish_reason), logprobs)
-        except EngineFailure as error:  # the 200 is sent already: OpenAI's clients raise on an event with an error
+        except EngineFailure as error:  # status 200 is already sent: OpenAI's clients raise on an event with an error
             yield sse(ApiError(500, str(error), code="engine_failure").body)
             return
         for event in form.last(self._usage(writing)):

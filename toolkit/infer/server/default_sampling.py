@@ -1,4 +1,4 @@
-"""What a request that names no temperature gets: the target's generation config, as vLLM and SGLang do."""
+"""Sampling settings of requests that state none: the target's generation config, as in vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from toolkit.targets.load import Target
 
 logger = get_logger(__name__)
 
-NOT_HONOURED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class DefaultSampling:
-    """Defaults of one server; OpenAI's where the target states none."""
+    """Defaults of one server; OpenAI's for settings that the target does not state."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -25,10 +25,10 @@ class DefaultSampling:
 
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
-        """Reads the target's generation config; warns of settings in it that the engine does not honour."""
+        """Read the target's generation config; warn of settings in it that the engine does not apply."""
         config: Any = getattr(target.model, "generation_config", None)
         stated = config.to_diff_dict() if config is not None else {}
-        for name, neutral in NOT_HONOURED.items():
+        for name, neutral in NOT_APPLIED.items():
             if stated.get(name) not in (None, neutral):
                 logger.warning(
                     "the target's generation config asks for %s=%s, which is not applied", name, stated[name]
@@ -38,7 +38,7 @@ class DefaultSampling:
 
     @property
     def text(self) -> str:
-        """What is not off, in one line."""
+        """The settings that are in effect, in one line."""
         parts = [f"temperature {self.temperature:g}", f"top_p {self.top_p:g}"]
         parts += [f"top_k {self.top_k}"] if self.top_k else []
         parts += [f"min_p {self.min_p:g}"] if self.min_p else []

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shape of OpenAI's chat replies, with the exact bytes of every token."""
+"""Log-probabilities in the form of OpenAI's chat replies, with the exact bytes of every token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ LEAST = -9999.0  # JSON has no -inf; OpenAI writes this
 
 
 class TokenBytes:
-    """The bytes a token stands for, its leading space and halves of characters included.
+    """The bytes of a token, including its leading space and parts of characters.
 
-    Decoding one id alone loses both: SentencePiece decoders drop a first space, and half a character becomes U+FFFD.
+    Decoding one id alone loses both: SentencePiece decoders drop a leading space, and a part of a character becomes
+    U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -30,7 +31,7 @@ class TokenBytes:
         self._added = tokenizer.added_tokens_decoder
 
     def of(self, token_id: int) -> bytes:
-        """b"" for an id that the tokenizer does not have."""
+        """b"" for an id outside the tokenizer's vocabulary."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -50,7 +51,7 @@ class LogprobForm:
         self._bytes = TokenBytes(tokenizer)
 
     def content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """One item a token of the answer, the stop id that ended it included."""
+        """One item per token of the answer, including the stop id that ended it."""
         items = []
         for entry in entries:
             best = [self._item(token, logprob) for token, logprob in entry.top]

@@ -1,9 +1,9 @@
-"""The OpenAI requests we answer and the JSON we answer with.
+"""OpenAI's requests, validated.
 
-Strict on purpose: a field that the engine does not honour is refused by name unless it carries its neutral
-value (best_of=1, tools=[], ...), so that nobody gets an answer to another question than the one asked.
-Extensions, named as SGLang and vLLM name them: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos; and `speculative` (false: plain decoding), `shape` (what is drafted for this request, as --shape has it).
+Strict on purpose: a field that the engine does not apply is refused by name unless it has its neutral value
+(best_of=1, tools=[], ...), so that no field is silently ignored.
+Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+ignore_eos; and `speculative` (false: plain decoding), `shape` (what is drafted for this request, as text).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and streamed, for the two endpoints that generate."""
+"""The JSON of replies, whole and streamed, for the two endpoints that generate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """Identity of one reply; knows its JSON. `chat` chooses between the two endpoints' forms.
+    """Identity and JSON form of one reply. `chat` selects the form of one of the two endpoints.
 
-    with_usage: a stream's events carry `usage`, null but in the last. index: which of the request's n answers;
+    with_usage: events of a stream have `usage`, null in all but the last. index: which of the request's n answers;
     logprobs: `choices[].logprobs`, None where the client did not ask.
     """
 
@@ -41,7 +41,7 @@ class ReplyForm:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def first(self, index: int) -> list[str]:
-        """Events that open a streamed answer: a chat says who speaks."""
+        """Events that begin a streamed answer: a chat states the role."""
         return [self._event(index, {"role": "assistant", "content": ""}, None, None)] if self.chat else []
 
     def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> str:
@@ -53,7 +53,7 @@ class ReplyForm:
         return self._event(index, {} if self.chat else "", finish_reason, logprobs)
 
     def last(self, usage: dict[str, Any]) -> list[str]:
-        """Events that close a stream."""
+        """Events that end a stream."""
         used = [sse({**self._head(self._chunk_object), "choices": [], "usage": usage})] if self.with_usage else []
         return [*used, "data: [DONE]\n\n"]
 

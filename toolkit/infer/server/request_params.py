@@ -10,11 +10,11 @@ from toolkit.infer.server.api_errors import ApiError
 from toolkit.infer.server.default_sampling import DefaultSampling
 from toolkit.infer.server.openai_protocol import GenerationFields
 
-FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # the settings that OpenAI names otherwise
+FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # setting -> OpenAI's name, where it differs
 
 
 def request_params(body: GenerationFields, defaults: DefaultSampling, room: int) -> SamplingParams:
-    """The settings of the first of the request's answers; room: tokens that the context leaves for an answer.
+    """The settings of the request's first answer. room: tokens that the context leaves for an answer.
 
     Raises `ApiError`.
     """
@@ -43,9 +43,9 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The settings of the request's answer number `index`: its seed is `index` higher, within 64 bits.
+    """The settings of the request's answer `index`: its seed is `index` higher, modulo 2**64.
 
-    Without a seed they are the same for each: the engine gives every answer one of its own."""
+    Without a seed all answers have the same settings: the engine gives each a seed of its own."""
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)

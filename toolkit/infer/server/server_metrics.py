@@ -11,14 +11,14 @@ from toolkit.infer.request.request import Request, VerifyEvent
 
 # name -> (kind, help)
 SERIES = {
-    "requests_total": ("counter", "Answers that ended, by finish reason (abort: the client went away)"),
+    "requests_total": ("counter", "Answers that ended, by finish reason (abort: the client disconnected)"),
     "prompt_tokens_total": ("counter", "Prompt tokens of ended answers"),
-    "prompt_tokens_cached_total": ("counter", "Prompt tokens of ended answers that the prefix cache held"),
-    "preemptions_total": ("counter", "Times that an ended answer's request lost its pages to older requests"),
+    "prompt_tokens_cached_total": ("counter", "Prompt tokens of ended answers that were in the prefix cache"),
+    "preemptions_total": ("counter", "Preemptions of the requests of ended answers, in favour of older requests"),
     "completion_tokens_total": ("counter", "Tokens of ended answers"),
     "draft_tokens_accepted_total": ("counter", "Drafted tokens that the target accepted, in counted verify steps"),
     "draft_tokens_offered_total": ("counter", "Drafted nodes that were verified, in counted verify steps"),
-    "verify_steps_total": ("counter", "Verify steps counted (drafts offered, not cut short by the answer's end)"),
+    "verify_steps_total": ("counter", "Verify steps counted (with drafts, not truncated by the answer's end)"),
     "committed_tokens_total": ("counter", "Tokens of counted verify steps; divided by their number: accept_length"),
     "time_to_first_token_seconds": ("summary", "Seconds from submission to the first token"),
     "request_seconds": ("summary", "Seconds from submission to the end of an answer"),
