@@ -95,6 +95,9 @@ FAMILIES = {
     "gpt2": GPT2,
 }
 SCALED_EMBEDDINGS = ("gemma2", "gemma3_text")  # multiplied by sqrt(hidden size): unscaled ones would drown the layers
+# Windows, soft caps, sinks, values narrower than keys, experts, learned positions: what differs for an attention.
+TYPICAL = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2")
+SWEEP = [pytest.param(family, marks=() if family in TYPICAL else pytest.mark.slow) for family in FAMILIES]
 REFUSED = {
     "bloom": ({}, "called for layers \\[\\]"),  # ALiBi, in an attention of its own
     "gptj": ({"rotary_dim": 8, **GPT2}, "called for layers \\[\\]"),
@@ -186,7 +189,7 @@ LITTLE = MemorySettings(240, chunked_prefill_size=60)  # prefixes are kept, prom
 AMPLE = MemorySettings(prefix_cache=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SWEEP)
 def test_heads_on_family_are_exact(family, small_target):
     """Every head on the family's features, chain and tree, one request and a ragged sixteen; shared heads also with
     reused prefixes, prompts in chunks and preemptions (EAGLE-3 heads have them in the next test). Entries that are off
@@ -219,7 +222,7 @@ def test_heads_on_family_are_exact(family, small_target):
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SWEEP)
 def test_family_is_exact_with_little_memory(family, scattered, small_target, reference):
     """Prompts that begin alike, read in chunks of 7 and from kept pages, five at once where three have room; a tree
     and a chain of a head, and n-gram lookup."""
@@ -248,6 +251,7 @@ def again(run):
     return run
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "deepseek_v3", "gpt2"])
 def test_family_is_exact_in_compiled_rounds(family, small_target, reference):
     """Windows, soft caps, sinks, values narrower than keys, experts, unnamed arguments: what each layer asks of its
