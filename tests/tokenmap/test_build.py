@@ -13,7 +13,7 @@ VOCAB = 300
 
 
 def eagle_rule(answers: list[list[int]], size: int) -> tuple[list[int], list[int]]:
-    """EAGLE-3's published rule in our words: the most common ids, ascending, and each one's distance from its rank."""
+    """EAGLE-3's published rule, written independently: the most frequent ids, ascending, and each id minus its rank."""
     tally = Counter(token for answer in answers for token in answer)
     kept = sorted(token for token, _ in tally.most_common(size))
     return kept, [token - rank for rank, token in enumerate(kept)]
@@ -69,21 +69,21 @@ def test_special_ids_are_forced_once_each_and_the_size_is_exact():
         ({"size": 3, "coverage": 0.5}, "exactly one"),
         ({"size": VOCAB + 1}, f"1 to {VOCAB}"),
         ({"size": 0}, f"1 to {VOCAB}"),
-        ({"size": 2, "forced_ids": (1, 2, 3)}, "no room"),
+        ({"size": 2, "forced_ids": (1, 2, 3)}, "do not fit into a map of size 2"),
         ({"size": 2, "forced_ids": (VOCAB,)}, "forced ids"),
         ({"coverage": 0.0}, "share above 0"),
         ({"coverage": 1.2}, "share above 0"),
     ],
 )
-def test_wishes_that_cannot_be_met_are_errors(options, words):
-    """A size cut to what is possible would train a head of another shape than the recipe says."""
+def test_impossible_sizes_and_shares_are_errors(options, words):
+    """Silently reducing the size would train a head of another shape than the recipe says."""
     with pytest.raises(TokenMapError, match=words):
         build_token_map(torch.ones(VOCAB, dtype=torch.int64), **options)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.95, 0.999, 1.0])
 def test_coverage_picks_the_smallest_size_that_reaches_the_share(share):
-    """One id too many costs time in every draft step, one too few misses the share that was asked for."""
+    """One id too many costs time in every draft step; one too few misses the requested share."""
     counts = count_tokens(answers_of(5), VOCAB)
     size = build_token_map(counts, coverage=share).size
     assert coverage(counts, rank_ids(counts)[:size]) >= share - 1e-9
@@ -91,20 +91,20 @@ def test_coverage_picks_the_smallest_size_that_reaches_the_share(share):
 
 
 def test_coverage_counts_forced_ids_and_keeps_all_of_them():
-    """Forced ids take part in the share, and a tiny share must not drop them."""
+    """Forced ids count towards the share, and a small share must not drop them."""
     counts = torch.tensor([90, 5, 5, 0, 0])
     assert build_token_map(counts, coverage=0.9, forced_ids=(3, 4)).ids.tolist() == [0, 3, 4]
     assert build_token_map(counts, coverage=0.5, forced_ids=(0, 3, 4)).ids.tolist() == [0, 3, 4]
 
 
 def test_a_share_of_nothing_is_an_error():
-    """Without counts every size covers 'everything'; the user has an empty corpus and must hear it."""
+    """Without counts any size reaches any share; an empty corpus must raise an error."""
     with pytest.raises(TokenMapError, match="no tokens"):
         build_token_map(torch.zeros(9, dtype=torch.int64), coverage=0.9)
 
 
 def test_counting_is_the_same_in_any_chunks(monkeypatch):
-    """Chunks keep memory flat; a lost last chunk would drop the end of the corpus."""
+    """Chunks bound the memory; losing the last chunk would drop the end of the corpus."""
     answers = answers_of(2)
     whole = count_tokens(answers, VOCAB)
     monkeypatch.setattr("toolkit.tokenmap.counts.CHUNK", 10)
@@ -121,7 +121,7 @@ def test_an_id_of_another_tokenizer_is_an_error(ids):
 
 
 def test_coverage_table_rises_to_one_and_agrees_with_the_maps():
-    """The table advises a size; each row must be what building with that size gives."""
+    """Users choose a size from the table; each row must equal what building with that size gives."""
     counts = count_tokens(answers_of(3), VOCAB)
     rows = coverage_table(counts, [VOCAB, 16, 64, 16, 128], forced_ids=(0, 1))
     assert [row["size"] for row in rows] == [16, 64, 128, VOCAB]
@@ -134,29 +134,29 @@ def test_coverage_table_rises_to_one_and_agrees_with_the_maps():
 
 
 def test_coverage_table_refuses_sizes_that_no_map_can_have():
-    """A row for an impossible size would be read as a promise."""
-    with pytest.raises(TokenMapError, match="size 1 came"):
+    """Users would choose a size that no map can have."""
+    with pytest.raises(TokenMapError, match="size is 1; expected 2"):
         coverage_table(torch.ones(9, dtype=torch.int64), [1], forced_ids=(1, 2))
-    with pytest.raises(TokenMapError, match="size 10 came"):
+    with pytest.raises(TokenMapError, match="size is 10; expected 1"):
         coverage_table(torch.ones(9, dtype=torch.int64), [10])
 
 
 @pytest.mark.parametrize("counts", [torch.ones(3), torch.ones(3, 3, dtype=torch.int64), torch.tensor([1, -1])])
-def test_counts_that_are_no_counts_are_refused(counts):
-    """Shares or a padded matrix in place of counts would rank nonsense without a word."""
-    with pytest.raises(TokenMapError, match="counts"):
+def test_invalid_counts_are_refused(counts):
+    """Shares or a padded matrix in place of counts would silently give a wrong ranking."""
+    with pytest.raises(TokenMapError, match="counts are"):
         build_token_map(counts, size=1)
 
 
 def test_forced_ids_are_special_tokens_and_stop_ids():
-    """Chat and tool tokens are special but never in a text corpus; ordinary added words must not be forced."""
+    """Chat and tool tokens are special but never occur in plain text; ordinary added words must not be forced."""
     added = {0: SimpleNamespace(special=True), 5: SimpleNamespace(special=False), 9: SimpleNamespace(special=True)}
     tokenizer = SimpleNamespace(added_tokens_decoder=added, all_special_ids=[0, 2])
     assert forced_ids_for(tokenizer, stop_ids={7, 400}, vocab_size=VOCAB) == (0, 2, 7, 9)
 
 
 def test_held_out_coverage_goes_by_the_ranking_of_the_counted_text():
-    """A map ranked by what it is judged on would always look complete."""
+    """A map that is evaluated on the text it was ranked by would always look complete."""
     counted, held_out = torch.tensor([0, 9, 5, 1, 0, 0]), torch.tensor([4, 2, 0, 1, 3, 0])
     rows = coverage_table(counted, [1, 2, 3, 6], held_out=held_out)
     assert [row["held_out_coverage"] for row in rows] == [0.2, 0.2, 0.3, 1.0]

@@ -19,7 +19,7 @@ TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
 
 def test_freq_list_is_a_plain_list_that_sglang_reads(tmp_path):
-    """SGLang calls torch.load(weights_only=True) and makes a tensor of it: a plain list is documented."""
+    """SGLang calls torch.load(weights_only=True) and converts the result to a tensor; it documents a plain list."""
     path = tmp_path / "made" / "here" / "freq_4.pt"
     save_freq_list(path, TOKEN_MAP)
     loaded = torch.load(path, weights_only=True)
@@ -38,13 +38,13 @@ def test_ranked_lists_and_tensors_of_others_are_read(tmp_path):
     "content, words",
     [
         ([1, 4, 4], "freq.pt: 1 duplicate"),
-        ([1, 10], "freq.pt: 1 ids lie outside"),
-        ([1, "2"], "other things than whole numbers"),
-        ([True, False], "other things than whole numbers"),
+        ([1, 10], "freq.pt: 1 ids are outside"),
+        ([1, "2"], "not all integers"),
+        ([True, False], "not all integers"),
         ({"ids": [1]}, "holds a dict"),
     ],
 )
-def test_lists_that_are_no_map_are_refused(tmp_path, content, words):
+def test_invalid_lists_are_refused(tmp_path, content, words):
     """The published FR-Spec builder writes a second BOS id; such a file must not be served."""
     torch.save(content, tmp_path / "freq.pt")
     with pytest.raises(TokenMapError, match=words):
@@ -53,14 +53,14 @@ def test_lists_that_are_no_map_are_refused(tmp_path, content, words):
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut"])
 def test_a_damaged_list_is_a_clear_error(tmp_path, content):
-    """A download cut short must say which file, not show a pickle traceback."""
+    """The error for a truncated download must name the file instead of showing a pickle traceback."""
     (tmp_path / "freq.pt").write_bytes(content)
     with pytest.raises(TokenMapError, match="freq.pt cannot be read as a token map"):
         load_freq_list(tmp_path / "freq.pt", 10)
 
 
 def test_token_map_file_round_trip(tmp_path):
-    """d2t and t2d travel in every EAGLE-3 checkpoint; the map must come back bit for bit."""
+    """Every EAGLE-3 checkpoint stores d2t and t2d; reading them must restore the map bit for bit."""
     save_token_map(tmp_path / "token_map.safetensors", TOKEN_MAP)
     assert load_token_map(tmp_path / "token_map.safetensors") == TOKEN_MAP
 
@@ -68,15 +68,15 @@ def test_token_map_file_round_trip(tmp_path):
 @pytest.mark.parametrize(
     "tensors, words",
     [
-        ({"d2t": TOKEN_MAP.d2t}, "d2t and t2d are needed"),
-        ({"d2t": TOKEN_MAP.d2t, "t2d": TOKEN_MAP.t2d.roll(1)}, "name different ids"),
+        ({"d2t": TOKEN_MAP.d2t}, "expected d2t and t2d"),
+        ({"d2t": TOKEN_MAP.d2t, "t2d": TOKEN_MAP.t2d.roll(1)}, "keep different ids"),
         ({"d2t": TOKEN_MAP.d2t, "t2d": TOKEN_MAP.t2d.long()}, "bool"),
         ({"d2t": TOKEN_MAP.ids + 5, "t2d": TOKEN_MAP.t2d}, "outside"),
-        ({"d2t": TOKEN_MAP.d2t.float(), "t2d": TOKEN_MAP.t2d}, "whole numbers"),
+        ({"d2t": TOKEN_MAP.d2t.float(), "t2d": TOKEN_MAP.t2d}, "expected integers"),
     ],
 )
 def test_token_maps_that_contradict_themselves_are_refused(tmp_path, tensors, words):
-    """Absolute ids in place of offsets, or halves of two maps, would draft wrong words with no other sign."""
+    """Absolute ids in place of offsets, or tensors of two maps, would silently draft wrong tokens."""
     save_tensors(tmp_path / "map.safetensors", tensors)
     with pytest.raises(TokenMapError, match=words):
         load_token_map(tmp_path / "map.safetensors")
@@ -104,7 +104,7 @@ def test_stage_folder_holds_all_four_files(tmp_path):
 
 
 def test_stage_works_when_nothing_was_counted_and_for_tiny_vocabularies(tmp_path):
-    """A dry run with no tokens must end with a table of zeros, not with a division by zero."""
+    """A dry run without tokens must write a table of zeros instead of dividing by zero."""
     counts = torch.zeros(40, dtype=torch.int64)
     report = write_stage(tmp_path, build_token_map(counts, size=8), counts)
     assert report["coverage"] == 0.0 and [row["size"] for row in report["rows"]] == [8, 40]

@@ -5,7 +5,7 @@ from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 
 
 def test_offsets_lead_from_draft_to_target():
-    """`target = draft + d2t[draft]` is how every engine reads the file; absolute ids there would draft wrong words."""
+    """Every engine computes `target = draft + d2t[draft]`; absolute ids in d2t would draft wrong tokens."""
     token_map = TokenMap.from_ids([7, 2, 3], vocab_size=10)
     assert token_map.ids.tolist() == [2, 3, 7]
     assert token_map.d2t.tolist() == [2, 2, 5]
@@ -14,21 +14,21 @@ def test_offsets_lead_from_draft_to_target():
 
 
 def test_both_directions_and_any_shape():
-    """Labels of training and drafts of serving go through these two; -1 must mark a word the draft cannot say."""
+    """Training labels and served drafts use these two; -1 must mark a token that the draft vocabulary lacks."""
     token_map = TokenMap.from_ids([2, 3, 7], vocab_size=10)
     assert token_map.to_target(torch.tensor([[0, 2], [1, 1]])).tolist() == [[2, 7], [3, 3]]
     assert token_map.to_draft(torch.tensor([[2, 0], [7, 9]])).tolist() == [[0, -1], [2, -1]]
 
 
 def test_identity_changes_nothing():
-    """A head with the whole vocabulary uses the same code; its map must be a no-op."""
+    """A head with the whole vocabulary uses the same code; its map must change nothing."""
     token_map = TokenMap.identity(5)
     assert token_map.d2t.tolist() == [0] * 5
     assert token_map.to_draft(torch.arange(5)).tolist() == list(range(5))
 
 
 def test_from_d2t_is_the_inverse_of_d2t():
-    """A checkpoint stores only offsets; the map must come back from them."""
+    """A checkpoint stores only offsets; they must restore the map."""
     token_map = TokenMap.from_ids([0, 4, 5, 9], vocab_size=11)
     assert TokenMap.from_d2t(token_map.d2t, 11) == token_map
 
@@ -39,19 +39,19 @@ def test_from_d2t_is_the_inverse_of_d2t():
         ([1, 2, 2], "1 duplicate ids in a map of 3: 2"),
         ([1, 10], "outside the target vocabulary \\[0, 10\\): 10"),
         ([-1, 3], "outside the target vocabulary"),
-        ([], "without ids"),
-        ([1.5, 2.0], "whole numbers"),
+        ([], "the token map is empty"),
+        ([1.5, 2.0], "expected integers"),
         (torch.tensor([[1, 2]]), "one dimension"),
     ],
 )
-def test_ids_that_are_no_vocabulary_are_refused(ids, words):
+def test_invalid_ids_are_refused(ids, words):
     """A duplicate lets top-k offer one token twice, and sampled verification would then count its probability twice."""
     with pytest.raises(TokenMapError, match=words):
         TokenMap.from_ids(ids, vocab_size=10)
 
 
-def test_unsorted_ids_are_refused_where_their_order_is_a_file_s():
-    """Sorting ids that belong to the rows of an existing output matrix would silently permute its words."""
+def test_unsorted_ids_are_refused_where_the_order_matters():
+    """Sorting ids that belong to the rows of an existing output matrix would silently permute its tokens."""
     with pytest.raises(TokenMapError, match="unsorted"):
         TokenMap(torch.tensor([3, 1]), vocab_size=10)
     with pytest.raises(TokenMapError, match="unsorted"):
@@ -60,7 +60,7 @@ def test_unsorted_ids_are_refused_where_their_order_is_a_file_s():
 
 @pytest.mark.parametrize("vocab_size", [0, -3, True, 2.0])
 def test_vocabulary_size_must_be_a_positive_integer(vocab_size):
-    """A size from a damaged config must not become a mask of a wrong length."""
+    """A size from a damaged config must not make a mask of the wrong length."""
     with pytest.raises(TokenMapError, match="vocab_size"):
         TokenMap.from_ids([0], vocab_size)
 

@@ -1,4 +1,4 @@
-"""Token ids of what is counted: the answers in rollouts, or any text and jsonl files through a tokenizer handed in."""
+"""Read the token ids to count: response ids of rollouts, or text and JSON files encoded by a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from toolkit.tokenmap.token_map import TokenMapError
 
 TEXT_FIELDS = ("text", "content", "response", "output", "completion", "answer", "prompt")
 MESSAGE_FIELDS = ("messages", "conversations")
-# A text file is cut at line ends into documents of about this many characters: a large file is never one string.
+# Text files are split at line ends into documents of about this many characters, which bounds memory.
 TEXT_CHARACTERS = 1 << 16
 
 
 def rollout_responses(path: str | Path, split: str | None = "train") -> Iterator[list[int]]:
-    """The response ids of each rollout, span by span.
+    """Yield the response ids of each rollout, one list per span.
 
-    Reads `input_ids` and `response_spans` [[start, end), ...]. Rows of another `split` are left out (None: all rows),
-    so that a held-out answer does not shape the vocabulary it is judged with.
+    Reads `input_ids` and `response_spans` [[start, end), ...]. Rows of other splits are skipped (`split` None: all rows
+    are read), so that held-out answers do not influence the vocabulary that is evaluated on them.
     """
     for where, row in _rows(Path(path)):
         if split is not None and row.get("split", split) != split:
             continue
         ids, spans = row.get("input_ids"), row.get("response_spans")
         if not isinstance(ids, list) or not isinstance(spans, list):
-            raise TokenMapError(f"{where}: input_ids and response_spans are needed in a rollout, {sorted(row)} came")
+            raise TokenMapError(f"{where}: keys are {sorted(row)}; a rollout needs input_ids and response_spans")
         for start, end in spans:
             if not 0 <= start <= end <= len(ids):
-                raise TokenMapError(f"{where}: response span [{start}, {end}) lies outside the {len(ids)} ids")
+                raise TokenMapError(f"{where}: response span [{start}, {end}) is outside the {len(ids)} input_ids")
             yield ids[start:end]
 
 
@@ -44,11 +44,11 @@ def corpus_ids(
     roles: Sequence[str] = ("assistant",),
     limit: int | None = None,
 ) -> Iterator[Sequence[int]]:
-    """Ids of each document of text (.txt, .md, other) and .jsonl/.json files, .gz or not; at most `limit` documents.
+    """Yield the ids of each document in text files (.txt, .md, other) and .jsonl or .json files, gzipped or not.
 
-    `encode` must add no special tokens. Of a row with messages the turns of `roles` are documents, else its text.
-    Memory: one document at a time, or row; only a .json file is read whole.
-    Raises `TokenMapError` naming file and line for a row that has neither, and when there was no document at all.
+    At most `limit` documents are read. `encode` must add no special tokens. In a row with messages, each turn of
+    `roles` is a document; in other rows the text field is. Memory: one document or row; a .json file is read at once.
+    Raises `TokenMapError` with file and line for a row without messages or text, and when no document is found.
     """
     texts = (text for path in paths for text in read_texts(path, roles))
     empty = True
@@ -56,11 +56,14 @@ def corpus_ids(
         empty = False
         yield encode(text)
     if empty:
-        raise TokenMapError(f"no text came out of {', '.join(map(str, paths))} (roles counted: {', '.join(roles)})")
+        raise TokenMapError(
+            f"no text found in {', '.join(map(str, paths))} (roles: {', '.join(roles)}); "
+            "give files with text or with messages of these roles"
+        )
 
 
 def read_texts(path: str | Path, roles: Sequence[str] = ("assistant",)) -> Iterator[str]:
-    """The documents of one file, in order."""
+    """Yield the documents of one file, in order."""
     path = Path(path)
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
@@ -80,8 +83,8 @@ def _texts_of(row: dict[str, Any], roles: Sequence[str], where: str) -> Iterator
             yield row[field]
             return
     raise TokenMapError(
-        f"{where}: no text in the fields {', '.join(map(str, row)) or '(none)'}; "
-        f"one of {', '.join(TEXT_FIELDS)} or a list under {' or '.join(MESSAGE_FIELDS)} is needed"
+        f"{where}: no text field among {', '.join(map(str, row)) or '(none)'}; "
+        f"expected one of {', '.join(TEXT_FIELDS)} or a list under {' or '.join(MESSAGE_FIELDS)}"
     )
 
 
@@ -91,7 +94,7 @@ def _turns(messages: list[Any], roles: Sequence[str], where: str) -> Iterator[st
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if not isinstance(role, str) or not isinstance(content, (str, type(None))):
-            raise TokenMapError(f"{where}: a message with {sorted(message)} came; role and content (texts) are needed")
+            raise TokenMapError(f"{where}: message has keys {sorted(message)}; expected role and content as strings")
         if content and ROLES.get(role, role) in roles:
             yield content
 
@@ -110,7 +113,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of a jsonl file, or of a .json file that is one list."""
+    """Yield (file:line, object) from a .jsonl file, or (file row N, object) from a .json file that holds one list."""
     if path.name.removesuffix(".gz").endswith(".json"):
         yield from _rows_of_list(path)
         return
@@ -125,7 +128,7 @@ def _rows_of_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = _parse("".join(line for _, line in _lines(path)), str(path))
     if not isinstance(rows, list):
         raise TokenMapError(
-            f"{path} is one JSON {type(rows).__name__}; a list of rows, or .jsonl with a row a line, is needed"
+            f"{path} is one JSON {type(rows).__name__}; expected a list of rows, or a .jsonl file with one row per line"
         )
     for index, row in enumerate(rows):
         yield f"{path} row {index}", _object(row, f"{path} row {index}")
@@ -135,24 +138,24 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise TokenMapError(f"{where} is not valid JSON ({error.msg}); mend or remove it") from error
+        raise TokenMapError(f"{where} is not valid JSON ({error.msg}); repair or remove it") from error
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise TokenMapError(f"{where} is a JSON {type(row).__name__}; an object is needed")
+        raise TokenMapError(f"{where} is a JSON {type(row).__name__}; expected an object")
     return row
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.is_file():
-        raise TokenMapError(f"{path} is no file; a text, .json or .jsonl file (.gz or not) is needed")
+        raise TokenMapError(f"{path} is not a file; expected a text, .json or .jsonl file, gzipped or not")
     try:
         with _open(path) as handle:
             yield from enumerate(handle, start=1)
     except (*GZIP_ERRORS, UnicodeDecodeError) as error:
         raise TokenMapError(
-            f"{path} cannot be read as UTF-8 text ({error}); it is damaged or of another format"
+            f"{path} cannot be read as UTF-8 text ({error}); it is damaged or has another format, replace it"
         ) from error
 
 

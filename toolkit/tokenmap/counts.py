@@ -1,7 +1,4 @@
-"""How often the target says each token, and what share of its words a smaller vocabulary covers.
-
-Shapes: V = target vocabulary.
-"""
+"""Token counts, and the share of them that a smaller vocabulary covers. Shapes: V = target vocabulary."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ CHUNK = 1 << 20
 
 
 def count_tokens(sequences: Iterable[Sequence[int] | torch.Tensor], vocab_size: int) -> torch.Tensor:
-    """Counts [V] int64 of the ids in all sequences; memory does not grow with the corpus.
+    """Return counts [V] int64 of the ids in all sequences; memory does not grow with the corpus.
 
-    Raises `TokenMapError` on an id outside [0, vocab_size): then the tokenizer is not this target's.
+    Raises `TokenMapError` for an id outside [0, vocab_size), which means that another tokenizer wrote it.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     waiting: list[int] = []
@@ -30,7 +27,7 @@ def count_tokens(sequences: Iterable[Sequence[int] | torch.Tensor], vocab_size: 
 
 
 def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
-    """Share of all counted tokens whose id is among `ids` (unique). 0.0 when nothing was counted."""
+    """Return the share of all counted tokens whose id is among `ids` (unique); 0.0 when nothing was counted."""
     total = int(counts.sum())
     return int(counts[ids].sum()) / total if total else 0.0
 
@@ -41,10 +38,10 @@ def coverage_table(
     forced_ids: Sequence[int] = (),
     held_out: torch.Tensor | None = None,
 ) -> list[dict[str, int | float]]:
-    """Per vocabulary size: the share covered, and how many of its ids occur at all. Rows ascend by size.
+    """Return one row per vocabulary size, ascending: the share covered, and how many of the kept ids occur.
 
-    `held_out` [V]: counts of text that took no part in the ranking; rows then also say what share of it is covered.
-    Raises `TokenMapError` when a size is not between the number of forced ids and V.
+    `held_out` [V]: counts of text that is not ranked; each row then has the share of it that is covered, too.
+    Raises `TokenMapError` when a size is below the number of forced ids or above V.
     """
     order = rank_ids(counts, forced_ids)
     ranked = counts[order]
@@ -56,7 +53,7 @@ def coverage_table(
     for size in sorted(set(sizes)):
         if not max(len(set(forced_ids)), 1) <= size <= counts.numel():
             raise TokenMapError(
-                f"size {size} came; {max(len(set(forced_ids)), 1)} (forced ids) to {counts.numel()} is needed"
+                f"size is {size}; expected {max(len(set(forced_ids)), 1)} (forced ids) to {counts.numel()}"
             )
         rows.append({"size": size, "coverage": int(covered[size - 1]) / total, "distinct": int(occurring[size - 1])})
         if unseen is not None:
@@ -65,13 +62,14 @@ def coverage_table(
 
 
 def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:
-    """All ids [V]: forced ones, then by falling count, ties by lower id. A prefix of this is a draft vocabulary."""
+    """Return all ids [V]: forced ids first, then by descending count, ties by ascending id.
+
+    Any prefix that holds the forced ids is a draft vocabulary.
+    """
     _check_counts(counts)
     forced = torch.tensor(sorted(set(forced_ids)), dtype=torch.int64)
     if forced.numel() and (forced[0] < 0 or forced[-1] >= counts.numel()):
-        raise TokenMapError(
-            f"forced ids {forced.tolist()} do not all lie in the target vocabulary [0, {counts.numel()})"
-        )
+        raise TokenMapError(f"forced ids {forced.tolist()} are not all in the target vocabulary [0, {counts.numel()})")
     by_count = torch.sort(counts, descending=True, stable=True).indices
     is_forced = torch.zeros(counts.numel(), dtype=torch.bool)
     is_forced[forced] = True
@@ -81,17 +79,17 @@ def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tens
 def _check_counts(counts: torch.Tensor) -> None:
     if counts.dim() != 1 or counts.is_floating_point() or counts.numel() == 0:
         raise TokenMapError(
-            f"counts came as {counts.dtype} {tuple(counts.shape)}; whole numbers of shape [vocab] are needed"
+            f"counts are {counts.dtype} of shape {tuple(counts.shape)}; expected integers of shape [vocab]"
         )
     if (counts < 0).any():
-        raise TokenMapError("negative counts came; counts of tokens are needed")
+        raise TokenMapError("counts are negative for some ids; expected how often each id occurs")
 
 
 def _bincount(ids: list[int], vocab_size: int) -> torch.Tensor:
     tensor = torch.tensor(ids, dtype=torch.int64)
     if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= vocab_size):
         raise TokenMapError(
-            f"ids from {int(tensor.min())} to {int(tensor.max())} came, the target's vocabulary is [0, {vocab_size}); "
-            "count with the target's own tokenizer"
+            f"ids range from {int(tensor.min())} to {int(tensor.max())}, but the target's vocabulary is "
+            f"[0, {vocab_size}); count with the target's own tokenizer"
         )
     return torch.bincount(tensor, minlength=vocab_size)

@@ -1,4 +1,4 @@
-"""The target ids a draft vocabulary keeps, and the mapping in both directions (EAGLE-3's d2t/t2d, FR-Spec's ids).
+"""The target ids that a draft vocabulary keeps, and the mapping in both directions (EAGLE-3's d2t and t2d).
 
 Shapes: D = draft vocabulary, V = target vocabulary.
 """
@@ -14,15 +14,15 @@ import torch
 
 
 class TokenMapError(ValueError):
-    """Ids that cannot be a draft vocabulary: duplicates, out of range, too many, or a damaged file."""
+    """The ids cannot form a draft vocabulary: duplicates, ids out of range, too many ids, or a damaged file."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
     """Draft id i stands for target id `ids[i]`.
 
-    `ids` [D] int64 is ascending and unique, every id within [0, vocab_size); anything else raises `TokenMapError`. A
-    duplicate would let top-k offer one token twice as siblings, which makes sampled verification inexact.
+    `ids` [D] int64 must be ascending, unique and within [0, vocab_size), else `TokenMapError` is raised. A duplicate
+    would let top-k offer one token twice as siblings, which makes sampled verification inexact.
     """
 
     ids: torch.Tensor
@@ -33,31 +33,31 @@ class TokenMap:
         ids = _as_ids(self.ids, self.vocab_size).clone()
         if (ids[1:] < ids[:-1]).any():
             raise TokenMapError(
-                "token map ids came unsorted; ascending ids are needed: use TokenMap.from_ids, which sorts"
+                "token map ids are unsorted; expected ascending ids: use TokenMap.from_ids, which sorts them"
             )
         object.__setattr__(self, "ids", ids)
 
     @classmethod
     def from_ids(cls, ids: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
-        """A map of these target ids in any order. Raises `TokenMapError` on duplicates and ids out of range."""
+        """Make a map of these target ids, given in any order. Raises `TokenMapError` as the class does."""
         _check_vocab_size(vocab_size)
         return cls(_as_ids(ids, vocab_size).sort().values, vocab_size)
 
     @classmethod
     def from_d2t(cls, d2t: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
-        """A map from offsets `d2t` [D] (target = draft + d2t[draft]); the ids they give must be ascending."""
+        """Make a map from offsets `d2t` [D] (target = draft + d2t[draft]); the resulting ids must be ascending."""
         offsets = _as_int64(d2t)
         return cls(offsets + torch.arange(offsets.numel()), vocab_size)
 
     @classmethod
     def identity(cls, vocab_size: int) -> TokenMap:
-        """The map that keeps the whole target vocabulary."""
+        """Make the map that keeps the whole target vocabulary."""
         _check_vocab_size(vocab_size)
         return cls(torch.arange(vocab_size), vocab_size)
 
     @property
     def size(self) -> int:
-        """D, the number of ids kept."""
+        """D, the number of kept ids."""
         return self.ids.numel()
 
     @cached_property
@@ -67,23 +67,23 @@ class TokenMap:
 
     @cached_property
     def t2d(self) -> torch.Tensor:
-        """Mask [V] bool: true where the target id is in the draft vocabulary."""
+        """Mask [V] bool: True where the target id is in the draft vocabulary."""
         mask = torch.zeros(self.vocab_size, dtype=torch.bool)
         mask[self.ids] = True
         return mask
 
     @cached_property
     def sha256(self) -> str:
-        """Hex sha256 over the vocabulary size and the ids."""
+        """Hex sha256 of the vocabulary size and the ids."""
         text = f"{self.vocab_size}:" + ",".join(map(str, self.ids.tolist()))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Target ids of draft ids; any shape, on the draft ids' device."""
+        """Map draft ids of any shape to target ids, on the same device."""
         return self._ids_on(draft_ids.device)[draft_ids]
 
     def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids of target ids, -1 where a target id is not kept; any shape, on the target ids' device."""
+        """Map target ids of any shape to draft ids, on the same device; -1 where a target id is not kept."""
         return self._inverse_on(target_ids.device)[target_ids]
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class TokenMap:
         return {}
 
     def _ids_on(self, device: torch.device) -> torch.Tensor:
-        # to_target runs in every draft step: one copy a device, not one a call.
+        # to_target runs in every draft step, so the ids are copied once per device.
         if ("ids", device) not in self._by_device:
             self._by_device["ids", device] = self.ids.to(device)
         return self._by_device["ids", device]
@@ -119,35 +119,35 @@ class TokenMap:
 def _check_vocab_size(vocab_size: int) -> None:
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise TokenMapError(
-            f"vocab_size {vocab_size!r} is no positive integer; give the target's number of embedding rows"
+            f"vocab_size is {vocab_size!r}; expected a positive integer, the number of rows of the target's embedding"
         )
 
 
 def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(list(values) or [], dtype=None)
     if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.is_complex()):
-        raise TokenMapError(f"token ids came as {tensor.dtype}; whole numbers are needed")
+        raise TokenMapError(f"token ids are {tensor.dtype}; expected integers")
     if tensor.dim() != 1:
-        raise TokenMapError(f"token ids came with shape {tuple(tensor.shape)}; one dimension is needed")
+        raise TokenMapError(f"token ids have shape {tuple(tensor.shape)}; expected one dimension")
     return tensor.detach().to("cpu", torch.int64)
 
 
 def _as_ids(values: torch.Tensor | Iterable[int], vocab_size: int) -> torch.Tensor:
-    """Ids [D] int64 on the CPU, checked for emptiness, range and duplicates; order kept."""
+    """Convert to ids [D] int64 on the CPU in the same order; check that they are not empty, in range and unique."""
     ids = _as_int64(values)
     if ids.numel() == 0:
-        raise TokenMapError("a token map without ids came; at least one id is needed")
+        raise TokenMapError("the token map is empty; at least one id is required")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise TokenMapError(
-            f"{outside.numel()} ids lie outside the target vocabulary [0, {vocab_size}): {_some(outside)}; "
+            f"{outside.numel()} ids are outside the target vocabulary [0, {vocab_size}): {_some(outside)}; "
             "the map was made for another tokenizer, build it again for this target"
         )
     unique, counts = ids.unique(return_counts=True)
     if unique.numel() != ids.numel():
         raise TokenMapError(
             f"{ids.numel() - unique.numel()} duplicate ids in a map of {ids.numel()}: {_some(unique[counts > 1])}; "
-            "each target id may be kept once, rebuild the map with `toolkit build-token-map`"
+            "each id may occur once, build the map again with `toolkit build-token-map`"
         )
     return ids
 
