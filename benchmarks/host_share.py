@@ -1,10 +1,10 @@
 """How much of a round the host takes: Python and what it calls besides the operators that compute, draft and verify
 included.
 
-    OMP_NUM_THREADS=1 python benchmarks/host_share.py --draft runs/smollm2-135m/ckpt [--torch-compile]
+    OMP_NUM_THREADS=1 python benchmarks/host_share.py --draft runs/smollm2-135m/ckpt
 
 One request, one thread, rounds of a long answer. PyTorch's profiler tells when operators run (`aten::..`, and what it
-does not see by itself: our functions of C++ and compiled programs); the host is what is left of the round:
+does not see by itself: our functions of C++); the host is what is left of the round:
 
     round   |--python--|aten::linear|--python--|toolkit::attend            |--python--|
     inside                                     |-python-|aten::bmm|-python-|           operators of ours are Python too
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,12 @@ from toolkit.bench.prompts import builtin_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.cpu import attention as cpu_attention
-from toolkit.infer.cpu import blocked_product, compiled_head, compiled_layers
-from toolkit.infer.cpu import choices as cpu_choices
-from toolkit.infer.cpu.layer_program import program_for
+from toolkit.infer.cpu import blocked_product
 from toolkit.infer.engine.engine import Engine
 
 PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
-ROUND, OURS, PROGRAM, CPP = "round", "toolkit::", "compiled program", "function of C++"
+ROUND, OURS, CPP = "round", "toolkit::", "function of C++"
 NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")
-COMPILED: tuple[Any, ...] = (compiled_layers, compiled_head)  # both ask for a program by `program_for`
 WARM_UP = 8
 
 
@@ -109,28 +106,17 @@ def _add_inside(found: Share, event: Any) -> None:
 
 @contextmanager
 def named_parts(engine: Engine) -> Iterator[None]:
-    """The engine's verbs, our functions of C++ and compiled programs say when they run."""
+    """The engine's verbs, and our functions of C++ say when they run."""
     for name, part in PARTS.items():
         setattr(engine, name, _named(getattr(engine, name), part))
     in_cpp = [(library, name, getattr(library, name)) for library, name in cpp_functions()]
     for library, name, function in in_cpp:
         setattr(library, name, _named(function, CPP))
-    named = cache(lambda program: _named(program, PROGRAM))
-    for module in COMPILED:
-        module.program_for = lambda tokens, programs: named(program_for(tokens, programs))
-    head = getattr(getattr(engine.drafter, "reader", None), "compiled", None)
-    drafts = None if head is None else head._drafts
-    if drafts is not None:
-        head._drafts = named(drafts)
     try:
         yield
     finally:
         for library, name, function in in_cpp:
             setattr(library, name, function)
-        for module in COMPILED:
-            module.program_for = program_for
-        if drafts is not None:
-            head._drafts = drafts
         for name in PARTS:
             delattr(engine, name)
 
@@ -140,7 +126,6 @@ def cpp_functions() -> list[tuple[Any, str]]:
     libraries = {
         "toolkit_blocked_product": blocked_product._library(),
         **dict.fromkeys(cpu_attention.FUNCTIONS.values(), cpu_attention._library()),
-        **dict.fromkeys(cpu_choices.ARGUMENTS, cpu_choices.library()),
     }
     return [(library, name) for name, library in libraries.items() if library is not None]
 
@@ -213,7 +198,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", metavar="MODEL", help="another target than the one the draft directory names")
     parser.add_argument("--shapes", nargs="+", default=["3,1,4"], metavar="S,K,N", help="default: a chain of 3")
     parser.add_argument("--rounds", type=int, default=40, help="rounds profiled, and as many timed alone (default: 40)")
-    parser.add_argument("--torch-compile", action="store_true")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: nothing is written")
     args = parser.parse_args(argv)
@@ -221,10 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for shape in (None, *args.shapes):
         draft = None if shape is None else args.draft
-        options = {"torch_compile": args.torch_compile, "quantization": args.quantization, "device": "cpu"}
-        options |= {"shape": shape, "max_running_requests": 1}
+        options = {"quantization": args.quantization, "device": "cpu", "shape": shape, "max_running_requests": 1}
         with LLM(args.target or stated_target(args.draft), draft, **options) as llm:
-            row = {"engine": "ours", "version": __version__, "shape": shape, "compiled": args.torch_compile}
+            row = {"engine": "ours", "version": __version__, "shape": shape}
             rows.append({**row, "weight_bits": llm.target.weight_bits, "batch": 1, **measure(llm, args.rounds)})
         found = rows[-1]
         parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in found["host_seconds_by_part"].items())

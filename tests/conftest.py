@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -119,101 +121,18 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def interpreted_layers(monkeypatch) -> list[str]:
-    """Compiled layers run as exported programs in PyTorch's interpreter, one after the other: no C++ compiler, no
-    minute. Returns what was asked for, in order."""
-    from toolkit.infer.attention.metadata import TreeMetadata
-    from toolkit.infer.attention.opaque_attention import now
-    from toolkit.infer.cpu import body_ends, compiled_head, compiled_layers, layer_program
-    from toolkit.infer.drafters.beams import draft_beams
+def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """--torch-compile traces the layers of eager rounds, and the graphs run as they are: no C++ compiler, no minute.
+    Returns the graphs."""
+    from toolkit.infer.graphs import compiled_layers
 
-    asked: list[str] = []
+    graphs: list[torch.fx.GraphModule] = []
 
-    def program(exported, _inputs, what):
-        asked.append(what)
-        module = exported.module()
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
 
-        def run(inputs):
-            out = module(*inputs)
-            return list(out) if isinstance(out, tuple) else [out]
-
-        return run
-
-    def layers(programs, weights):
-        def run(first, hidden, inputs, taps=()):
-            for index, tensors in enumerate(inputs, first):
-                now.call.layer = index
-                for _, keep in (one for one in taps if one[0] == index):
-                    keep(hidden)
-                hidden = programs[index]([hidden, *tensors, *weights[index]])[0]
-            for _, keep in (one for one in taps if one[0] == first + len(inputs)):
-                keep(hidden)
-            return hidden
-
-        return run
-
-    def body(begin, layers_of_body, end, places):
-        def run(ids, positions, taps=()):
-            ((of_begin,), (of_its,)), ((of_end,), (of_last,)) = begin, end
-            hidden, *others = of_begin([ids, positions, *of_its])
-            hidden = layers_of_body(0, hidden, [[others[place] for place in of_layer] for of_layer in places], taps)
-            return of_end([hidden, *of_last])[0]
-
-        return run
-
-    class Drafted:
-        """What `draft_beams` asks of an DraftRollout, whose passes are programs."""
-
-        def __init__(self, fuse, passes, scores, given, before, counts):
-            self.passes, self.scores = passes, scores
-            hidden, tokens, *self.tables = given
-            rows, read = len(counts), tokens.shape[1] // len(counts)
-            hidden = fuse[tokens.shape[1] > 1](0, hidden, [()]) if fuse else hidden
-            at = torch.tensor(before)[:, None] + torch.arange(read)
-            self.states = self.read(hidden, tokens, at).view(rows, read, -1)
-            self.lengths = [one + more for one, more in zip(before, counts, strict=True)]
-            self.tokens, self.nodes, self.begun, self.level = tokens.view(rows, -1), read, read, 0
-            self.roots = torch.tensor(counts)[:, None] - 1
-            self.sees = torch.zeros(rows, read, 0, dtype=torch.bool)
-
-        def read(self, hidden, tokens, positions):
-            at = positions.reshape(1, -1)
-            return self.passes[tokens.shape[1] > 1](0, hidden, [(tokens, at, *(table[at] for table in self.tables))])
-
-        def at_roots(self):
-            return self.states[torch.arange(len(self.roots)), self.roots[:, 0]]
-
-        def logits(self, states):
-            flat = states.reshape(1, -1, states.shape[-1])
-            return self.scores[flat.shape[1] > 1](0, flat, [()]).view(*states.shape[:-1], -1)
-
-        def grow(self, tokens, parents):
-            rows, k = tokens.shape
-            every = torch.arange(rows)[:, None]
-            own = torch.eye(k, dtype=torch.bool).expand(rows, k, k)
-            seen = torch.cat((self.sees[every, parents], own), dim=2)
-            self.sees = torch.cat((torch.nn.functional.pad(self.sees, (0, k)), seen), dim=1)
-            cache, first_row = now.plan._rows_of_cache
-            lengths, span = torch.tensor(self.lengths), max(self.lengths) + seen.shape[2]
-            now.start(TreeMetadata(cache, now.plan._table, lengths, span, seen, None, first_row), now.rows)
-            at = (torch.tensor(self.lengths)[:, None] + self.level).expand(rows, k)
-            hidden = self.read(self.states[every, parents].view(1, rows * k, -1), tokens.reshape(1, -1), at)
-            self.states = torch.cat((self.states, hidden.view(rows, k, -1)), dim=1)
-            self.nodes, self.level = self.nodes + k, self.level + 1
-            return self.states[:, -k:]
-
-    def drafts(fuse, passes, scores, to_target, _top):
-        def run(given, before, counts, shape, kept):
-            nodes = Drafted(fuse, passes, scores, given, before, counts)
-            tokens, parents, _, found = draft_beams(nodes, shape, kept, to_target)
-            return tokens, parents, found
-
-        return run
-
-    monkeypatch.setattr(layer_program, "_program", program)
-    for module in (compiled_layers, compiled_head):
-        monkeypatch.setattr(module, "RunnableLayers", layers)
-    monkeypatch.setattr(compiled_head, "RunnableDrafts", drafts)
-    monkeypatch.setattr(body_ends, "RunnableBody", body)
-    monkeypatch.setattr(body_ends, "RunnableLayers", lambda programs, weights: (programs, weights))
-    return asked
+    monkeypatch.setattr(compiled_layers, "CompileSettings", partial(compiled_layers.CompileSettings, backend=backend))
+    torch.compiler.reset()  # what another backend made is not taken
+    with torch.compiler.set_stance("default"):  # a training with Muon on a CPU sets another one
+        yield graphs

@@ -15,10 +15,9 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.infer.cpu.int8_linear import Int8Linear
-from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
+from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.targets.errors import TargetError
-from toolkit.targets.quantize import weight_bits
+from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
@@ -129,10 +128,10 @@ class Target:
         return embedding
 
     @cached_property
-    def lm_head(self) -> nn.Linear | Int8Linear | PackedLinear:
+    def lm_head(self) -> nn.Linear | FixedLinear:
         """Output embedding: hidden [T, H] -> raw scores [T, V]; `logits` adds the family's own scaling."""
         head = self.model.get_output_embeddings()
-        if not isinstance(head, (nn.Linear, Int8Linear, PackedLinear)):
+        if not isinstance(head, (nn.Linear, FixedLinear)):
             raise self._unsupported(f"its output embedding is {type(head).__name__}, not nn.Linear")
         return head
 
@@ -202,6 +201,23 @@ class Target:
             f"{type(self.model).__name__} ({self.name}) cannot be a target: {what}. A decoder-only causal LM with "
             "token embeddings, a list of layers, a final norm and a linear output embedding is needed"
         )
+
+
+def weight_bits(model: PreTrainedModel) -> float:
+    """Bits per weight as the model holds them, over the weights of the published model (tied ones counted once).
+
+    An output matrix that was tied before it was quantised takes memory of its own, and counts.
+    """
+    held, weights = 0, 0
+    for weight in model.parameters():
+        held, weights = held + weight.nbytes, weights + weight.numel()
+    fixed = [one for one in model.modules() if isinstance(one, FixedLinear) and one.nbytes() > 0]
+    for module in fixed:
+        held, weights = held + module.nbytes(), weights + module.in_features * module.out_features
+    head = model.get_output_embeddings()
+    if head in fixed and getattr(model.config, "tie_word_embeddings", False):
+        weights -= head.in_features * head.out_features
+    return 8 * held / weights
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import AttendingLayer
-from toolkit.infer.cpu.int4_linear import Int4Linear
-from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.log import get_logger
+from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.targets.sharding import whole
 
 log = get_logger(__name__)
@@ -174,11 +173,7 @@ def _norm_before_mlp(theirs: nn.Module) -> str:
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     """Its parameters, quantised weights in full."""
-    quantised = {
-        f"{path}.weight": part.weight
-        for path, part in layer.named_modules()
-        if isinstance(part, (Int4Linear, Int8Linear))
-    }
+    quantised = {f"{path}.weight": part.weight for path, part in layer.named_modules() if isinstance(part, FixedLinear)}
     return {**dict(layer.named_parameters()), **quantised}
 
 

@@ -6,46 +6,38 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.infer.cpu.int4_linear import GROUP, Int4Linear, int4_layers, round_to_levels, takes_int4
+from toolkit.infer.cpu.int4_linear import GROUP, Int4Linear, round_to_levels, takes_int4
 from toolkit.targets import quantize
 from toolkit.targets.errors import TargetError
+from toolkit.targets.target import weight_bits
 
 
-def exact_weight(linears: list[nn.Linear]) -> torch.Tensor:
+def exact_weight(linear: nn.Linear) -> torch.Tensor:
     """(level - 8) * step + middle in double, from the definition."""
-    levels, steps = round_to_levels(torch.cat([linear.weight.detach() for linear in linears]))
+    levels, steps = round_to_levels(linear.weight.detach())
     step, middle = (x.double().t().repeat_interleave(GROUP, dim=1) for x in steps.unbind(-1))
     return (levels.double() - 8) * step + middle
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("outputs", [(48,), (64, 32, 16), (24, 8)])
-def test_equals_a_float_layer_of_the_same_weights(dtype, bias, outputs):
-    """Alone and together, in the layers' own order, for inputs that come again with other numbers in them."""
+def test_equals_a_float_layer_of_the_same_weights(dtype, bias):
     torch.manual_seed(0)
-    linears = [nn.Linear(96, n, bias=bias).to(dtype) for n in outputs]
-    layers, exact = int4_layers(linears), exact_weight(linears)
+    linear = nn.Linear(96, 48, bias=bias).to(dtype)
+    layer, exact = Int4Linear(linear), exact_weight(linear)
     inputs = torch.randn(2, 5, 96).to(dtype)
-    for _ in range(2):
-        inputs = inputs.mul_(-2)
-        wanted = (inputs.double() @ exact.T).split(outputs, dim=-1)
-        for layer, linear, one in zip(layers, linears, wanted, strict=True):
-            one = one if linear.bias is None else one + linear.bias.double()
-            got = layer(inputs)
-            assert got.dtype == dtype and got.shape == (2, 5, layer.out_features)
-            assert ((got.double() - one).norm() / one.norm()).item() < (1e-6 if dtype == torch.float32 else 1e-2)
-    for layer, rows in zip(layers, exact.split(outputs), strict=True):
-        torch.testing.assert_close(
-            layer.weight.double(), rows, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6
-        )
+    wanted = inputs.double() @ exact.T + (linear.bias.double() if bias else 0.0)
+    got = layer(inputs)
+    assert got.dtype == dtype and got.shape == (2, 5, 48)
+    assert ((got.double() - wanted).norm() / wanted.norm()).item() < (1e-6 if dtype == torch.float32 else 1e-2)
+    torch.testing.assert_close(layer.weight.double(), exact, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 def test_weights_are_rounded_to_the_nearest_of_16():
     """A group of equal weights too, whose step is next to nothing."""
     linear = nn.Linear(2 * GROUP, 16)
     linear.weight.data[3, :GROUP] = 0.25
-    (layer,) = int4_layers([linear])
+    layer = Int4Linear(linear)
     groups = linear.weight.detach().unflatten(1, (-1, GROUP))
     step = (groups.amax(-1) - groups.amin(-1)) / 15
     error = (layer.weight - linear.weight).detach().abs().unflatten(1, (-1, GROUP))
@@ -55,7 +47,7 @@ def test_weights_are_rounded_to_the_nearest_of_16():
 def test_a_row_does_not_depend_on_its_neighbours():
     """Bit for bit, in both dtypes: a verify step must say what a plain step says."""
     for dtype in (torch.float32, torch.bfloat16):
-        (layer,) = int4_layers([nn.Linear(576, 48).to(dtype)])
+        layer = Int4Linear(nn.Linear(576, 48).to(dtype))
         rows = (torch.randn(33, 576) * torch.logspace(-3, 3, 33)[:, None]).to(dtype)
         whole = layer(rows)
         assert all(torch.equal(layer(rows[i : i + n]), whole[i : i + n]) for n in (1, 2, 5, 16) for i in (0, 3, 17))
@@ -63,12 +55,11 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_sizes_that_the_kernel_does_not_take_become_int8(tiny_target_directory):
     """The output matrix too; and bits a weight count half a byte, a step and a middle."""
-    assert takes_int4([nn.Linear(32, 16)]) and takes_int4([nn.Linear(32, 24), nn.Linear(32, 8)])
-    assert not takes_int4([nn.Linear(32, 24)]) and not takes_int4([nn.Linear(48, 16)])
-    model = nn.Sequential(*int4_layers([nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)]))
+    assert takes_int4(nn.Linear(32, 16))
+    assert not takes_int4(nn.Linear(32, 24)) and not takes_int4(nn.Linear(48, 16))
+    model = nn.Sequential(*(Int4Linear(nn.Linear(64, 32, bias=False)) for _ in range(2)))
     model.get_output_embeddings, model.config = lambda: None, None
-    assert quantize.weight_bits(model) == pytest.approx(4 + 2 * 32 / GROUP)
-    assert all(isinstance(layer, Int4Linear) for layer in model)
+    assert weight_bits(model) == pytest.approx(4 + 2 * 32 / GROUP)
 
 
 def test_a_kernel_that_is_wrong_or_missing_is_found(monkeypatch):

@@ -1,7 +1,6 @@
 """Small problems for every kernel. A program, since Triton's interpreter is switched on before kernels are imported:
 
     python kernel_cases.py compare cpu|cuda    each kernel against its reference (cpu: TRITON_INTERPRET=1)
-    python kernel_cases.py compare c++         those that a CPU has
     python kernel_cases.py compile 90          what `compare` would launch, compiled for sm_90; needs no GPU
 
 Prints one JSON object: by group of cases, how many there were, and what was wrong.
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from toolkit.infer.kernels.dispatch import REFERENCE, Ops, cpu_ops, triton_ops
+from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
 from toolkit.train.causal_attention import tiled_backward, tiled_forward
@@ -414,9 +413,6 @@ GROUPS: dict[str, list[tuple[str, Callable[[Ops, Ops, str], None], bool]]] = {
 }
 
 
-CPU_GROUPS = ("argmax", "follow_choices", "rank_candidates", "top_log_probs")
-
-
 def compare(device: str, kernels: Ops, groups: Iterable[str]) -> Iterator[tuple[str, int, str | None]]:
     torch.empty = poisoned_empty
     for group in groups:
@@ -503,8 +499,6 @@ if __name__ == "__main__":
     what, where = sys.argv[1:]
     if what == "compile":
         outcomes = compile_for(int(where))
-    elif where == "c++":
-        outcomes = compare("cpu", cpu_ops(), CPU_GROUPS)
     else:
         from toolkit.infer.kernels.triton import paged_attention as triton_paged_attention
 

@@ -14,8 +14,7 @@ import numpy
 import pytest
 import torch
 
-from toolkit.infer.cpu import choices as cpu_choices
-from toolkit.infer.kernels.dispatch import REFERENCE, cpu_ops, ops_for
+from toolkit.infer.kernels.dispatch import REFERENCE, ops_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # kernel -> cases that hold it against its reference, and variants of it that are compiled
@@ -40,8 +39,7 @@ def outcomes(what: str, where: str) -> dict[str, Any]:
 
 def said_by(program: str, *given: str, interpreted: bool) -> dict[str, Any]:
     """What a program beside this file prints; a process of its own, since the interpreter is chosen at import."""
-    if "c++" not in given:
-        pytest.importorskip("triton")
+    pytest.importorskip("triton")
     if interpreted and not interpreter_works():
         pytest.skip("this Triton's interpreter does not work with this numpy: take Triton 3.7 or numpy 2.3")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1" if interpreted else "0"}
@@ -62,15 +60,6 @@ def interpreter_works() -> bool:
 def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""
     found = outcomes("compare", "cpu")[group]
-    assert found["wrong"] is None, found["wrong"]
-    assert found["count"] == ALL[group][0]
-
-
-@pytest.mark.skipif(cpu_choices.library() is None, reason="needs a C++ compiler and AVX2")
-@pytest.mark.parametrize("group", ["argmax", "follow_choices", "rank_candidates", "top_log_probs"])
-def test_op_in_cpp_equals_reference(group: str) -> None:
-    """The same cases as a GPU's kernels; outputs poisoned."""
-    found = outcomes("compare", "c++")[group]
     assert found["wrong"] is None, found["wrong"]
     assert found["count"] == ALL[group][0]
 
@@ -120,7 +109,7 @@ def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
 
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
-    assert ops_for("cpu") == (REFERENCE if cpu_choices.library() is None else cpu_ops())
+    assert ops_for("cpu") == REFERENCE
     kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")
     assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree

@@ -114,15 +114,6 @@ class TreeMetadata:
             self._masks[window] = self._mask(window, q.shape[1] // k.shape[1], q.dtype)
         return attend(q, keys, values, self._masks[window], scaling=scaling, softcap=softcap, sinks=sinks)
 
-    def for_cpp(self) -> dict[str, int | None]:
-        """The fields of an `AttentionCall`, where attention is one call of C++; none where it is not."""
-        if self._row_attention is None:
-            return {}
-        cache, first_row = self._rows_of_cache
-        self._begin = keys, values = cache.row_addresses(first_row)  # held: C++ is handed their addresses
-        fields = {"row_numbers": cache.row_numbers, "bfloat16": cache.shape.dtype == torch.bfloat16, "span": self._span}
-        return {"keys": keys.data_ptr(), "values": values.data_ptr(), **fields, **self._row_attention.for_cpp()}
-
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         allowed = self._allowed_keys()
         if window is not None:

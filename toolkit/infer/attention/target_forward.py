@@ -21,9 +21,8 @@ from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata,
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.cpu.compiled_layers import CompiledLayers
 from toolkit.infer.kernels.paged_reference import Scoring
-from toolkit.infer.request.errors import CompileError, UnsupportedTargetError
+from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.targets.load import Target, TargetError
 
 ATTENTION = "toolkit"
@@ -45,14 +44,12 @@ register_attention(ATTENTION, _attend)
 class TargetForward:
     """The target's body on the engine's attention. Other users of the model keep their own attention setting.
 
-    torch_compile: its layers, and what is around them, run compiled (see compiled_layers.py); CompileError where that
-    cannot be had. Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something
-    unknown, or if the engine's logits differ from the model's own.
+    Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or if
+    the engine's logits differ from the model's own.
     """
 
-    def __init__(self, target: Target, *, torch_compile: bool = False) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
-        self._compiled: CompiledLayers | None = None
         self.attention = ATTENTION  # the name under which transformers finds it
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
@@ -66,12 +63,6 @@ class TargetForward:
                 f"{type(target.model).__name__} does not run on the engine's attention ({type(error).__name__}: "
                 f"{error}); use a target of another family, or Hugging Face's generate"
             ) from error
-        if torch_compile:
-            self._compiled = CompiledLayers(target, self._run, self._own_attention)
-            try:
-                self.compare_logits()
-            except UnsupportedTargetError as error:
-                raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
 
     @property
     def waits_for_positions(self) -> bool:
@@ -80,13 +71,7 @@ class TargetForward:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        if self._compiled is None:
-            return self._run(self.attention, input_ids, positions, plan)
-        hidden = self._compiled.run_whole(input_ids, positions, plan)
-        if hidden is not None:
-            return hidden
-        with self._compiled.running(plan, len(input_ids)):
-            return self._run(self.attention, input_ids, positions, plan)
+        return self._run(self.attention, input_ids, positions, plan)
 
     def _run(
         self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata | AttentionProbe

@@ -75,8 +75,6 @@ class KVCache:
             (keys.data_ptr(), values.data_ptr())
             for keys, values in zip(self.contiguous_keys, self.contiguous_values, strict=True)
         ]
-        # The same for C++, which is handed an address of all layers' ones.
-        self._first_addresses = torch.tensor(self._layer_addresses, dtype=torch.int64).view(-1, 2).T.contiguous()
         pool.attach(self)
 
     def contiguous_addresses(self, layer: int, row: int) -> tuple[int, int]:
@@ -84,12 +82,6 @@ class KVCache:
         keys, values = self._layer_addresses[layer]
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
         return keys + skipped, values + skipped
-
-    def row_addresses(self, row: int) -> tuple[Tensor, Tensor]:
-        """`contiguous_addresses` of all layers: keys' and values' [L] int64."""
-        skipped = row * self.row_numbers * self.shape.dtype.itemsize
-        keys, values = self._first_addresses + skipped if skipped else self._first_addresses
-        return keys, values
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""

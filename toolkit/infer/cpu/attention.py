@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.infer.cpu.compile_cpp import address_of, load_vectorised
+from toolkit.infer.cpu.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
@@ -31,14 +31,6 @@ def _library() -> ctypes.CDLL | None:
             getattr(library, name).argtypes, getattr(library, name).restype = ARGUMENTS, None
         library.toolkit_attention_lanes.restype = ctypes.c_int64
     return library
-
-
-@functools.cache
-def _address(name: str) -> int | None:
-    """Of one of the library's functions."""
-    library = _library()
-    assert library is not None, "row_attention() has looked"
-    return address_of(library, name)
 
 
 class RowAttention:
@@ -72,12 +64,6 @@ class RowAttention:
             k.shape[1], width, row, *of_q[:3], *of_k[:3], *of_v[:3], scaling,
         )  # fmt: skip
         return out
-
-    def for_cpp(self) -> dict[str, int | None]:
-        """Where function, lengths and mask lie, and the sizes of the mask."""
-        fields = dict(zip(("lengths", "mask"), self._fixed, strict=True))
-        fields |= dict(zip(("rows", "new", "nodes"), self._sizes, strict=True))
-        return {"attend": _address(self._name), **fields}
 
 
 def row_attention(

@@ -14,8 +14,6 @@
 //
 // Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <immintrin.h>
 
 #include <cstdint>
@@ -348,33 +346,4 @@ extern "C" void toolkit_blocked_product(const void* x, const void* w, const void
     product<Int8>(x, w, static_cast<const float*>(scale), bias, y, M, N, K);
   else
     product<Bfloat16>(x, w, nullptr, bias, y, M, N, K);
-}
-
-// The same as the compiled layers' programs call it; x [.., K], `outputs` is N.
-extern "C" AOTITorchError aoti_torch_cpu_blocked_product(AtenTensorHandle x, AtenTensorHandle w,
-                                                         AtenTensorHandle* scale, AtenTensorHandle* bias,
-                                                         int64_t outputs, AtenTensorHandle* y) {
-  int64_t dims = 0, *sizes = nullptr, *blocks = nullptr, strides[8], shape[8];
-  bool contiguous = false;
-  int32_t dtype = 0;
-  void *from = nullptr, *weights = nullptr, *scales = nullptr, *biases = nullptr, *to = nullptr;
-  if (aoti_torch_get_dim(x, &dims) || aoti_torch_get_sizes(x, &sizes) || dims < 1 || dims > 8 ||
-      aoti_torch_get_sizes(w, &blocks) || blocks[1] * blocks[3] != sizes[dims - 1] ||
-      aoti_torch_is_contiguous(x, &contiguous) || !contiguous || aoti_torch_get_dtype(x, &dtype) ||
-      dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(w, &weights) ||
-      (scale && aoti_torch_get_data_ptr(*scale, &scales)) || (bias && aoti_torch_get_data_ptr(*bias, &biases)))
-    return AOTI_TORCH_FAILURE;
-  const int64_t K = sizes[dims - 1];
-  int64_t M = 1;
-  for (int64_t d = dims - 1, stride = 1; d >= 0; d--) {
-    shape[d] = d == dims - 1 ? outputs : sizes[d];
-    strides[d] = stride;
-    stride *= shape[d];
-    if (d < dims - 1) M *= sizes[d];
-  }
-  if (aoti_torch_empty_strided(dims, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, y) ||
-      aoti_torch_get_data_ptr(*y, &to))
-    return AOTI_TORCH_FAILURE;
-  toolkit_blocked_product(from, weights, scales, biases, to, M, outputs, K);
-  return AOTI_TORCH_SUCCESS;
 }

@@ -24,8 +24,6 @@ from toolkit.log import get_logger
 log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-OPERATOR = "aoti_torch_cpu_blocked_product"  # the name by which the compiled layers' programs call it
-BLOCKED_DIMS = 4  # of a weight in blocks; a plain or packed one has 2
 
 
 @functools.cache
@@ -50,10 +48,6 @@ def available() -> bool:
 def takes(weight: Tensor) -> bool:
     """Whether there are such products here, of bfloat16 rows with this weight [N, K] or one rounded from it."""
     return weight.dtype == torch.bfloat16 and weight.shape[1] % 4 == 0 and available()
-
-
-def is_blocked(weight: Tensor) -> bool:
-    return weight.dim() == BLOCKED_DIMS
 
 
 def to_blocks(weight: Tensor) -> Tensor:
@@ -111,7 +105,7 @@ torch.library.register_fake(
 
 
 def traceable_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
-    """`blocked_product`, by its operator's name while a program is traced (see infer/compiled/packed_products.py)."""
-    if torch.compiler.is_exporting():
+    """`blocked_product`, as an operator while torch.compile traces it."""
+    if torch.compiler.is_compiling():
         return torch.ops.toolkit.blocked_product(x.contiguous(), blocks, scale, bias, outputs)
     return blocked_product(x, blocks, scale, bias, outputs)

@@ -87,12 +87,6 @@ def load_vectorised(source: Path) -> ctypes.CDLL | None:
     return load_cpp(source) if has_vectors() else None
 
 
-def address_of(library: ctypes.CDLL, name: str) -> int | None:
-    """Of one of its functions, for other C++."""
-    # Not the attribute, in whose place a measurement may have put a function of Python.
-    return ctypes.cast(library[name], ctypes.c_void_p).value
-
-
 def _may_compile(source: Path, folder: Path, instead: str) -> bool:
     """Whether there is a compiler, and not one that failed before."""
     if compiler() is None:

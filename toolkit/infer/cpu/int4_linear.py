@@ -1,22 +1,20 @@
 """A linear layer that keeps half a byte a weight: 16 levels between the least and the largest weight of each group.
 
-The law is that of a float layer whose weight is `(level - 8) * step + middle`, with a step and a middle, in the layer's
-dtype, for every GROUP weights of a row. PyTorch's kernel brings the levels back to floats in registers and adds in
+The result is that of a float layer whose weight is `(level - 8) * step + middle`, with a step and a middle, in the
+layer's dtype, for every GROUP weights of a row. PyTorch's kernel converts the levels to floats in registers and adds in
 float32, so a row's result does not depend on how many rows go beside it. (torchao's int4 layout for CPUs calls the same
-kernel.) It is made for few rows: prompts are read about as fast as by the float layer; and for bfloat16: in float32 it
-is slow.
+kernel.) It is made for few rows: it reads prompts about as fast as the float layer; and for bfloat16: in float32 it is
+slow.
 
 Shapes: K input features, N output features, G = K / GROUP groups a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from toolkit.infer.cpu.joined_linear import JoinedLinear, biases_of, join
+from toolkit.targets.fixed_linear import FixedLinear
 
 GROUP = 32
 LEVELS = 16
@@ -24,52 +22,44 @@ ROWS_MULTIPLE = 16  # of N, for the kernel
 SMALLEST = 1e-30
 
 
-class Int4Linear(JoinedLinear):
-    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU. `int4_layers` makes them."""
+class Int4Linear(FixedLinear):
+    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU.
+
+    levels [N, K/2] in the kernel's order; steps [G, N, 2]: step and middle.
+    """
 
     levels: Tensor
     steps: Tensor
-    joint_bias: Tensor | None  # of all that lies in `levels`
 
-    def hold(self, levels: Tensor, steps: Tensor, bias: Tensor | None) -> None:
-        """levels [N, K/2] in the kernel's order; steps [G, N, 2]: step and middle."""
-        self.register_buffer("levels", levels, persistent=False)
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        levels, steps = round_to_levels(linear.weight.detach())
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        self.register_buffer("levels", packed, persistent=False)
         self.register_buffer("steps", steps, persistent=False)
-        self.register_buffer("joint_bias", bias, persistent=False)
 
     @property
     def weight(self) -> Tensor:
-        """[N, K] as a float layer would hold it, rounded to the dtype; made anew at every call."""
+        """[N, K] as a float layer would hold it, rounded to the dtype; computed at every call."""
         one = torch.eye(self.in_features, dtype=self.steps.dtype)
-        return int4_product(one, self.levels, self.steps)[:, self.rows].t().contiguous()
+        return int4_product(one, self.levels, self.steps).t().contiguous()
+
+    def nbytes(self) -> int:
+        return self.levels.nbytes + self.steps.nbytes
 
     def product(self, inputs: Tensor) -> Tensor:
         out = int4_product(inputs.reshape(-1, self.in_features), self.levels, self.steps)
-        if self.joint_bias is not None:
-            out = out + self.joint_bias
-        return out.view(*inputs.shape[:-1], out.shape[-1])
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*inputs.shape[:-1], self.out_features)
 
-    def nbytes(self) -> int:
-        """Of its own rows."""
-        return (self.levels.nbytes + self.steps.nbytes) * self.out_features // self.levels.shape[0]
-
-
-def takes_int4(linears: Sequence[nn.Linear]) -> bool:
-    """Whether the kernel takes these, lying together."""
-    rows = sum(linear.out_features for linear in linears)
-    return rows % ROWS_MULTIPLE == 0 and all(linear.in_features % GROUP == 0 for linear in linears)
+    def like(self, linear: nn.Linear) -> nn.Module:
+        return Int4Linear(linear)
 
 
-def int4_layers(linears: Sequence[nn.Linear]) -> list[Int4Linear]:
-    """A layer for each, all in one weight; they read the same input, or there is only one."""
-    levels, steps = round_to_levels(torch.cat([linear.weight.detach() for linear in linears]))
-    packed, bias = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), biases_of(linears)
-    layers = [Int4Linear(linear) for linear in linears]
-    for layer in layers:
-        layer.hold(packed, steps, bias)
-    if len(layers) > 1:
-        join(layers)
-    return layers
+def takes_int4(linear: nn.Linear) -> bool:
+    """Whether the kernel takes a layer of these sizes."""
+    return linear.out_features % ROWS_MULTIPLE == 0 and linear.in_features % GROUP == 0
 
 
 def int4_product(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:

@@ -21,16 +21,14 @@ def choose_drafter(
     pool: PagePool,
     *,
     draws: Draws | None = None,
-    torch_compile: bool = False,
 ) -> Drafter:
     """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None.
 
     pool: where a head's cache lies. draws: the requests whose drafts are drawn from a head's law; None: none.
-    torch_compile: a head's layers run compiled (CPU).
     """
     if draft is None:
         return NoDrafter(target.device)
     assert shape is not None, "a drafter needs a shape"
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
-    return AutoregressiveDrafter(target, draft, shape, pool, draws=draws, torch_compile=torch_compile)
+    return AutoregressiveDrafter(target, draft, shape, pool, draws=draws)

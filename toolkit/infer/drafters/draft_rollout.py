@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.cpu.compiled_head import CompiledHead
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, stage_shape
 
 
 class HeadReader:
-    """A head with its caches, one for each stage: what is read is also remembered. compiled: what its passes run in."""
+    """A head with its caches, one for each stage: what is read is also remembered."""
 
     def __init__(
         self,
@@ -41,9 +40,8 @@ class HeadReader:
         dtype: torch.dtype,
         device: torch.device,
         pool: PagePool,
-        compiled: CompiledHead | None = None,
     ) -> None:
-        self.head, self.compiled = head, compiled
+        self.head = head
         self._embed = embed
         self._scoring = head_scoring(head)
         self.dtype = dtype
@@ -54,8 +52,6 @@ class HeadReader:
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionMetadata, reach: int
     ) -> Tensor:
         """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
-        if self.compiled is not None:
-            return self.compiled.read(stage, tokens, hidden, positions, plan, reach)
         rows, new = tokens.shape
         layers = count()
 

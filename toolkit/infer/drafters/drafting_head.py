@@ -11,10 +11,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.cache.kv_cache import KVShape
-from toolkit.infer.cpu.int8_linear import Int8Linear
-from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.features import AuxCapture, LastCapture
+from toolkit.targets.fixed_linear import FixedLinear, linear_rows
 from toolkit.targets.load import Target
 
 
@@ -26,22 +25,14 @@ class SharedOutput(nn.Module):
         self._target = target
         self.lm_head: nn.Module = target.lm_head
         if draft.token_map.size < target.vocab_size:
-            rows = _rows_of(target.lm_head.weight, target.lm_head.bias, draft.token_map.ids.to(target.device))
-            self.lm_head = Int8Linear(rows) if isinstance(target.lm_head, Int8Linear) else rows
-            if isinstance(target.lm_head, PackedLinear):
-                pack_linears(self)
+            head, ids = target.lm_head, draft.token_map.ids.to(target.device)
+            self.lm_head = (
+                head.rows_of(ids) if isinstance(head, FixedLinear) else linear_rows(head.weight, head.bias, ids)
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] as after the target's final norm -> logits [..., D], with the family's logit factor and soft cap."""
         return self._target.finish_scores(self.lm_head(hidden.to(self._target.dtype)))
-
-
-def _rows_of(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:
-    rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
-    rows.weight = nn.Parameter(weight[ids], requires_grad=False)
-    if bias is not None:
-        rows.bias = nn.Parameter(bias[ids], requires_grad=False)
-    return rows
 
 
 class DraftingHead:

@@ -26,11 +26,10 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.cpu.compiled_head import CompiledHead
-from toolkit.infer.drafters.beams import draft_beams, levels_of
+from toolkit.infer.drafters.beams import draft_beams
 from toolkit.infer.drafters.draft_inputs import DraftInputs, Unread
 from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
-from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
+from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.drafters.shadow_acceptance import shadow_ranks
@@ -54,7 +53,6 @@ class AutoregressiveDrafter:
         pool: PagePool,
         *,
         draws: Draws | None = None,
-        torch_compile: bool = False,
     ) -> None:
         """As choose_drafter has them."""
         check_draft_matches(draft, target)
@@ -65,8 +63,7 @@ class AutoregressiveDrafter:
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        compiled = CompiledHead(self._head, target.embed_tokens, self.to_target, self._dtype) if torch_compile else None
-        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool, compiled)
+        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
@@ -169,8 +166,6 @@ class AutoregressiveDrafter:
         shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
         sampling = draft_sampling_for(requests, self.to_target, self._draws)
         unread = self._unread(requests)
-        if (tree := self._drafted_at_once(requests, unread, roots, shape, own, sampling)) is not None:
-            return tree
         nodes = self._read_pending(unread, room=room_for(shape))
         tree = self.tree_from(nodes, roots, shape, own, sampling)
         self._finish(nodes, requests)
@@ -238,31 +233,6 @@ class AutoregressiveDrafter:
         tokens, features, before, counts = unread
         hidden = self._head.first_hidden(features)
         return DraftRollout(self.reader, tokens, hidden, self.inputs.carry[: len(tokens)], before, counts, room)
-
-    def _drafted_at_once(
-        self,
-        requests: Sequence[Request],
-        unread: Unread,
-        roots: Tensor,
-        shape: DraftShape,
-        own: Sequence[DraftShape | None],
-        sampling: DraftSampling,
-    ) -> DraftTree | None:
-        """As tree_from, read and drafted in one call; None where that is not to be had."""
-        compiled = self.reader.compiled
-        if compiled is None or (shape.is_chain and not isinstance(sampling, BestTokens)):
-            return None
-        limits = None if shape.is_chain else limits_of(own, shape)
-        found = compiled.drafts(unread, self.reader.caches[0], shape, limits)
-        if found is None:
-            return None
-        self._next_carry = self.inputs.carry[: len(requests)]  # of one stage: none
-        self._note_read(requests)
-        tokens, parents, scores = found
-        if shape.is_chain:
-            return chain_tree(roots, tokens, kept_of_chain(own))
-        levels = levels_of(shape, self._device)
-        return rerank(roots, tokens, parents, levels, scores, kept_of_tree(own), shape.num_steps)
 
     def _finish(self, nodes: DraftRollout, requests: Sequence[Request]) -> None:
         """All stages have read what was pending."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,6 +22,7 @@ from toolkit.infer.engine.commit import commit
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.scheduler import Move, Scheduler
 from toolkit.infer.engine.verify_step import TreeVerifier
+from toolkit.infer.graphs.compiled_layers import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.overlap import Launches
 from toolkit.infer.graphs.recordings import GraphSettings
@@ -81,7 +83,7 @@ class Engine:
         self.target = target
         use_device(target.device)
         with torch.inference_mode():
-            self._forward = TargetForward(target, torch_compile=torch_compile)
+            self._forward = TargetForward(target)
             limit = self._forward.max_context
             self.max_context = limit if max_context is None else min(max_context, limit)
             pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
@@ -89,7 +91,10 @@ class Engine:
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
-            self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws, torch_compile=torch_compile)
+            self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
+            self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+            if torch_compile:
+                self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_batch).running
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         self._memory = KVMemory(
@@ -186,11 +191,12 @@ class Engine:
         """One round. Returns the requests that got tokens or ended in it; a round in flight gives them one step later
         (see overlap.py)."""
         use_device(self.target.device)
-        touched = self._land()
-        if not self._launches.in_flight:
-            touched += self._schedule()
-            if self._running:
-                touched += self._round()
+        with self._around_step():
+            touched = self._land()
+            if not self._launches.in_flight:
+                touched += self._schedule()
+                if self._running:
+                    touched += self._round()
         return list(dict.fromkeys(touched))
 
     def generate(

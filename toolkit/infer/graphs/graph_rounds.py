@@ -17,7 +17,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
 from toolkit.infer.engine.round import RoundContext
-from toolkit.infer.graphs.compiled_rounds import CompiledRounds
+from toolkit.infer.graphs.compiled_layers import CompiledLayers
 from toolkit.infer.graphs.in_flight import HostCopy, InFlight
 from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, buckets_up_to
 from toolkit.infer.graphs.round_state import PADDING, RoundState, RowState
@@ -113,13 +113,13 @@ class GraphRounds:
             self._head.note_round(in_flight.requests, result)
         return result
 
-    def _compile(self) -> CompiledRounds | None:
+    def _compile(self) -> CompiledLayers | None:
         if self.settings.compiled is None:
             return None
         if self._never is not None:
             raise CompileError(f"torch_compile: no round is recorded, since {self._never}; leave --torch-compile out")
-        head = None if self._head is None else self._head.module
-        return CompiledRounds(self.settings.compiled, self.forward, head)
+        reader = None if self._head is None else self._head.reader
+        return CompiledLayers(self.settings.compiled, self.forward, reader)
 
     # -- which rounds --------------------------------------------------------------------------------------------------
 

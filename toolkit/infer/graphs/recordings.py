@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.engine.round import DeviceRound, RoundContext
-from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
 from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
 from toolkit.infer.graphs.static_sampling import StaticSampling
 from toolkit.infer.request.draft_tree import DraftShape
@@ -86,7 +86,7 @@ class Recordings:
     buckets: list[int]
     rows: int
     capture: Capture | None
-    compiled: CompiledRounds | None
+    compiled: CompiledLayers | None
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
     _broken: str | None = None  # why nothing more is recorded

@@ -1,17 +1,16 @@
-"""Which implementation of each op a device gets: Triton kernels on a GPU, C++ for choices on a CPU, or plain torch."""
+"""Which implementation of each op a device gets: Triton kernels on a GPU, else plain torch."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.cpu import choices as cpu_choices
 from toolkit.infer.kernels import paged_reference, reference, tree_reference
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 from toolkit.log import get_logger
@@ -47,9 +46,6 @@ def ops_for(device_type: str) -> Ops:
             return REFERENCE
         logger.info("ops on %s: Triton kernels", device_type)
         return chosen
-    if device_type == "cpu" and cpu_choices.library() is not None:
-        logger.debug("ops on %s: choices in C++, else plain torch", device_type)
-        return cpu_ops()
     logger.debug("ops on %s: plain torch", device_type)
     return REFERENCE
 
@@ -66,28 +62,17 @@ REFERENCE = Ops(
 )
 
 
-def cpu_ops() -> Ops:
-    """Those of C++ beside those of torch."""
-    return replace(
-        REFERENCE,
-        argmax=cpu_choices.argmax,
-        top_log_probs=cpu_choices.top_log_probs,
-        follow_choices=cpu_choices.follow_choices,
-        rank_candidates=cpu_choices.rank_candidates,
-    )
-
-
 def triton_ops() -> Ops:
     """The Triton kernels. Raises ImportError where triton is not installed."""
 
     def module(name: str) -> Any:
         return importlib.import_module(f"toolkit.infer.kernels.{name}")
 
-    attention, trees = module("triton_paged_attention"), module("triton_trees")
+    attention, trees = module("triton.paged_attention"), module("triton.trees")
     return Ops(
-        argmax=module("triton_argmax").argmax,
-        top_log_probs=module("triton_top").top_log_probs,
-        write_kv=module("triton_write_kv").write_kv,
+        argmax=module("triton.argmax").argmax,
+        top_log_probs=module("triton.top_log_probs").top_log_probs,
+        write_kv=module("triton.write_kv").write_kv,
         attend_causal=attention.attend_causal,
         attend_tree=attention.attend_tree,
         follow_choices=trees.follow_choices,

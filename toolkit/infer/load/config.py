@@ -96,9 +96,9 @@ class EngineConfig:
     )
     torch_compile: bool = option(
         False,
-        "run the layers of target and head compiled, for shorter steps. On a CPU the first start compiles them, which "
-        "takes a minute or two and a C++ compiler; later starts find them in TOOLKIT_CACHE. On a GPU the rounds of "
-        "`cuda_graph_max_bs` are compiled before they are recorded",
+        "run the layers of target and head compiled by torch.compile. On a CPU every start compiles them, which takes "
+        "about half a minute and a C++ compiler. On a GPU the rounds of `cuda_graph_max_bs` are compiled before they "
+        "are recorded",
     )
     torch_compile_max_bs: int | None = option(
         None,

@@ -12,7 +12,7 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.choose_verifier import choose_verifier
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_rounds import DEFAULT_ROWS, CompileSettings
+from toolkit.infer.graphs.compiled_layers import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (

@@ -1,27 +1,30 @@
-"""Rounds whose layers are compiled for their recording write the tokens of eager rounds; the bound is kept.
+"""Rounds whose layers are compiled write the tokens of rounds by the layers' own code; the bound is kept.
 
-On a CPU, by Dynamo and AOTAutograd without Inductor, and with a capture that runs the round again in the place of a
-graph: sizes, guards, operators and hooks are those of a GPU.
+Recorded rounds on a CPU: by Dynamo and AOTAutograd without Inductor, and with a capture that runs the round again in
+place of a graph. Sizes, guards, operators and hooks are those of a GPU.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.cpu import compile_cpp
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_rounds import CompiledRounds, CompileSettings
+from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.load.load_engine import compile_settings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.load import load_target
 
 pytestmark = pytest.mark.compile
 LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill every bucket
@@ -99,8 +102,8 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, mo
         kinds.add(type(layer).__name__)
         return own(self, layer, *inputs, **keywords)
 
-    own, kinds = CompiledRounds._run, set()
-    monkeypatch.setattr(CompiledRounds, "_run", ran)
+    own, kinds = CompiledLayers._run, set()
+    monkeypatch.setattr(CompiledLayers, "_run", ran)
     engine = engine_with(small_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
     assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
@@ -152,3 +155,77 @@ def test_where_nothing_would_be_compiled(small_target):
 def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     assert compile_settings(True, max_rows, graph_rows, CUDA) == CompileSettings(bound, "inductor")
     assert compile_settings(True, None, graph_rows, torch.device("cpu")) is None
+
+
+# -- eager rounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize(
+    "name, shape",
+    [("none", ""), ("ngram", "3,1,4"), ("eagle3", "3,1,4"), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,3,8")],
+)
+def test_eager_rounds_by_compiled_layers_write_the_same(traced_layers, small_target, build, name, shape, max_batch):
+    """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made
+    with the engine: compiled while it serves, a request would wait for seconds."""
+    draft = None if name == "none" else build(name)
+    wanted = None if draft is None else DraftShape.parse(shape)
+    engine = Engine(small_target, draft, wanted, max_batch=max_batch, torch_compile=True)
+    made = len(traced_layers)
+    assert made >= (4 if max_batch > 1 else 2)
+    compiled = answers(engine)
+    assert len(traced_layers) == made, "something was compiled while it served"
+    assert compiled == answers(Engine(small_target, draft, wanted, max_batch=max_batch))
+    assert all("forward" not in vars(layer) for layer in small_target.layers)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_and_quantised_layers_are_compiled(traced_layers, tiny_target_directory, quantization, dtype):
+    """Their products are operators that no compiler looks into; in float32 answers are equal."""
+    target = load_target(tiny_target_directory, dtype=dtype, quantization=quantization)
+    target.pack()
+    compiled = answers(Engine(target, torch_compile=True))
+    products = {str(node.target) for graph in traced_layers for node in graph.graph.nodes if "toolkit" in str(node)}
+    assert any("attend" in name for name in products)
+    if dtype == "float32":
+        assert compiled == answers(Engine(target))
+        if quantization is None and torch.backends.mkldnn.is_available():
+            assert any("packed_product" in name for name in products)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(compile_cpp.compiler() is None, reason="needs a C++ compiler")
+def test_inductor_compiles_eager_rounds(tiny_target_directory, tiny_draft):
+    """The compiler that users get, with packed layers of bfloat16: near the layers' own logits, which the engine
+    checks when it is made; and drafted answers are those of plain decoding."""
+    target = load_target(tiny_target_directory, dtype="float32")
+    target.pack()
+    plain = answers(Engine(target, torch_compile=True))
+    drafted = answers(Engine(target, tiny_draft, DraftShape.parse("3,3,8"), torch_compile=True))
+    assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
+
+
+def test_hooks_around_compiled_layers_fire(traced_layers, small_target):
+    """Features, and whatever else reads or replaces what enters a layer or leaves it."""
+    seen: list[str] = []
+    layer = small_target.layers[1]
+    handles = [
+        layer.register_forward_pre_hook(lambda *_given: seen.append("before")),
+        layer.register_forward_hook(lambda _layer, _given, out: (seen.append("after"), out * 1.5)[1]),
+    ]
+    try:
+        wanted = answers(Engine(small_target))
+        seen.clear()
+        engine = Engine(small_target, torch_compile=True)
+        seen.clear()
+        assert answers(engine) == wanted and seen[:2] == ["before", "after"]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_eager_rounds_on_a_gpu_are_not_compiled(small_target):
+    forward = SimpleNamespace(target=SimpleNamespace(device=CUDA))
+    with pytest.raises(CompileError, match="target on cuda, where only recorded rounds run compiled layers"):
+        CompiledLayers(CompileSettings(), forward, None, dynamic=True)

@@ -1,0 +1,173 @@
+"""Layers of target and head, compiled by torch.compile: in eager rounds, or in those that are recorded as graphs.
+
+Attention stays the engine's: to the compiler it is one opaque operator for the target (opaque_attention.py) and one for
+the head (draft_attention.py). So a program depends on sizes alone, never on context, pages or mask. Dynamo shares what
+it compiled between layers of one kind.
+
+Eager rounds run programs of dynamic sizes: one for a single row and one for several, each for a single token and for
+several. They are compiled when the engine is made. A recorded round has fixed sizes, so that each (rows, nodes) is
+compiled for itself, in the runs before its recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.infer.attention.metadata import AttentionMetadata
+from toolkit.infer.attention.opaque_attention import COMPILED, now
+from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.drafters.draft_rollout import HeadReader
+from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
+from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.infer.kernels.reference import attend_causal
+from toolkit.infer.request.errors import CompileError
+
+SIZES = 256  # programs of one kind of layer; Dynamo's own limit of 8 is for programs that never settle
+DEFAULT_ROWS = 32
+SEVERAL = 3  # rows or tokens of an example of dynamic size
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """max_rows: recordings of more rows hold the layers' own code. backend: of torch.compile; it must make no CUDA
+    graphs of its own. Raises CompileError for max_rows below 1."""
+
+    max_rows: int = DEFAULT_ROWS
+    backend: str | Callable[..., Any] = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
+
+
+class CompiledLayers:
+    """A target's layers and those of a head, compiled. Both are changed only inside `running`.
+
+    dynamic: for eager rounds. Raises CompileError where the target's layers cannot be compiled, or where the logits
+    differ from the model's.
+    """
+
+    def __init__(
+        self, settings: CompileSettings, forward: TargetForward, reader: HeadReader | None, *, dynamic: bool = False
+    ) -> None:
+        device = forward.target.device
+        if dynamic and device.type != "cpu":
+            raise CompileError(
+                f"torch_compile is given with a target on {device}, where only recorded rounds run compiled layers: "
+                "leave --torch-compile out, or use --device cpu (serve and chat record rounds: --cuda-graph-max-bs)"
+            )
+        self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layers' own code
+        of_head = [] if reader is None else drafting_layers(reader.head.module)
+        self._layers: list[nn.Module] = [*forward.target.layers, *of_head]
+        self._calls = [self._target_call(*one) for one in enumerate(forward.target.layers)]
+        self._calls += [self._draft_call(layer) for layer in of_head]
+        try:
+            with torch.inference_mode():
+                forward.compare_logits(self.running)
+        except ValueError as error:
+            raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
+
+    @torch.inference_mode()
+    def compile_all(self, max_rows: int) -> None:
+        """Compile every program that eager rounds of up to `max_rows` rows run, before the first request."""
+        target, examples = self._forward.target, (1, SEVERAL)
+        with self.running():
+            for rows in examples[: min(max_rows, 2)]:
+                for tokens in examples:
+                    ids = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
+                    at = torch.arange(tokens, device=target.device).expand(rows, tokens)
+                    self._forward(ids, at, UncachedMetadata())
+            for stage in range(0 if self._reader is None else self._reader.head.stages):
+                for tokens in examples:
+                    self._read_example(stage, tokens)
+
+    def _read_example(self, stage: int, tokens: int) -> None:
+        reader = self._reader
+        assert reader is not None
+        device = self._forward.target.device
+        at = torch.arange(tokens, device=device)[None]
+        hidden = torch.zeros(1, tokens, reader.head.config.hidden_size, dtype=reader.dtype, device=device)
+        reader.read(stage, torch.zeros_like(at), hidden, at, UncachedMetadata(), tokens)
+
+    def around(self, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` with the layers compiled."""
+
+        def compiled() -> None:
+            with self.running():
+                run()
+
+        return compiled
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Forwards of target and head inside run their layers compiled; the layers' hooks fire as ever."""
+        limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
+        before, self._forward.attention = self._forward.attention, COMPILED
+        own = [layer.__dict__.get("forward") for layer in self._layers]
+        try:
+            with limits:
+                for layer, call in zip(self._layers, self._calls, strict=True):
+                    layer.__dict__["forward"] = call
+                yield
+        finally:
+            self._forward.attention = before
+            for layer, forward in zip(self._layers, own, strict=True):
+                layer.__dict__.pop("forward")
+                if forward is not None:
+                    layer.__dict__["forward"] = forward
+
+    def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*tensors: Any, plan: AttentionMetadata, **keywords: Any) -> Any:
+            now.plan, now.layer = plan, index
+            try:
+                return self._run(layer, *tensors, **keywords)
+            finally:
+                del now.plan
+
+        return forward
+
+    def _draft_call(self, layer: nn.Module) -> Callable[..., Any]:
+        def forward(*tensors: Any) -> Any:
+            *inputs, drafting.attend = tensors
+            try:
+                return self._run(layer, *inputs, torch.ops.toolkit.attend_drafting)
+            finally:
+                del drafting.attend
+
+        return forward
+
+    def _run(self, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        own = type(layer).forward
+        if own not in self._compiled:
+            backend = self.settings.backend
+            self._compiled[own] = torch.compile(own, fullgraph=True, dynamic=self._dynamic, backend=backend)
+        try:
+            return self._compiled[own](layer, *inputs, **keywords)
+        except torch._dynamo.exc.TorchDynamoException as error:  # of the family's own code, or of the compiler
+            said = " ".join(str(error).split())[:200]
+            raise CompileError(f"{type(layer).__name__} cannot be compiled ({type(error).__name__}: {said})") from error
+
+
+def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledLayers:
+    """The layers of the target and of the drafter's head, compiled now for rounds of up to `max_rows` rows."""
+    reader = drafter.reader if isinstance(drafter, AutoregressiveDrafter) else None
+    compiled = CompiledLayers(CompileSettings(), forward, reader, dynamic=True)
+    compiled.compile_all(max_rows)
+    return compiled
+
+
+class UncachedMetadata:
+    """Attention of example inputs: each query sees the tokens before it, and nothing is kept."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
+        return attend_causal(q, k, v, scaling=scoring.scaling)
