@@ -62,7 +62,7 @@ class RolloutSettings:
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # above 0: training is judged on it
     # Store the hidden states that the answers are written with, for train.data.features: offline.
     keep_features: bool = not_in_fingerprint(False)
-    torch_compile: bool = not_in_fingerprint(False)  # compiled layers, on a CPU; the first start compiles them
+    torch_compile: bool = not_in_fingerprint(False)  # compiled layers, on a CPU
 
 
 @dataclass(frozen=True)
