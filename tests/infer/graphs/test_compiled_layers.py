@@ -20,7 +20,8 @@ from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.load.load_engine import compile_settings
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import graph_settings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -147,14 +148,15 @@ def test_where_nothing_would_be_compiled(small_target):
         engine_with(small_target, None, "", CompileSettings(8, "eager"))
     with pytest.raises(CompileError, match="torch_compile_max_bs is 0"):
         CompileSettings(0)
-    with pytest.raises(CompileError, match="no CUDA graphs.* add --cuda-graph-max-bs"):
-        compile_settings(True, None, None, CUDA)
 
 
 @pytest.mark.parametrize("max_rows, graph_rows, bound", [(None, 64, 32), (None, 8, 8), (4, 64, 4)])
 def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
-    assert compile_settings(True, max_rows, graph_rows, CUDA) == CompileSettings(bound, "inductor")
-    assert compile_settings(True, None, graph_rows, torch.device("cpu")) is None
+    config = EngineConfig(target="x", torch_compile=True, torch_compile_max_bs=max_rows, cuda_graph_max_bs=graph_rows)
+    settings = graph_settings(config, CUDA)
+    assert settings is not None and settings.compiled == CompileSettings(bound, "inductor")
+    alone = EngineConfig(target="x", torch_compile=True)
+    assert graph_settings(alone, torch.device("cpu")) is None
 
 
 # -- eager rounds ------------------------------------------------------------------------------------------------------
