@@ -53,9 +53,7 @@ NOT_YET = {
     ("targets", "infer"),
     ("request", "kernels"),
     ("graphs", "engine"),
-    ("drafters", "cpu"),
     ("attention", "cpu"),
-    ("kernels", "cpu"),
 }
 # A drafter runs a head through the engine's attention, and is told what a round has verified.
 INFER_SIDEWAYS = {("drafters", "attention"), ("drafters", "verify")}
