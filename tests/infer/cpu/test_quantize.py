@@ -98,7 +98,7 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch):
     for dtype in int8_linear.DTYPES:
         quantize.check_int8_products(dtype)
     monkeypatch.setattr(
-        int8_linear, "int8_product", lambda rows, *rest: product(rows[:, :-1], rest[0][:, :-1], rest[1])
+        int8_linear, "int8_product", lambda rows, *rest: product(rows[:, :-1], rest[0][:, :-1].contiguous(), rest[1])
     )
     with pytest.raises(TargetError, match="wrong on this CPU"):
         quantize.check_int8_products(torch.float32)

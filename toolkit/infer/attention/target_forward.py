@@ -71,7 +71,8 @@ class TargetForward:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        return self._run(self.attention, input_ids, positions, plan)
+        # Compiled layers are programs for contiguous tensors.
+        return self._run(self.attention, input_ids, positions.contiguous(), plan)
 
     def _run(
         self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata | AttentionProbe

@@ -32,7 +32,8 @@ from toolkit.infer.request.errors import CompileError
 
 SIZES = 256  # programs of one kind of layer; Dynamo's own limit of 8 is for programs that never settle
 DEFAULT_ROWS = 32
-SEVERAL = 3  # rows or tokens of an example of dynamic size
+# Several rows or tokens, in examples of dynamic sizes. Dynamo takes equal sizes for one, so that these differ.
+SEVERAL_ROWS, SEVERAL_TOKENS = 2, 5
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,15 @@ class CompiledLayers:
     @torch.inference_mode()
     def compile_all(self, max_rows: int) -> None:
         """Compile every program that eager rounds of up to `max_rows` rows run, before the first request."""
-        target, examples = self._forward.target, (1, SEVERAL)
+        device, lengths = self._forward.target.device, (1, SEVERAL_TOKENS)
         with self.running():
-            for rows in examples[: min(max_rows, 2)]:
-                for tokens in examples:
-                    ids = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
-                    at = torch.arange(tokens, device=target.device).expand(rows, tokens)
+            for rows in (1, SEVERAL_ROWS)[: min(max_rows, 2)]:
+                for tokens in lengths:
+                    ids = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+                    at = torch.arange(tokens, device=device).repeat(rows, 1)
                     self._forward(ids, at, UncachedMetadata())
             for stage in range(0 if self._reader is None else self._reader.head.stages):
-                for tokens in examples:
+                for tokens in lengths:
                     self._read_example(stage, tokens)
 
     def _read_example(self, stage: int, tokens: int) -> None:
