@@ -32,13 +32,13 @@ from training_cells import prepare as store_features
 from training_jobs import ROLLOUTS, Job, in_process_of_its_own
 
 from toolkit.bench.records import command_line, make_record
-from toolkit.commands.build_token_map import map_rollouts
-from toolkit.commands.rollouts import answer_prompts
 from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation, read_conversations, write_conversations
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.rollouts import write_rollouts
 from toolkit.jsonl import read_rows
+from toolkit.pipeline.rollouts import answer_prompts
+from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
 from toolkit.targets.load import Target, load_target
 from toolkit.threads import users_threads

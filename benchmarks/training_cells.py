@@ -18,9 +18,9 @@ from training_jobs import ROLLOUTS, TOKEN_MAP, Job, benched, borrow_features, en
 from training_published import published_settings
 
 from toolkit.bench.records import git_commit, hardware, machine_name
-from toolkit.commands.build_token_map import map_rollouts
-from toolkit.commands.pipeline import best_device
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
+from toolkit.pipeline.run_target import best_device
+from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import load_token_map

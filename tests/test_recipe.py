@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.commands.pipeline import Run
 from toolkit.heads.eagle3 import default_aux_layer_ids
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import Run
 from toolkit.recipe import (
     Recipe,
     RecipeError,
@@ -54,7 +55,7 @@ def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
     that names another file, or a measured figure without the machine it was measured on."""
     recipe, text = load_recipe(path), path.read_text(encoding="utf-8")
     assert recipe.name == path.stem and f"toolkit run recipes/{path.name}" in text
-    assert len(Run(recipe, path).stages()) == 6
+    assert len(recipe_stages(Run(recipe, path))) == 6
     for shape in (*recipe.bench.shapes, *(recipe.train.evaluation.real_shapes or ())):
         assert DraftShape.parse(shape).as_text() == shape
     header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]

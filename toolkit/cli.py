@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit import __version__
-from toolkit.errors import is_for_users
+from toolkit.errors import exit_status
 
 # In the order of the work; the file of a command is its name with underscores.
 COMMANDS = (
@@ -30,7 +30,6 @@ COMMANDS = (
     "serve",
     "chat",
 )
-_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 
 def command_help(name: str) -> str:
@@ -67,27 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
-        return _fail(f"no command {name!r}; {hint}")
-    try:
-        return _run_command(name, arguments[1:])
-    except KeyboardInterrupt:
-        print("\ntoolkit: interrupted; what was written so far is kept", file=sys.stderr)
-        return _INTERRUPTED
-    except (ValueError, OSError) as error:
-        if not is_for_users(error):
-            raise
-        return _fail(str(error))
+        print(f"toolkit: error: no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    return exit_status(lambda: _run_command(name, arguments[1:]))
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
     command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
     command.add_arguments(parser)
-    # Overrides may stand before or behind options; argparse cannot do that together with subcommands.
+    # Overrides may stand before or after options; argparse cannot do that together with subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return command.run(parse(arguments))
-
-
-def _fail(message: str) -> int:
-    print(f"toolkit: error: {message}", file=sys.stderr)
-    return 2

@@ -10,10 +10,10 @@ import torch
 
 from toolkit import cli
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
-from toolkit.commands import synthesize
-from toolkit.commands import train as train_command
-from toolkit.commands.pipeline import Run
-from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.pipeline import prompts as prompts_of_run
+from toolkit.pipeline import train as training
+from toolkit.pipeline.run import Run
+from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
 from toolkit.targets.load import Target
 
@@ -78,16 +78,16 @@ def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) 
         own.write_text(json.dumps({"id": "synth-000000", "prompt": "own"}) + "\n")
         return ""
 
-    monkeypatch.setattr(synthesize, "_synthesise", synthesise)
+    monkeypatch.setattr(prompts_of_run, "_synthesise", synthesise)
     settings = PromptSettings(sources=("prompts.jsonl",), limit=2, synthesize=1)
-    said = synthesize.write_prompts(None, settings, 0, Path("made/p.jsonl"))
+    said = prompts_of_run.write_prompts(None, settings, 0, Path("made/p.jsonl"))
     made = rows(Path("made/p.jsonl"))
     assert said == "3 prompts, 3 user turns" and [len(row["messages"]) for row in made] == [1, 1, 1]
     methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
     assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
     Path("prompts.jsonl").write_text(own.read_text())
-    with pytest.raises(ArgumentsError, match="'synth-000000' of the sources is one of self-synthesis"):
-        synthesize.write_prompts(None, settings, 0, Path("made/p.jsonl"))
+    with pytest.raises(PipelineError, match="'synth-000000' of the sources is one of self-synthesis"):
+        prompts_of_run.write_prompts(None, settings, 0, Path("made/p.jsonl"))
 
 
 def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, monkeypatch) -> None:
@@ -216,7 +216,7 @@ def test_train_passes_the_exit_status_on(
     """A script must see that training failed, and with what; the next `toolkit train` goes on with the stage."""
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
     lines: list[list[str]] = []
-    monkeypatch.setattr(train_command, "run_training", lambda line: lines.append(list(line)) or 143)
+    monkeypatch.setattr(training, "run_training", lambda line: lines.append(list(line)) or 143)
     overrides = ["train.data.global_batch=4", "train.data.micro_batch=2"]
     assert cli.main(["train", "--recipe", str(recipe), "--num-processes", "2", *overrides]) == 143
     assert lines[0][-4:] == ["--recipe", str(recipe), *overrides] and "2" in lines[0]

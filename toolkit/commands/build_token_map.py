@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
-
-if TYPE_CHECKING:
-    from toolkit.targets.load import Target
+from toolkit.weights import read_json
 
 HELP = "count tokens of rollouts, or of any text with any tokenizer, and keep the most common for the draft"
 
@@ -62,77 +58,24 @@ def run(args: argparse.Namespace) -> int:
     size, coverage = args.size, args.coverage
     if size is None and coverage is None:
         size, coverage = job.recipe.token_map.size, job.recipe.token_map.coverage
-    _map_corpus(args, job.recipe.target.model, size, coverage)
+    from toolkit.pipeline.token_map import map_corpus  # loads torch
+
+    tokenizer, text = args.tokenizer or job.recipe.target.model, args.text or ()
+    map_corpus(
+        tokenizer,
+        args.out,
+        size,
+        coverage,
+        rollouts=args.rollouts,
+        text=text,
+        roles=args.roles,
+        vocab_size=args.vocab_size,
+    )
     _print_table(args.out)
     return 0
 
 
-def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, coverage: float | None) -> str:
-    """The map of a run: over the response tokens of the training split. Returns a headline."""
-    from toolkit.tokenmap.corpus import rollout_responses
-
-    return _build(
-        rollout_responses(rollouts),
-        target.tokenizer,
-        target.vocab_size,
-        target.stop_ids,
-        out,
-        size,
-        coverage,
-        {"rollouts": rollouts.name, "split": "train"},
-        held_out=rollout_responses(rollouts, split="held_out"),
-    )
-
-
-def _map_corpus(args: argparse.Namespace, default_tokenizer: str, size: int | None, coverage: float | None) -> None:
-    from toolkit.targets.load import load_tokenizer
-    from toolkit.tokenmap.corpus import corpus_ids, rollout_responses
-
-    name = args.tokenizer or default_tokenizer
-    tokenizer = load_tokenizer(name)
-    vocab_size = args.vocab_size or len(tokenizer)
-    if args.rollouts is not None:
-        sequences: Iterable[Sequence[int]] = rollout_responses(args.rollouts, split=None)
-        corpus: dict[str, Any] = {"rollouts": str(args.rollouts), "split": None}
-    else:
-        sequences = corpus_ids(
-            args.text, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], roles=args.roles
-        )
-        corpus = {"text": args.text, "roles": args.roles}
-    _build(sequences, tokenizer, vocab_size, (), args.out, size, coverage, {**corpus, "tokenizer": name})
-
-
-def _build(
-    sequences: Iterable[Sequence[int]],
-    tokenizer: Any,
-    vocab_size: int,
-    stop_ids: Iterable[int],
-    out: Path,
-    size: int | None,
-    coverage: float | None,
-    corpus: dict[str, Any],
-    held_out: Iterable[Sequence[int]] | None = None,
-) -> str:
-    from toolkit.tokenmap.build import build_token_map, forced_ids_for
-    from toolkit.tokenmap.counts import count_tokens
-    from toolkit.tokenmap.files import write_stage
-
-    counts = count_tokens(sequences, vocab_size)
-    forced = forced_ids_for(tokenizer, stop_ids, vocab_size)
-    # A vocabulary smaller than the size asked for is kept whole.
-    wanted = None if size is None else min(size, vocab_size)
-    token_map = build_token_map(counts, size=wanted, coverage=coverage, forced_ids=forced)
-    unseen = None if held_out is None else count_tokens(held_out, vocab_size)
-    report = write_stage(out, token_map, counts, forced_ids=forced, corpus=corpus, held_out=unseen)
-    told = f"{report['size']} of {vocab_size} ids cover {100 * report['coverage']:.1f} % of {report['tokens']} tokens"
-    if unseen is None or not report["held_out_tokens"]:
-        return told
-    return f"{told}, {100 * report['held_out_coverage']:.1f} % of {report['held_out_tokens']} held out"
-
-
 def _print_table(directory: Path) -> None:
-    from toolkit.weights import read_json
-
     report = read_json(directory / "coverage.json")
     print(f"{report['tokens']} tokens, {report['distinct']} distinct of {report['vocab_size']} ids\n")
     unseen = "held_out_coverage" in report

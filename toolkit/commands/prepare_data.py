@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from toolkit.commands import preview
-from toolkit.commands.launch import set_threads
-from toolkit.commands.pipeline import ROLLOUTS
-from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, say
-from toolkit.commands.run import summary
-from toolkit.commands.stages import run_stages
+from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of
+from toolkit.pipeline.launch import set_threads
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import ROLLOUTS
+from toolkit.pipeline.stages import run_stages, summary
 
 HELP = "bring the training data of a recipe up to date: prompts, rollouts and token map"
 LAST = "token_map"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--preview {args.preview} came; at least 1 rollout has to be shown")
     described = run_of(args)
     set_threads()
-    outcomes = run_stages(described.folder, described.stages(), until=LAST, say=say)
+    outcomes = run_stages(described.folder, recipe_stages(described), until=LAST)
     print("\n" + summary(outcomes))
     if args.preview is not None:
         print()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.pipeline import Run
-from toolkit.commands.stages import Outcome, run_stages
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import Run
+from toolkit.pipeline.stages import Outcome, run_stages
 from toolkit.recipe import default_recipe_path, load_recipe
 
 
 class ArgumentsError(ValueError):
-    """Arguments that do not go together."""
+    """Arguments of a command that contradict each other, or lack another one."""
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +29,4 @@ def run_of(args: argparse.Namespace) -> Run:
 
 def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
     """Bring one stage of the run folder up to date; its input must be there."""
-    return run_stages(run.folder, run.stages(), only=stage, force=stage if force else None, say=say)[-1]
-
-
-def say(line: str) -> None:
-    """What became of a stage: on stdout, and at once."""
-    print(line, flush=True)
+    return run_stages(run.folder, recipe_stages(run), only=stage, force=stage if force else None)[-1]

@@ -37,11 +37,3 @@ def run(args: argparse.Namespace) -> int:
     for path in write_report(folders[0]):
         print(path)
     return 0
-
-
-def report_run(folder: Path) -> str:
-    """The report stage of a run. Returns a headline."""
-    from toolkit.bench.report import write_report
-
-    record, page = write_report(folder)
-    return f"{record.name}, {page.name}"

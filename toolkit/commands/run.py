@@ -7,10 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.launch import set_threads
-from toolkit.commands.pipeline import REPORT_PAGE, Run
-from toolkit.commands.recipe_arguments import say
-from toolkit.commands.stages import Outcome, run_stages
+from toolkit.pipeline.recipe_stages import run_recipe
+from toolkit.pipeline.run import REPORT_PAGE, Run
+from toolkit.pipeline.stages import Outcome
 from toolkit.recipe import load_recipe, print_config
 
 HELP = "run a recipe from prompts to report: everything that is not up to date"
@@ -26,37 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU, else 1)"
     )
     parser.epilog = (
-        "Stages: prompts, rollouts, token_map, train, measure, report. A run that was cut off goes on where it was; "
-        "files of changed settings are moved to <run>/replaced, never mixed with new ones."
+        "Stages: prompts, rollouts, token_map, train, measure, report. An interrupted run goes on where it was. Files "
+        "of changed settings are moved to <run>/replaced, never mixed with new ones."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the stages and says what came out and what to type next."""
+    """Runs the stages, prints their results and the commands that use the head."""
     recipe = load_recipe(args.recipe, args.overrides)
     if args.print_config:
         print_config(recipe)
         return 0
     trains = args.until not in ("prompts", "rollouts", "token_map")
-    pipeline = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
-    stages = pipeline.stages()
-    threads = set_threads()
-    say(f"{recipe.name}: {args.recipe} -> {pipeline.folder} ({threads} threads, OMP_NUM_THREADS)")
-    outcomes = run_stages(pipeline.folder, stages, force=args.force, until=args.until, say=say)
-    print("\n" + summary(outcomes))
-    if len(outcomes) == len(stages):
-        print(next_steps(pipeline.folder, outcomes))
+    job = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
+    outcomes = run_recipe(job, force=args.force, until=args.until)
+    if outcomes[-1].stage == "report":
+        print(next_steps(job.folder, outcomes))
     return 0
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Minutes by stage; those of stages that were up to date are from the time they were made."""
-    rows = [
-        f"  {one.stage:<10} {one.seconds / 60:6.1f} min  {one.headline}{'' if one.worked else '  (earlier)'}"
-        for one in outcomes
-    ]
-    total = f"  {'total':<10} {sum(one.seconds for one in outcomes) / 60:6.1f} min"
-    return "\n".join([*rows, total])
 
 
 def next_steps(folder: Path, outcomes: Sequence[Outcome]) -> str:

@@ -2,8 +2,8 @@
 
 It learns the target's next last state beside its next token, which the target's own output matrix reads of it.
 
-Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder; where they are
-absent, or made by other settings than these, `toolkit run RECIPE --until token_map` makes them first.
+Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder. Where they are
+absent, or made by other settings than these, the stages before training make them first.
 """
 
 import sys
@@ -15,7 +15,7 @@ if not __package__:
 
 from collections.abc import Sequence
 
-from toolkit.train.entry import train_from_command_line
+from toolkit.pipeline.train_entry import train_from_command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:

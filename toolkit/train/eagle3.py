@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head: `accelerate launch toolkit/train/eagle3.py [--recipe R] [a.b=c ...]`.
 
-Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder; where they are
-absent, or made by other settings than these, `toolkit run RECIPE --until token_map` makes them first.
+Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder. Where they are
+absent, or made by other settings than these, the stages before training make them first.
 """
 
 import sys
@@ -13,7 +13,7 @@ if not __package__:
 
 from collections.abc import Sequence
 
-from toolkit.train.entry import train_from_command_line
+from toolkit.pipeline.train_entry import train_from_command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.commands import manifest
-from toolkit.commands.manifest import Manifest, read_manifest
-from toolkit.commands.stages import PipelineError, Stage, run_stages
+from toolkit.pipeline import manifest
+from toolkit.pipeline.manifest import Manifest, read_manifest
+from toolkit.pipeline.stages import PipelineError, Stage, run_stages
 from toolkit.weights import WeightsError
 
 

@@ -1,8 +1,8 @@
-"""What a stage of a pipeline run was made from, so that the next run knows whether it still holds.
+"""What a stage of a run was made from, so that the next run can tell whether it is up to date.
 
 A manifest is `<run>/<stage>/manifest.json`: status ("running" until the stage's last byte is written, then "done"), the
 settings that decide the stage's result, marks of its input files, versions, and times. Reading and comparing manifests
-imports nothing heavy: a run that finds everything up to date ends in a moment.
+imports no torch: a run that is up to date ends in a moment.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def mark_file(path: Path, known: FileMark | None = None) -> FileMark:
 
 @cache
 def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Of a file as it is now; in one run five stages ask for the same target's files."""
+    """Hash of a file as it is now, computed once: in one run five stages ask for the same target's files."""
     return sha256_file(path)
 
 
@@ -75,7 +75,7 @@ def mark_files(paths: Mapping[str, Path], known: Mapping[str, FileMark]) -> dict
 
 
 def differences(old: Manifest, settings: Mapping[str, Any], inputs: Mapping[str, FileMark]) -> list[str]:
-    """Why a stage made with `old` does not answer to these settings and inputs; empty when it does."""
+    """Why a stage made with `old` is out of date for these settings and inputs; empty when it is up to date."""
     before, now = flatten(old.settings), flatten(settings)
     found = []
     for key in sorted(before.keys() | now.keys()):

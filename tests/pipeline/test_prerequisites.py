@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.train import prerequisites as earlier_stages
-from toolkit.train.errors import TrainError
-from toolkit.train.prerequisites import bring_up_to_date, stage_environment
+from toolkit.pipeline import prerequisites
+from toolkit.pipeline.prerequisites import bring_up_to_date, stage_environment
+from toolkit.pipeline.stages import PipelineError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -25,50 +25,50 @@ def calls(monkeypatch):
     seen = SimpleNamespace(lines=[], status=0)
 
     def run(line, env, check):
-        seen.lines.append(line[3:])
+        seen.lines.append(line[2:])
         return SimpleNamespace(returncode=seen.status)
 
     for name in ("TOOLKIT_STAGES_DONE", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(earlier_stages.subprocess, "run", run)
+    monkeypatch.setattr(prerequisites.subprocess, "run", run)
     return seen
 
 
-def _folder(tmp_path: Path, *names: str) -> tuple[Path, list[Path]]:
+def _folder(tmp_path: Path, *names: str) -> Path:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    return tmp_path, [tmp_path / "rollouts/rollouts.jsonl", tmp_path / "token_map/map"]
+    return tmp_path
 
 
 def test_files_put_there_by_hand_are_taken(calls, tmp_path):
-    """They have no manifest, and `toolkit run` would set them aside."""
-    bring_up_to_date(*_folder(tmp_path, "rollouts/rollouts.jsonl", "token_map/map"), "r.yaml", [])
+    """They have no manifest, and the stages would set them aside."""
+    bring_up_to_date(_folder(tmp_path, "rollouts/rollouts.jsonl", "token_map/token_map.safetensors"), "r.yaml", [])
     assert calls.lines == []
 
 
-@pytest.mark.parametrize("present", [(), ("rollouts/rollouts.jsonl",), ("token_map/map",)])
+@pytest.mark.parametrize("present", [(), ("rollouts/rollouts.jsonl",), ("token_map/token_map.safetensors",)])
 def test_absent_files_are_made(calls, tmp_path, present):
     """Either file alone is not enough."""
-    bring_up_to_date(*_folder(tmp_path, *present), "r.yaml", ["seed=1"])
-    assert calls.lines == [["run", "r.yaml", "seed=1", "--until", "token_map"]]
+    bring_up_to_date(_folder(tmp_path, *present), "r.yaml", ["seed=1"])
+    assert calls.lines == [["toolkit.pipeline.prerequisites", "r.yaml", "seed=1"]]
 
 
-def test_overrides_of_earlier_stages_count(calls, tmp_path, monkeypatch):
+def test_overrides_of_prerequisites_count(calls, tmp_path, monkeypatch):
     """With `target.model=other` the old rollouts lie there still; training on them would ignore the user's word."""
-    made = _folder(tmp_path, "rollouts/rollouts.jsonl", "rollouts/manifest.json", "token_map/map")
-    bring_up_to_date(*made, "r.yaml", ["target.model=other"])
-    assert calls.lines == [["run", "r.yaml", "target.model=other", "--until", "token_map"]]
+    made = _folder(tmp_path, "rollouts/rollouts.jsonl", "rollouts/manifest.json", "token_map/token_map.safetensors")
+    bring_up_to_date(made, "r.yaml", ["target.model=other"])
+    assert calls.lines == [["toolkit.pipeline.prerequisites", "r.yaml", "target.model=other"]]
     # `toolkit run` itself has just done so, and holds the folder's lock.
     monkeypatch.setenv("TOOLKIT_STAGES_DONE", "1")
-    bring_up_to_date(*made, "r.yaml", ["target.model=other"])
+    bring_up_to_date(made, "r.yaml", ["target.model=other"])
     assert len(calls.lines) == 1
 
 
 def test_a_stage_that_fails_ends_the_training(calls, tmp_path):
     calls.status = 3
-    with pytest.raises(TrainError, match="status 3"):
-        bring_up_to_date(*_folder(tmp_path), "r.yaml", [])
+    with pytest.raises(PipelineError, match="status 3"):
+        bring_up_to_date(_folder(tmp_path), "r.yaml", [])
 
 
 def test_the_stages_do_not_see_the_launcher(monkeypatch):
@@ -76,11 +76,11 @@ def test_the_stages_do_not_see_the_launcher(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(earlier_stages, "users_threads", lambda: None)
+    monkeypatch.setattr(prerequisites, "users_threads", lambda: None)
     environment = stage_environment()
     assert not {"RANK", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert "OMP_NUM_THREADS" not in environment and environment["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
-    monkeypatch.setattr(earlier_stages, "users_threads", lambda: "3")
+    monkeypatch.setattr(prerequisites, "users_threads", lambda: "3")
     assert stage_environment()["OMP_NUM_THREADS"] == "3"
 
 
@@ -88,14 +88,14 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from toolkit.train import prerequisites as earlier_stages
+from toolkit.pipeline import prerequisites
 folder = Path(sys.argv[1])
 def run(line, env, check):
     time.sleep(1.5)
     (folder / "made").write_text("new")
     return SimpleNamespace(returncode=0)
-earlier_stages.subprocess.run = run
-earlier_stages.bring_up_to_date(folder, [folder / "absent"], "r.yaml", [])
+prerequisites.subprocess.run = run
+prerequisites.bring_up_to_date(folder, "r.yaml", [])
 print((folder / "made").read_text())
 time.sleep(1.0)
 """

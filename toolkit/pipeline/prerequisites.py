@@ -1,4 +1,9 @@
-"""The stages before training, for a trainer that was launched by hand: are their files there and up to date?"""
+"""The stages before training, for a trainer that was launched by hand: process 0 brings them up to date.
+
+It does so in a process of its own, `python -m toolkit.pipeline.prerequisites RECIPE [a.b=c ...]`. A launched process is
+no place for them: the launcher gives it one thread and its place in a group of processes, both of which torch and
+accelerate read once; and what the engine took of the memory is free again when that process ends.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import exit_status
 from toolkit.log import get_logger
+from toolkit.pipeline.launch import STAGES_DONE
+from toolkit.pipeline.recipe_stages import run_recipe
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
+from toolkit.pipeline.stages import PipelineError
+from toolkit.recipe import REPOSITORY, load_recipe
 from toolkit.threads import users_threads
-from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)
 
-# Set for the trainers that `toolkit run` and `toolkit train` start: these have seen to the stages and hold the folder.
-DONE_MARK = "TOOLKIT_STAGES_DONE"
 _STORE_KEY = "toolkit/stages before training"
 # Rollouts of a large target take days; the launcher ends us if process 0 fails before.
 _PATIENCE = timedelta(days=30)
@@ -26,40 +34,40 @@ _kept: list[Any] = []
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
-def bring_up_to_date(run_dir: Path, needed: Sequence[Path], recipe_path: str, overrides: Sequence[str]) -> None:
-    """Process 0 runs `toolkit run RECIPE --until token_map`, an instant when all is up to date; the others wait for it.
+def bring_up_to_date(run_dir: Path, recipe_path: str, overrides: Sequence[str]) -> None:
+    """Process 0 brings the stages before training up to date, an instant when all are; the others wait for it.
 
     Files without a manifest were put there by hand: then there is nothing to run. All processes must call this.
-    Raises `TrainError` when a stage fails.
+    Raises `PipelineError` when a stage fails.
     """
-    if os.environ.get(DONE_MARK) == "1":
+    if os.environ.get(STAGES_DONE) == "1":
         return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
-        _run_where_needed(run_dir, needed, recipe_path, overrides)
+        _run_where_needed(run_dir, recipe_path, overrides)
         return
     import torch.distributed
 
     # The launch's own key-value store: files of an earlier launch could be mistaken for those of this one.
     store, rank, _ = next(iter(torch.distributed.rendezvous("env://")))
     if rank == 0:
-        _run_where_needed(run_dir, needed, recipe_path, overrides)
+        _run_where_needed(run_dir, recipe_path, overrides)
         store.set(_STORE_KEY, "done")
     store.wait([_STORE_KEY], _PATIENCE)
     # Where process 0 is the store's server, the process group's own will share it as long as this one lives.
     _kept.append(store)
 
 
-def _run_where_needed(run_dir: Path, needed: Sequence[Path], recipe_path: str, overrides: Sequence[str]) -> None:
-    absent = [path for path in needed if not path.is_file()]
+def _run_where_needed(run_dir: Path, recipe_path: str, overrides: Sequence[str]) -> None:
+    absent = [path for name in (ROLLOUTS, TOKEN_MAP) if not (path := run_dir / name).is_file()]
     if not absent and not (run_dir / "rollouts" / "manifest.json").is_file():
         return
     if absent:
         log.info("no %s yet: the stages before training come first", absent[0])
-    line = [sys.executable, "-m", "toolkit", "run", recipe_path, *overrides, "--until", "token_map"]
+    line = [sys.executable, "-m", "toolkit.pipeline.prerequisites", recipe_path, *overrides]
     status = subprocess.run(line, env=stage_environment(), check=False).returncode
     if status:
-        raise TrainError(f"the stages before training ended with status {status}; see their message above")
+        raise PipelineError(f"the stages before training ended with status {status}; see their message above")
 
 
 def stage_environment() -> dict[str, str]:
@@ -72,6 +80,15 @@ def stage_environment() -> dict[str, str]:
     threads = users_threads()
     if threads is not None:
         environment["OMP_NUM_THREADS"] = threads
-    repository = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (repository, os.environ.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return environment
+
+
+def main(recipe_path: str, *overrides: str) -> int:
+    """Bring the stages of a recipe up to date, up to and with the token map. Returns an exit status."""
+    run_recipe(Run(load_recipe(recipe_path, overrides), Path(recipe_path), overrides), until="token_map")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: main(*sys.argv[1:])))

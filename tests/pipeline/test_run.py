@@ -19,8 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.bench.prompts import PromptsError
-from toolkit.commands.pipeline import Run, check_head_fits, local_target_files
 from toolkit.infer.request.errors import DraftShapeError
+from toolkit.pipeline.recipe_stages import local_target_files, recipe_stages
+from toolkit.pipeline.run import Run
+from toolkit.pipeline.run_target import check_head_fits
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.load import Target, TargetError
 from toolkit.train_settings import TrainSettings
@@ -219,4 +221,4 @@ def test_recipe_without_prompts_is_refused_before_any_work(home: Path) -> None:
     """Found after loading the target, it would have cost minutes."""
     recipe = load_recipe(home / "tiny.yaml", ["prompts.sources=[]"])
     with pytest.raises(RecipeError, match=r"prompts\.synthesize"):
-        Run(recipe, home / "tiny.yaml").stages()
+        recipe_stages(Run(recipe, home / "tiny.yaml"))

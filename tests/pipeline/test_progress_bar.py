@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands import progress_bar as module
 from toolkit.log import progress
+from toolkit.pipeline import progress_bar as module
 
 
 def test_resumed_work_is_shown_but_not_timed(

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.commands.pipeline import Run
-from toolkit.commands.stages import run_stages
 from toolkit.data.examples import load_examples
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError
+from toolkit.pipeline.recipe_stages import recipe_stages
+from toolkit.pipeline.run import Run
+from toolkit.pipeline.stages import run_stages
 from toolkit.recipe import RecipeError, load_recipe
 from toolkit.targets.features import AuxCapture
 from toolkit.train.offline_features import features_of, offline_features
@@ -49,7 +50,7 @@ def recipe(tiny_target_directory: Path, tmp_path: Path) -> Path:
 
 def write_rollouts(path: Path, *overrides: str) -> Run:
     run = Run(load_recipe(path, overrides), path)
-    run_stages(run.folder, run.stages(), until="rollouts", say=lambda _: None)
+    run_stages(run.folder, recipe_stages(run), until="rollouts", say=lambda _: None)
     return run
 
 
@@ -100,7 +101,7 @@ def test_what_capture_lost_training_makes(recipe: Path) -> None:
     for ids, features in kept:
         torch.testing.assert_close(after.read(ids), features, rtol=1e-4, atol=1e-4)
     out: list[str] = []
-    run_stages(run.folder, run.stages(), until="rollouts", say=out.append)
+    run_stages(run.folder, recipe_stages(run), until="rollouts", say=out.append)
     assert sum("skipped" in line for line in out) == 2, "lost features are no reason to write the rollouts again"
 
 
@@ -110,9 +111,9 @@ def test_new_rollouts_set_the_features_aside(recipe: Path) -> None:
     for off in (("rollouts.keep_features=false",), ("rollouts.keep_features=false", "train.data.features=online")):
         out: list[str] = []
         other = Run(load_recipe(recipe, off), recipe)
-        run_stages(other.folder, other.stages(), until="rollouts", say=out.append)
+        run_stages(other.folder, recipe_stages(other), until="rollouts", say=out.append)
         assert sum("skipped" in line for line in out) == 2
-        assert other.stages()[3].settings == run.stages()[3].settings
+        assert recipe_stages(other)[3].settings == recipe_stages(run)[3].settings
     write_rollouts(recipe, "rollouts.max_tokens=20", "rollouts.keep_features=false")
     assert not (run.folder / "features").exists() and list((run.folder / "replaced").glob("*/features/shard-*"))
 

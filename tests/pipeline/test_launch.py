@@ -12,8 +12,8 @@ from typing import get_args
 
 import pytest
 
-from toolkit.commands import launch
-from toolkit.commands.launch import LaunchError, physical_cores, run_child, set_threads, training_line
+from toolkit.pipeline import launch
+from toolkit.pipeline.launch import LaunchError, physical_cores, run_child, set_threads, training_line
 from toolkit.train_settings import HeadName
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
@@ -84,7 +84,7 @@ def test_child_does_not_outlive_us(tmp_path: Path, number: signal.Signals) -> No
     """A trainer left behind by a killed run would write into the folder that the next run resumes from."""
     mark = tmp_path / "pid"
     parent_code = (
-        "import os, signal, sys; from toolkit.commands.launch import run_child; "
+        "import os, signal, sys; from toolkit.pipeline.launch import run_child; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a background job inherits it ignored
         f"sys.exit(run_child([sys.executable, '-c', {SLEEP!r}, {str(mark)!r}], os.environ))"
     )

@@ -18,7 +18,10 @@ from toolkit.train_settings import HeadName, TrainSettings
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPTS = REPOSITORY / "toolkit" / "train"  # one for each kind of head
-_LAUNCHER = REPOSITORY / "toolkit" / "commands" / "accelerate_launch.py"
+_LAUNCHER = REPOSITORY / "toolkit" / "pipeline" / "accelerate_launch.py"
+# Set for training processes that `toolkit run` and `toolkit train` start: the stages before training are up to date
+# and the run folder is locked.
+STAGES_DONE = "TOOLKIT_STAGES_DONE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 
@@ -74,8 +77,7 @@ def training_line(
 def run_training(line: Sequence[str]) -> int:
     """Print `line`, run it, and return its exit status (128 + signal number when a signal ended it)."""
     print(f"$ OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {shlex.join(line)}", file=sys.stderr, flush=True)
-    # We hold the run folder and have brought the stages before training up to date.
-    environment = {**os.environ, "TOOLKIT_STAGES_DONE": "1"}
+    environment = {**os.environ, STAGES_DONE: "1"}
     if not gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn, in each process, that it sees no GPU
     # The same interpreter's accelerate, wherever the PATH points. By path, since toolkit need not be installed; -P

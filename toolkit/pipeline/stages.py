@@ -3,10 +3,10 @@
 For each stage, in order, the folder's manifest is compared with what the recipe and the input files are now:
 
     no manifest, no files         run it
-    no manifest, but files        set them aside (nobody knows what they were made from), run it; a stage whose files
-                                  say what they were made from runs over them, and refuses those of other settings
+    no manifest, but files        set them aside (what they were made from is unknown), run it; a stage that checks its
+                                  partial files itself runs over them, and refuses those of other settings
     settings or inputs changed    set this stage's files and those of all later stages aside, run it
-    same, status "running"        it was cut off: run it again over its own partial files, which it continues
+    same, status "running"        it was interrupted: run it again over its own partial files, which it continues
     same, status "done"           skip it, unless a result is gone
 
 Nothing is deleted: what is set aside moves to <run>/replaced/<time>/. A stage's own folder, with its manifest, moves
@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.commands.manifest import FILE_NAME, FileMark, Manifest, differences, mark_files, read_manifest
+from toolkit.pipeline.manifest import FILE_NAME, FileMark, Manifest, differences, mark_files, read_manifest
 
 State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
 
@@ -67,6 +67,21 @@ class Outcome:
     headline: str
 
 
+def say(line: str) -> None:
+    """Print a line about a stage on stdout, at once."""
+    print(line, flush=True)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Minutes by stage; those of stages that were up to date are from the time they were made."""
+    rows = [
+        f"  {one.stage:<10} {one.seconds / 60:6.1f} min  {one.headline}{'' if one.worked else '  (earlier)'}"
+        for one in outcomes
+    ]
+    total = f"  {'total':<10} {sum(one.seconds for one in outcomes) / 60:6.1f} min"
+    return "\n".join([*rows, total])
+
+
 @dataclass
 class _Look:
     state: State
@@ -82,7 +97,7 @@ def run_stages(
     only: str | None = None,
     force: str | None = None,
     until: str | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say,
 ) -> list[Outcome]:
     """Bring the stages up to date, in order: `only` one of them, or up to and with `until`; `force` redoes from one on.
 
@@ -177,7 +192,7 @@ def _work(run_dir: Path, stage: Stage, look: _Look, label: str, say: Callable[[s
 
 
 def _versions() -> dict[str, Any]:
-    from toolkit.bench.records import git_commit, versions  # after the work, when torch is loaded anyway
+    from toolkit.bench.records import git_commit, versions  # loads torch; a run that is up to date does without
 
     return {**versions(), "commit": git_commit()}
 

@@ -1,0 +1,120 @@
+"""The measure stage: plain and speculative decoding side by side with one draft head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.bench.acceptance import measure_acceptance, measured_summary
+from toolkit.bench.records import machine_name, write_record
+from toolkit.bench.report import report_record
+from toolkit.bench.report_figures import draw_all
+from toolkit.bench.report_page import page
+from toolkit.bench.rows import best_row
+from toolkit.bench.run_folder import RunData
+from toolkit.bench.table import length_text, print_acceptance, shape_name
+from toolkit.checkpoint.draft_dir import load_draft
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_draft import pack
+from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.pipeline.progress_bar import progress_bar
+from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
+from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.recipe import BenchSettings
+from toolkit.targets.target import Target
+from toolkit.weights import atomic_write, write_json
+
+
+def measure_stage(run: Run) -> str:
+    """Measure the head of a run: bench/acceptance.json, ckpt/measured.json, and a record of each further temperature.
+
+    Prints the tables. Returns a headline.
+    """
+    run.release_target()
+    ckpt, target = (run.folder / CKPT_CONFIG).parent, run.load_target("serving")
+    draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
+    pack(target, draft)
+    record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
+    write_json(ckpt / "measured.json", measured_summary(record))
+    write_record(run.folder / ACCEPTANCE, record)
+    print_acceptance(record)
+    for earlier in (run.folder / ACCEPTANCE).parent.glob("acceptance-T*.json"):
+        earlier.unlink()  # it may be of another head, and the report shows every record of the folder
+    for temperature in run.recipe.bench.further_temperatures:
+        wanted = replace(run.recipe.bench, temperature=temperature, further_temperatures=())
+        rounds, out = (run.folder / of_temperature(name, temperature) for name in (ROUNDS, ACCEPTANCE))
+        other = _measure(target, draft, wanted, seed=run.recipe.seed, keep=rounds)
+        write_record(out, other)
+        print_acceptance(other)
+    best = best_row(record)
+    speed = "" if best["speedup"] is None else f", {best['speedup']:.2f}x plain decoding"
+    return (
+        f"{shape_name(best)}: accept_length {length_text(best)}{speed} (temperature {best['temperature']:g}, "
+        f"{best['verify_steps']} verify steps)"
+    )
+
+
+def measure_head(
+    config: EngineConfig,
+    wanted: BenchSettings,
+    *,
+    seed: int = 0,
+    batch: int = 1,
+    check_tokens: bool = True,
+    out: Path | None = None,
+) -> tuple[Path, Path]:
+    """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
+
+    out: the record's file; None: benchmarks/results/acceptance-<hardware>.json. The draft directory is left as it is.
+    Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `PromptsError`.
+    """
+    shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
+    device = device_of(config)
+    config.check(device.type)
+    target, draft = load_models(config, device, shapes, config.verify)
+    assert draft is not None and config.draft is not None, "a draft is measured"
+    record = _measure(
+        target,
+        draft,
+        wanted,
+        seed=seed,
+        batch=batch,
+        check_tokens=check_tokens,
+        verify=config.verify,
+        token_map=None if config.token_map is None else Path(config.token_map),
+        torch_compile=config.torch_compile,
+    )
+    print_acceptance(record)
+    return _write(record, config.draft, out)
+
+
+def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:
+    prompts, shapes = prompts_and_shapes(wanted)
+    with progress_bar("measure", "answer") as show:
+        return measure_acceptance(
+            target,
+            draft,
+            prompts,
+            shapes,
+            prompts_from="built-in" if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts),
+            limit=wanted.limit,
+            max_tokens=wanted.max_tokens,
+            temperature=wanted.temperature,
+            warmup=wanted.warmup,
+            on_progress=show,
+            **settings,
+        )
+
+
+def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, Path]:
+    """Write the record and its page; by default benchmarks/results/acceptance-<hardware>."""
+    out = out or Path("benchmarks") / "results" / f"acceptance-{machine_name(record['hardware'])}.json"
+    write_record(out, record)
+    # n-gram lookup has no run folder: its page is named after it, not after the working directory.
+    run = Path(draft) if draft == "ngram" else Path(draft).resolve().parent
+    data = RunData(run, acceptance=record)
+    with atomic_write(out.with_suffix(".html")) as temporary:
+        temporary.write_text(page(report_record(data), data, draw_all(data)), encoding="utf-8")
+    return out, out.with_suffix(".html")

@@ -1,0 +1,66 @@
+"""The prompts stage: the prompts of a run, from sources or written by the target itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.data.conversations import read_conversations, user_turns, write_conversations
+from toolkit.data.synthesis import synthesise_prompts
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.pipeline.progress_bar import progress_bar
+from toolkit.pipeline.run import PROMPTS, Run
+from toolkit.pipeline.stages import PipelineError
+from toolkit.recipe import PromptSettings
+from toolkit.targets.target import Target
+from toolkit.train.engine_generate import engine_generate
+
+
+def prompts_stage(run: Run) -> str:
+    """The prompts of a run. Returns a headline."""
+    return write_prompts(run.target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
+
+
+def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
+    """Write {"id", "messages", "provenance"} rows to `out`: the sources' user turns first, then the target's own.
+
+    What the target wrote before a kill is kept beside `out` (attempts.jsonl) and used again. Returns a headline.
+    Memory: what `read_conversations` says, some 100 bytes a prompt, and all of what the target writes itself.
+    Raises `PipelineError` when a prompt of the sources has the id of a synthesised one.
+    """
+    parts = []
+    provenance: dict[str, dict[str, object]] = {}
+    if settings.sources:
+        parts.append(read_conversations(settings.sources, settings.limit, seed))
+        provenance = dict.fromkeys(parts[0].ids, {"method": "sources", "sources": list(settings.sources)})
+    if settings.synthesize:
+        own = out.with_name(f"{out.stem}_synthesised.jsonl") if settings.sources else out
+        headline = _synthesise(target, settings, seed, own)
+        if not settings.sources:
+            return headline
+        parts.append(read_conversations(own))
+        twice = provenance.keys() & parts[1].ids
+        if twice:
+            raise PipelineError(f"id {min(twice)!r} of the sources is one of self-synthesis; rename it in the source")
+        provenance |= dict.fromkeys(parts[1].ids, {"method": "self-synthesis", "file": own.name})
+    turns = sum(message["role"] == "user" for part in parts for one in part for message in one.messages)
+    count = write_conversations(out, (user_turns(one) for part in parts for one in part), provenance)
+    return f"{count} prompts, {turns} user turns"
+
+
+def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
+    engine = Engine(target, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=False))
+    try:
+        with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
+            stats = synthesise_prompts(
+                engine_generate(engine),
+                target.tokenizer,
+                settings,
+                out,
+                target=target.name,
+                seed=seed,
+                on_progress=show,
+            )
+    finally:
+        engine.close()
+    return f"{stats['accepted']} prompts of {stats['attempts']} that the target wrote"

@@ -1,0 +1,164 @@
+"""The six stages of a recipe: what decides each one's result, which files it reads and writes, and who does the work.
+
+prompts -> rollouts -> token_map -> train -> measure -> report. The files that do the work load torch, which takes
+seconds. Each is imported when its stage works, so that a run that is up to date ends in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from toolkit.pipeline.launch import set_threads
+from toolkit.pipeline.run import (
+    ACCEPTANCE,
+    CKPT_CONFIG,
+    CKPT_WEIGHTS,
+    COVERAGE,
+    FEATURES,
+    METRICS,
+    PROMPTS,
+    REPORT,
+    REPORT_PAGE,
+    ROLLOUTS,
+    TOKEN_MAP,
+    Run,
+    of_temperature,
+)
+from toolkit.pipeline.stages import Outcome, Stage, run_stages, say, summary
+from toolkit.pipeline.train import train_stage
+from toolkit.recipe import RecipeError, result_settings
+
+_TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
+
+
+def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:
+    """Bring the stages of a run up to date, up to and with `until`; `force` redoes from one on. Prints what was done.
+
+    Raises `RecipeError` for a recipe that names no prompts, `PipelineError` as `run_stages` does.
+    """
+    stages = recipe_stages(run)
+    threads = set_threads()
+    say(f"{run.recipe.name}: {run.recipe_path} -> {run.folder} ({threads} threads, OMP_NUM_THREADS)")
+    outcomes = run_stages(run.folder, stages, force=force, until=until)
+    print("\n" + summary(outcomes))
+    return outcomes
+
+
+def recipe_stages(run: Run) -> list[Stage]:
+    """The stages of a run, in order. Raises `RecipeError` for a recipe that names no prompts."""
+    recipe = run.recipe
+    if not recipe.prompts.sources and not recipe.prompts.synthesize:
+        raise RecipeError("the recipe names no prompts: set prompts.sources, prompts.synthesize, or both")
+    target = {"seed": recipe.seed, "target": result_settings(recipe.target)}
+    measured = (ACCEPTANCE, *(of_temperature(ACCEPTANCE, one) for one in recipe.bench.further_temperatures))
+    return [
+        Stage(
+            name="prompts",
+            folder="prompts",
+            outputs=(PROMPTS,),
+            settings={**target, "prompts": result_settings(recipe.prompts)},
+            inputs=lambda: _inputs(run, own=recipe.prompts.sources),
+            work=partial(_write_prompts, run),
+            self_checking=True,
+        ),
+        Stage(
+            name="rollouts",
+            folder="rollouts",
+            outputs=(ROLLOUTS,),
+            settings={**target, "rollouts": result_settings(recipe.rollouts)},
+            inputs=lambda: _inputs(run, PROMPTS),
+            work=partial(_write_rollouts, run),
+            makes=(FEATURES,),
+            self_checking=True,
+        ),
+        Stage(
+            name="token_map",
+            folder="token_map",
+            outputs=(TOKEN_MAP, COVERAGE),
+            settings={"target": target["target"], "token_map": result_settings(recipe.token_map)},
+            inputs=lambda: _inputs(run, ROLLOUTS),
+            work=partial(_build_token_map, run),
+        ),
+        Stage(
+            name="train",
+            folder="train",
+            outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
+            settings={**target, "train": result_settings(recipe.train)},
+            inputs=lambda: _inputs(run, ROLLOUTS, TOKEN_MAP),
+            work=partial(train_stage, run),
+            makes=("ckpt",),
+            self_checking=True,
+        ),
+        Stage(
+            name="measure",
+            folder="bench",
+            outputs=measured,
+            settings={**target, "bench": result_settings(recipe.bench)},
+            inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
+            work=partial(_measure, run),
+        ),
+        Stage(
+            name="report",
+            folder="report",
+            outputs=(REPORT, REPORT_PAGE),
+            settings={"name": recipe.name},
+            inputs=lambda: _inputs(run, COVERAGE, METRICS, *measured, CKPT_CONFIG, target_too=False),
+            work=partial(_report, run),
+            makes=(REPORT, REPORT_PAGE),
+        ),
+    ]
+
+
+def _write_prompts(run: Run) -> str:
+    from toolkit.pipeline.prompts import prompts_stage
+
+    return prompts_stage(run)
+
+
+def _write_rollouts(run: Run) -> str:
+    from toolkit.pipeline.rollouts import rollouts_stage
+
+    return rollouts_stage(run)
+
+
+def _build_token_map(run: Run) -> str:
+    from toolkit.pipeline.token_map import token_map_stage
+
+    return token_map_stage(run)
+
+
+def _measure(run: Run) -> str:
+    from toolkit.pipeline.measure import measure_stage
+
+    return measure_stage(run)
+
+
+def _report(run: Run) -> str:
+    from toolkit.bench.report import write_report
+
+    return ", ".join(path.name for path in write_report(run.folder))
+
+
+def _inputs(run: Run, *made: str, own: Sequence[str | None] = (), target_too: bool = True) -> Mapping[str, Path]:
+    """Files of earlier stages, the user's own files, and a target that lies on this disk."""
+    files = {name: run.folder / name for name in made}
+    files.update({name: Path(name) for name in own if name is not None and _is_local_file(name)})
+    return {**files, **local_target_files(run.recipe.target.model)} if target_too else files
+
+
+def local_target_files(model: str) -> dict[str, Path]:
+    """Files of a target on this disk, so that a retrained one counts as another; none for hub and demo names."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return {path.name: path}
+    if not path.is_dir():
+        return {}
+    found = {file.name: file for pattern in _TARGET_FILES for file in sorted(path.glob(pattern))}
+    return {f"target {name}": file for name, file in sorted(found.items())}
+
+
+def _is_local_file(source: str) -> bool:
+    """Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error."""
+    return not source.startswith("hub:") and not Path(source).is_dir()

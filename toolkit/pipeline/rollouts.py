@@ -1,0 +1,94 @@
+"""The rollouts stage: the target answers the prompts itself, with the bundled engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from toolkit.data.conversations import Conversation, read_conversations
+from toolkit.data.rollouts import write_rollouts
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.load_draft import fit_draft, load_draft
+from toolkit.pipeline.feature_capture import OnEnd, captured_features
+from toolkit.pipeline.progress_bar import progress_bar
+from toolkit.pipeline.run import FEATURES, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
+from toolkit.pipeline.stages import PipelineError
+from toolkit.recipe import RolloutSettings
+from toolkit.targets.target import Target
+from toolkit.train.engine_generate import engine_generate
+from toolkit.weights import read_json
+
+Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
+
+
+def rollouts_stage(run: Run) -> str:
+    """The rollouts of a run, and their features where the recipe keeps them. Returns a headline.
+
+    Raises `PipelineError` when a split is empty.
+    """
+    settings, folder = run.recipe.rollouts, run.folder
+    capture = None
+    if settings.keep_features:
+        capture = partial(
+            captured_features, settings=run.recipe.train, max_tokens=settings.max_tokens, folder=folder / FEATURES
+        )
+    headline = answer_prompts(
+        run.target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
+    )
+    splits = read_json(folder / ROLLOUTS_STATS)["splits"]
+    absent = [name for name, count in splits.items() if not count]
+    if absent:
+        raise PipelineError(
+            f"no rollout is in the split {' or '.join(absent)} (held_out={settings.held_out}), "
+            "and training needs both; give more prompts, or another share"
+        )
+    return headline
+
+
+def answer_prompts(
+    target: Target,
+    settings: RolloutSettings,
+    seed: int,
+    prompts: str | Path,
+    out: Path,
+    draft_dir: Path | None = None,
+    capture: Capture | None = None,
+) -> str:
+    """Answer every conversation of `prompts` into `out`, keeping the rows it has. Returns a headline.
+
+    Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
+
+    capture: keeps features, given the engine and the conversations (see feature_capture.py).
+    Raises `PipelineError` for compiled layers on a GPU.
+    """
+    if settings.torch_compile and target.device.type != "cpu":
+        raise PipelineError(
+            f"rollouts.torch_compile: true came with a target on {target.device}; it is for the CPU: set it to false"
+        )
+    conversations = read_conversations(prompts)
+    draft = None
+    if draft_dir is not None:
+        draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
+    # A prefix that the cache holds is not computed again, so it has no features.
+    memory = MemorySettings(prefix_cache=capture is None)
+    engine = Engine(target, draft, max_batch=settings.batch_size, memory=memory, torch_compile=settings.torch_compile)
+    keeping = nullcontext() if capture is None else capture(engine, conversations)
+    try:
+        with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
+            stats = write_rollouts(
+                conversations,
+                engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end),
+                target.tokenizer,
+                settings,
+                out,
+                target=target.name,
+                seed=seed,
+                max_context=engine.max_context,
+                on_progress=show,
+            )
+    finally:
+        engine.close()
+    return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"

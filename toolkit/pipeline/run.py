@@ -1,0 +1,80 @@
+"""One run of a recipe: its folder, the names of the files there, and the target that its stages share.
+
+Importing this file loads no torch: a run that is up to date, and the parsers of the commands, do not need it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.pipeline.launch import training_processes
+from toolkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.targets.load import Target, Use
+
+PROMPTS = "prompts/prompts.jsonl"
+ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"
+TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
+FEATURES = "features"  # the rollouts' hidden states, where the recipe stores them
+METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
+ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
+REPORT, REPORT_PAGE = "report.json", "report.html"
+
+
+@dataclass
+class Run:
+    """One recipe on its way through the stages. `overrides` are those already in `recipe`, for child processes."""
+
+    recipe: Recipe
+    recipe_path: Path
+    overrides: Sequence[str] = ()
+    processes: int | None = None  # of training; None: one a GPU, else one
+    accelerate_config: Path | None = None
+    trains: bool = False  # this command also trains, so the number of training processes is checked first
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.run_dir)
+
+    @cached_property
+    def target(self) -> Target:
+        """The target that writes prompts and rollouts, loaded once for both.
+
+        Mistakes in the recipe that only later stages would find are found here, before hours of work:
+        raises `PromptsError`, `DraftShapeError`, `RecipeError`, `TargetError`.
+        """
+        from toolkit.pipeline.run_target import check_head_fits, prompts_and_shapes
+
+        prompts_and_shapes(self.recipe.bench)
+        if self.trains:
+            self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
+        # Stored features are in the dtype of the training's target; training would discard those of another dtype.
+        target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
+        check_head_fits(target, self.recipe.train)
+        return target
+
+    def load_target(self, use: Use) -> Target:
+        """The target, packed for decoding. `use` decides its dtype, see `toolkit.targets.load.load_target`."""
+        from toolkit.pipeline.run_target import load_packed
+
+        return load_packed(self.recipe.target, use)
+
+    def release_target(self) -> None:
+        """Free the target's memory before training loads its own."""
+        if self.__dict__.pop("target", None) is not None:
+            import torch  # is loaded already: the target was
+
+            gc.collect()
+            torch.cuda.empty_cache()  # nothing happens without a GPU
+
+
+def of_temperature(name: str, temperature: float) -> str:
+    """The file of a further temperature, beside that of the first: bench/acceptance-T1.json."""
+    path = Path(name)
+    return str(path.with_name(f"{path.stem}-T{temperature:g}{path.suffix}"))

@@ -1,0 +1,48 @@
+"""Loading the target of a run, and the checks that come before its first stage."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.bench.prompts import Prompt, builtin_prompts, read_prompt_files
+from toolkit.heads.rope import Rope
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.recipe import BenchSettings, RecipeError, TargetSettings
+from toolkit.targets.load import Target, Use, load_target
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import plan_head
+from toolkit.train_settings import TrainSettings
+
+
+def load_packed(chosen: TargetSettings, use: Use) -> Target:
+    """The target of a recipe, on a GPU where there is one, packed for decoding."""
+    target = load_target(
+        chosen.model,
+        dtype=chosen.dtype,
+        revision=chosen.revision,
+        device=best_device(),
+        quantization=chosen.quantization,
+        use=use,
+    )
+    target.pack()
+    return target
+
+
+def best_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_head_fits(target: Target, settings: TrainSettings) -> None:
+    """Raises `TargetError` or `RecipeError` when no draft head can be built for this target by these settings."""
+    config = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config
+    try:
+        Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+    except ValueError as error:
+        raise RecipeError(f"target {target.name}: {error}; take another target") from error
+
+
+def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
+    """What a measurement is made on. Raises `PromptsError` and `DraftShapeError`."""
+    shapes = [DraftShape.parse(one) for one in wanted.shapes]
+    return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes

@@ -1,0 +1,30 @@
+"""The train stage: the training processes under `accelerate launch`, over the run folder."""
+
+from __future__ import annotations
+
+from toolkit.pipeline.launch import run_training, set_threads, training_line, training_processes
+from toolkit.pipeline.run import CKPT_CONFIG, Run
+from toolkit.pipeline.stages import PipelineError, say
+from toolkit.weights import read_json
+
+
+def train_stage(run: Run) -> str:
+    """Run the training processes; they continue from their newest state. Returns a headline.
+
+    Raises `PipelineError` with their exit status when they fail.
+    """
+    run.release_target()
+    processes = training_processes(run.processes, run.recipe.train)
+    run.recipe.train.check_processes(processes)
+    threads = set_threads(processes)
+    line = training_line(run.recipe_path, run.overrides, processes, run.accelerate_config, run.recipe.train.head.kind)
+    say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
+    status = run_training(line)
+    if status:
+        raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)
+    training = read_json(run.folder / CKPT_CONFIG)["toolkit"].get("training", {})
+    forecast, real = training.get("forecast_accept_length"), training.get("real_accept_length")
+    best = "" if forecast is None else f", forecast accept_length {forecast:.2f} on held-out rollouts"
+    if real is not None:
+        best = f", real accept_length {real:.2f} on held-out prompts (mean over draft shapes and temperatures)"
+    return f"{training.get('steps', '?')} steps{best}"

@@ -1,0 +1,45 @@
+"""What the accelerate entries (toolkit/train/eagle3.py, eagle2.py, mtp.py) do: parse, make what is missing, train."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import exit_status
+from toolkit.pipeline.prerequisites import bring_up_to_date
+from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP
+from toolkit.recipe import RecipeError, default_recipe_path, load_recipe
+from toolkit.train_settings import HeadName
+
+
+def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
+    """Train a head of this kind. Returns an exit status; errors for the user are one line on stderr."""
+    parser = argparse.ArgumentParser(description=f"Train a draft head: {head}.")
+    parser.add_argument("--recipe", default=None, help="recipe file; default: the demo recipe")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
+    args = parser.parse_args(argv)
+    return exit_status(lambda: _train(head, args.recipe, args.overrides))
+
+
+def _train(head: HeadName, path: str | None, overrides: Sequence[str]) -> int:
+    path = path or str(default_recipe_path())
+    recipe = load_recipe(path, overrides, head=head)
+    asked = recipe.train.head.kind
+    if asked != head:
+        raise RecipeError(
+            f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py"
+        )
+    recipe.train.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
+    run_dir = Path(recipe.run_dir)
+    bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])
+    # The trainer's imports take seconds: a mistake in the recipe is reported before them.
+    from toolkit.train.accelerator import set_threads
+    from toolkit.train.failures import lost_process_named
+    from toolkit.train.loop import Trainer
+
+    set_threads()
+    with lost_process_named(run_dir / "train"):  # also before the first step and after the last
+        Trainer(recipe, run_dir / ROLLOUTS, run_dir / TOKEN_MAP, run_dir / "train").run()
+    return 0
