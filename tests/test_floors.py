@@ -19,6 +19,7 @@ FLOORS = {
     "memory": 0,
     "jsonl": 0,
     "chat_roles": 0,
+    "terminal": 0,
     "tokenmap": 1,
     "heads": 2,
     "targets": 2,

@@ -1,26 +1,12 @@
-"""The preview marks exactly what the loss mask supervises."""
+"""`toolkit preview` as it is typed."""
 
 from __future__ import annotations
 
 import json
 
-import torch
-
 from toolkit.cli import main
-from toolkit.commands.preview import SUPERVISED, painted, token_kinds
-from toolkit.data.batches import Example, supervised_mask
-
-
-def test_kinds_are_the_loss_mask():
-    """Drawn by another rule than the training's, a preview would reassure about the wrong tokens."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        response = torch.rand(12, generator=generator) < 0.6
-        mask = supervised_mask(response[None], 0)[0]
-        predicted = (mask.nonzero().squeeze(-1) + 2).tolist()
-        kinds = token_kinds(response.tolist())
-        # Token 1 has no root before it: two real tokens precede every answer, or there is no prompt.
-        assert [at for at, kind in enumerate(kinds) if kind == SUPERVISED and at > 1] == predicted
+from toolkit.data.batches import Example
+from toolkit.data.preview import painted, token_kinds
 
 
 def test_prints_rollouts(tiny_target, tiny_target_directory, tmp_path, capsys):

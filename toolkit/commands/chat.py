@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, describe, load_from
+from toolkit.terminal import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:
     from toolkit.infer.load.conversation import Exchange
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
-GREEN, UNDERLINE, DIM, END = "\x1b[32m", "\x1b[4m", "\x1b[2m", "\x1b[0m"
-# Control characters would let a model move the cursor or retitle the terminal; newline and tab stay.
-UNPRINTABLE = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if code not in (0x09, 0x0A)}
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 

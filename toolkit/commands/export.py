@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from toolkit.checkpoint.push_head import check_push, push_head
 from toolkit.commands.recipe_arguments import ArgumentsError
-
-if TYPE_CHECKING:
-    from toolkit.checkpoint.draft_dir import DraftCheckpoint
-    from toolkit.checkpoint.launch_lines import Shape
 
 HELP = "write a draft head as SGLang, vLLM, speculators or EAGLE read it, and say how to serve it there"
 FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
-DEFAULT_SHAPE = "3,1,4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         metavar="S,K,N",
-        help="levels, branches, nodes with the root, for the launch line (default: the best measured one, else "
-        f"{DEFAULT_SHAPE})",
+        help="levels, branches, nodes with the root, for the launch line (default: the best measured one, else 3,1,4)",
     )
     parser.add_argument(
         "--set",
@@ -50,27 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exports, pushes where that is asked for, and prints what was written and the launch line."""
-    from toolkit.checkpoint.export_head import export_head
-    from toolkit.checkpoint.open_head import open_head
-    from toolkit.checkpoint.push_head import check_push, push_head
-    from toolkit.targets.facts import target_facts
-    from toolkit.targets.load import full_name, split_revision
-
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)
     elif args.private:
         raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME, which did not come")
-    draft = open_head(args.draft, target=args.target, overrides=parse_settings(args.set))
-    stated = draft.meta.get("target") or {}
-    named = args.target or stated.get("name")
-    if named is None:
-        raise ArgumentsError(f"{args.draft} does not name its target; name it with --target")
-    name, revision = split_revision(named)
-    if revision is None and stated.get("name") and full_name(name) == full_name(stated["name"]):
-        revision = stated.get("revision")
-    facts = target_facts(name, revision)
-    launch, notes = export_head(draft, args.to, args.out, facts, shape_of(args.shape, draft), args.push_to_hub)
-    print(f"{args.out}: {draft.kind} head for {args.to}, read back and equal")
+    settings = parse_settings(args.set)
+    from toolkit.checkpoint.export_path import export_path  # loads torch
+
+    kind, launch, notes = export_path(
+        args.draft,
+        args.to,
+        args.out,
+        target=args.target,
+        shape=args.shape,
+        settings=settings,
+        hub_name=args.push_to_hub,
+    )
+    print(f"{args.out}: {kind} head for {args.to}, read back and equal")
     for note in notes:
         print(f"  {note}")
     if args.push_to_hub is not None:
@@ -78,17 +69,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"  on the hub: {args.push_to_hub}@{commit}")
     print(f"serve it:\n  {launch}")
     return 0
-
-
-def shape_of(text: str | None, draft: DraftCheckpoint) -> Shape:
-    """--shape, else the best measured one, else the default. Raises `ArgumentsError`."""
-    from toolkit.checkpoint.launch_lines import Shape
-
-    measured: Any = draft.meta.get("measured") or {}
-    words = (text or measured.get("best_shape") or DEFAULT_SHAPE).split(",")
-    if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ArgumentsError(f"--shape {','.join(words)}: three whole numbers from 1 are needed, such as 3,1,4")
-    return Shape(*(int(word) for word in words))
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from toolkit.commands.recipe_arguments import ArgumentsError
-
 HELP = "say what a draft head or a target is, what it needs, and what looks wrong"
 
 
@@ -21,13 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
-    from toolkit.checkpoint.files import locate, target_named
-    from toolkit.checkpoint.inspect_head import inspect_head
-    from toolkit.checkpoint.inspect_target import inspect_target
+    from toolkit.checkpoint.inspect_path import inspect_path  # loads torch
 
-    target = target_named(args.path)
-    if target is not None and args.target is not None:
-        raise ArgumentsError(f"{args.path} is a target itself; --target {args.target} is what heads are compared with")
-    report = inspect_target(*target) if target is not None else inspect_head(locate(args.path), args.target)
+    report = inspect_path(args.path, args.target)
     print(report.text())
     return 0 if report.usable else 1

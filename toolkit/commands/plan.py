@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError
-
-if TYPE_CHECKING:
-    from toolkit.plan.deployment import Planner
-    from toolkit.plan.draft_cost import Draft
-    from toolkit.plan.model_size import ModelSize
+from toolkit.plan.gpus import gpu_named
+from toolkit.plan.plan_request import PlanRequest
 
 HELP = "plan a deployment on SGLang or vLLM: layout, draft length by batch, launch lines, predicted throughput"
 FIGURES = {
@@ -23,7 +17,6 @@ FIGURES = {
     "link": "GB/s to a GPU of the same node, one way",
     "network": "GB/s to other nodes, a GPU",
 }
-EXPORTED = "OUT"  # where the printed export line puts the head, and launch lines look for it
 GPU_FIELDS = {"tflops": "flops", "fp8-tflops": "flops_8"}
 
 
@@ -67,23 +60,16 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan, or the published cases."""
-    from toolkit.plan.launch import launch_lines
-    from toolkit.plan.plan_text import draft_table, plan_text, published_text
-
     if args.published:
         _check_alone(args)
+        from toolkit.plan.plan_text import published_text  # loads torch
+
         print(published_text())
         return 0
-    planner, model = _planner(args)
-    best, other = planner.best(args.gpus)
-    table = draft_table(planner, best)
-    print(plan_text(planner, best, other, table))
-    if args.draft is not None and best.batch.drafts:
-        words = ["toolkit", "export", "--draft", args.draft, "--to", args.engine, "--out", EXPORTED]
-        target = str(Path(args.target).parent) if args.target.endswith(".json") else args.target
-        line = shlex.join([*words, "--target", target])
-        print(f"\nthe head is exported first: {line}")
-    print("\n" + "\n".join(launch_lines(args.engine, model, best, planner.draft, table)))
+    request = _request(args)
+    from toolkit.plan.make_plan import make_plan  # loads torch
+
+    print(make_plan(request))
     return 0
 
 
@@ -98,67 +84,39 @@ def _check_alone(args: argparse.Namespace) -> None:
         raise ArgumentsError(f"--published and {names} came together; --published stands alone")
 
 
-def _planner(args: argparse.Namespace) -> tuple[Planner, list[str]]:
-    """Everything that is planned with, and the target's words on a launch line."""
-    from toolkit.plan.calibrate import calibrated
-    from toolkit.plan.deployment import Planner, Workload
-    from toolkit.plan.gpus import gpu_named
-    from toolkit.plan.model_size import target_size
-    from toolkit.plan.step_time import Costs, Layout
-
+def _request(args: argparse.Namespace) -> PlanRequest:
+    """The arguments as a request. Raises `ArgumentsError`, `PlanError`."""
     if args.target is None or args.input is None or args.output is None:
         raise ArgumentsError("a TARGET, --input and --output are needed (and --concurrency or --rate)")
     for name in ("gpus", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise ArgumentsError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1 is needed")
-    tpot = None if args.max_tpot_ms is None else args.max_tpot_ms / 1000
-    work = Workload(args.input, args.output, args.concurrency, args.rate, tpot)
-    figures = {name: value for name in FIGURES if (value := getattr(args, f"gpu_{name.replace('-', '_')}")) is not None}
-    gpu = gpu_named(args.gpu, {GPU_FIELDS.get(name, name): value for name, value in figures.items()})
-    only = None if args.layout is None else _layout(args.layout)
+    if args.draft is not None and args.head is not None:
+        raise ArgumentsError("--draft and --head came together; the head in the directory says what it is")
+    layout = None if args.layout is None else _layout(args.layout)
     steps = None if args.step_ms is None else _steps(args.step_ms)
-    if steps is not None and only is None:
+    if steps is not None and layout is None:
         raise ArgumentsError("--step-ms are of one layout; name it with --layout, such as tp8")
-    size, config, source, revision = target_size(args.target, args.weight_bits)
-    draft = _draft(args, size, config, source, revision)
-    planner = Planner(size, draft, gpu, work, Costs(), args.gpus_per_node, not args.no_overlap, only)
-    if steps is not None and only is not None:
-        costs = calibrated(planner, Layout(*only, node=args.gpus_per_node), steps)
-        planner = Planner(size, draft, gpu, work, costs, args.gpus_per_node, not args.no_overlap, only)
-    return planner, [source, *([] if revision is None else ["--revision", revision])]
-
-
-def _draft(args: argparse.Namespace, size: ModelSize, config: Any, source: str, revision: str | None) -> Draft | None:
-    """The head that is planned with, if any. source, revision: the target's, on which a head's layers may depend."""
-    from toolkit.plan.draft_cost import Draft, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
-
-    lengths = None if args.accept_lengths is None else parse_accept_lengths(args.accept_lengths)
-    if args.draft is not None:
-        from toolkit.checkpoint.formats import FORMATS, Formats
-        from toolkit.checkpoint.open_head import open_head
-
-        if args.head is not None:
-            raise ArgumentsError("--draft and --head came together; the head in the directory says what it is")
-        found = open_head(args.draft, target=source, revision=revision)
-        formats = FORMATS.get(found.kind, Formats())
-        if args.engine not in formats.builders:
-            raise ArgumentsError(
-                f"{args.draft} holds a {found.kind} head, which {args.engine} cannot serve: {formats.why_not}; "
-                "--head mtp plans with the target's own MTP layers"
-            )
-        for what, theirs in (("hidden_size", size.hidden_size), ("vocab_size", config.vocab_size)):
-            own = getattr(found.head.config, what)
-            if own != theirs:
-                raise ArgumentsError(
-                    f"the head in {args.draft} has {what} {own}, {size.name} {theirs}: it belongs to another target"
-                )
-        stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
-        return Draft(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
-    if lengths is None:
-        if args.head is not None:
-            raise ArgumentsError(f"--head {args.head}: its accept lengths are needed too, --accept-lengths 1:A,2:B")
-        return None
-    return usual_draft(args.head, config, size, lengths)
+    figures = {name: value for name in FIGURES if (value := getattr(args, f"gpu_{name.replace('-', '_')}")) is not None}
+    return PlanRequest(
+        args.target,
+        args.input,
+        args.output,
+        gpu_named(args.gpu, {GPU_FIELDS.get(name, name): value for name, value in figures.items()}),
+        concurrency=args.concurrency,
+        rate=args.rate,
+        max_tpot_s=None if args.max_tpot_ms is None else args.max_tpot_ms / 1000,
+        gpus=args.gpus,
+        node=args.gpus_per_node,
+        layout=layout,
+        step_s=steps,
+        weight_bits=args.weight_bits,
+        overlap=not args.no_overlap,
+        draft=args.draft,
+        head=args.head,
+        accept_lengths=args.accept_lengths,
+        engine=args.engine,
+    )
 
 
 def _layout(text: str) -> tuple[int, bool]:

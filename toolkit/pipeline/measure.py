@@ -87,7 +87,7 @@ def measure_head(
         torch_compile=config.torch_compile,
     )
     print_acceptance(record)
-    return _write(record, config.draft, out)
+    return _write(record, str(config.draft), out)
 
 
 def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: Any) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Exporting the head that a path or a hub id names: its target and its draft shape are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.errors import ExportError
+from toolkit.checkpoint.export_head import export_head
+from toolkit.checkpoint.launch_lines import Shape
+from toolkit.checkpoint.open_head import open_head
+from toolkit.targets.facts import TargetFacts, target_facts
+from toolkit.targets.load import full_name, split_revision
+
+DEFAULT_SHAPE = "3,1,4"
+
+
+def export_path(
+    path: str,
+    to: str,
+    out: Path,
+    *,
+    target: str | None = None,
+    shape: str | None = None,
+    settings: Mapping[str, Any],
+    hub_name: str | None = None,
+) -> tuple[str, str, list[str]]:
+    """Write the head at `path` for the engine `to` into the new folder `out`.
+
+    target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
+    None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
+    hub_name: the hub id that `out` will be pushed to.
+    Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
+    `TargetError`.
+    """
+    draft = open_head(path, target=target, overrides=dict(settings))
+    facts = _facts(draft, path, target)
+    launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
+    return draft.kind, launch, notes
+
+
+def _facts(draft: DraftCheckpoint, path: str, target: str | None) -> TargetFacts:
+    stated = draft.meta.get("target") or {}
+    named = target or stated.get("name")
+    if named is None:
+        raise ExportError(f"{path} does not name its target; name it with --target")
+    name, revision = split_revision(named)
+    if revision is None and stated.get("name") and full_name(name) == full_name(stated["name"]):
+        revision = stated.get("revision")
+    return target_facts(name, revision)
+
+
+def _shape(text: str | None, draft: DraftCheckpoint) -> Shape:
+    """The shape asked for, else the best measured one, else the default."""
+    measured: Any = draft.meta.get("measured") or {}
+    words = (text or measured.get("best_shape") or DEFAULT_SHAPE).split(",")
+    if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ExportError(f"--shape {','.join(words)}: three whole numbers from 1 are needed, such as 3,1,4")
+    return Shape(*(int(word) for word in words))

@@ -1,0 +1,39 @@
+"""What a user asks of a plan, in the user's units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.plan.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """target: hub id (org/name@revision), directory or config.json. input, output: tokens of a request. concurrency:
+    requests in flight, or rate: requests a second. max_tpot_s: longest seconds a token.
+
+    node: GPUs of a node. layout: the one layout of decoding engines to consider (GPUs, data parallel). step_s: measured
+    plain decode steps of that layout, seconds by requests a rank. weight_bits: None: as the configuration states.
+
+    draft: a head's directory or hub id. head: without one, `eagle3` or `mtp` (None: the target's MTP layers if it has
+    any). accept_lengths: by tokens drafted, as text (1:1.7,2:2.18); None: those measured with `draft`.
+    """
+
+    target: str
+    input: int
+    output: int
+    gpu: Gpu
+    concurrency: int | None = None
+    rate: float | None = None
+    max_tpot_s: float | None = None
+    gpus: int = 8
+    node: int = 8
+    layout: tuple[int, bool] | None = None
+    step_s: Mapping[int, float] | None = None
+    weight_bits: float | None = None
+    overlap: bool = True
+    draft: str | None = None
+    head: str | None = None
+    accept_lengths: str | None = None
+    engine: str = "sglang"
