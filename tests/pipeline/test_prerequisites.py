@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -82,6 +83,34 @@ def test_the_stages_do_not_see_the_launcher(monkeypatch):
     assert "OMP_NUM_THREADS" not in environment and environment["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
     monkeypatch.setattr(prerequisites, "users_threads", lambda: "3")
     assert stage_environment()["OMP_NUM_THREADS"] == "3"
+
+
+RECIPE = """
+name: tiny
+target: {{model: {target}}}
+run_dir: {folder}/run
+prompts: {{sources: [{folder}/prompts.jsonl]}}
+rollouts: {{max_tokens: 8, held_out: 0.25}}
+token_map: {{size: 128}}
+"""
+
+
+@pytest.mark.process
+def test_the_stages_work_in_a_process_of_their_own(tiny_target_directory, tmp_path, capfd, monkeypatch):
+    """What is missing is made up to the token map; the second time all is skipped; a mistake is one line."""
+    for name in ("TOOLKIT_STAGES_DONE", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    recipe, rows = tmp_path / "tiny.yaml", [{"id": f"p{at}", "prompt": f"count {at} apples"} for at in range(8)]
+    recipe.write_text(RECIPE.format(target=tiny_target_directory, folder=tmp_path))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for skipped in (0, 3):
+        bring_up_to_date(tmp_path / "run", str(recipe), ["train.head=mtp"])
+        assert (tmp_path / "run" / "token_map" / "token_map.safetensors").is_file()
+        assert capfd.readouterr().out.count("skipped, up to date") == skipped
+    with pytest.raises(PipelineError, match="status 2"):
+        bring_up_to_date(tmp_path / "run", str(recipe), ["seed=one"])
+    said = capfd.readouterr().err
+    assert said.startswith("toolkit: error: ") and said.count("\n") == 1 and "seed" in said
 
 
 WORKER = """
