@@ -104,7 +104,7 @@ def test_the_stages_work_in_a_process_of_their_own(tiny_target_directory, tmp_pa
     recipe.write_text(RECIPE.format(target=tiny_target_directory, folder=tmp_path))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for skipped in (0, 3):
-        bring_up_to_date(tmp_path / "run", str(recipe), ["train.head=mtp"])
+        bring_up_to_date(tmp_path / "run", str(recipe), ["train.head.kind=mtp"])
         assert (tmp_path / "run" / "token_map" / "token_map.safetensors").is_file()
         assert capfd.readouterr().out.count("skipped, up to date") == skipped
     with pytest.raises(PipelineError, match="status 2"):
