@@ -1,0 +1,82 @@
+"""EngineConfig: every option described, every combination that cannot work refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from toolkit.infer.load.config import ConfigError, EngineConfig
+
+NAMES = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_every_option_has_a_help_text_that_names_options():
+    """A name in backticks that is no option would be printed as it is, and nobody could type it."""
+    for field in dataclasses.fields(EngineConfig):
+        assert len(field.metadata["help"]) > 20, field.name
+        assert set(re.findall(r"`(\w+)`", field.metadata["help"])) <= NAMES - {field.name}, field.name
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "neither `draft` nor `target` is given"),
+        ({"draft": "x", "revision": "main"}, "`revision` 'main' is given without `target`"),
+        ({"draft": "ngram"}, "name one with `target`"),
+        ({"target": "x", "shape": "4,1,5"}, "`shape` is given .4,1,5. without a draft head"),
+        ({"target": "x", "draft": "y", "no_draft": True, "adaptive": True}, "`adaptive` is given .True. without"),
+        ({"target": "x", "token_map": "ids.pt"}, "`token_map` is given .ids.pt. without a draft head"),
+        ({"target": "x", "max_running_requests": 0}, "`max_running_requests` is 0; at least 1"),
+        ({"target": "x", "context_length": 1}, "`context_length` is 1; at least 2"),
+        ({"target": "x", "chunked_prefill_size": 0}, "`chunked_prefill_size` is 0; at least 1"),
+        ({"target": "x", "tensor_parallel_size": 0}, "`tensor_parallel_size` is 0; at least 1"),
+        ({"target": "x", "dtype": "float16"}, "`dtype` is 'float16'; one of auto, bfloat16, float32"),
+        ({"target": "x", "verify": "luck"}, "`verify` is 'luck'; one of auto, target, rejection, block"),
+        ({"target": "x", "draft": "ngram", "draft_quantization": "int8"}, "int8, but there is no draft head"),
+        ({"target": "x", "torch_compile_max_bs": 4}, "`torch_compile_max_bs` is 4, but `torch_compile` is not set"),
+        ({"target": "x", "torch_compile": True, "torch_compile_max_bs": 4}, "4 and the device cpu"),
+        ({"target": "x", "disable_overlap_schedule": True}, "only rounds that run as graphs overlap"),
+        ({"target": "x", "cuda_graph_max_bs": 4}, "the device cpu; graphs need a GPU"),
+        ({"target": "x", "draft": "ngram", "cuda_graph_max_bs": 4, "adaptive": True}, "a graph has one draft shape"),
+        ({"target": "x", "tensor_parallel_size": 2, "torch_compile": True}, "does not go with `torch_compile`"),
+        ({"target": "x", "tensor_parallel_size": 2, "quantization": "int4"}, "does not go with `quantization` .int4."),
+    ],
+)
+def test_what_does_not_go_together_on_a_cpu(options, says):
+    """Each would otherwise be ignored, or fail in the middle of a run."""
+    with pytest.raises(ConfigError, match=says) as caught:
+        EngineConfig(**options).check("cpu")
+    assert set(re.findall(r"`(\w+)`", str(caught.value))) <= NAMES
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"torch_compile": True}, "layers of recorded rounds are compiled; set `cuda_graph_max_bs`"),
+        ({"draft": "y", "draft_quantization": "int8"}, "the device cuda; int8 heads are for the CPU"),
+        ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "does not go with `cuda_graph_max_bs` .4."),
+    ],
+)
+def test_what_does_not_go_together_on_a_gpu(options, says):
+    """The device type is handed in, so that this is tested without a GPU."""
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(target="x", **options).check("cuda")
+
+
+def test_what_goes_together():
+    """A check that refuses everything would pass the tests above."""
+    EngineConfig(target="x", torch_compile=True).check("cpu")
+    EngineConfig(draft="y", shape="4,1,5", adaptive=True, token_map="z", draft_quantization="int8").check("cpu")
+    graphs = {"cuda_graph_max_bs": 4, "torch_compile": True, "torch_compile_max_bs": 2, "disable_overlap_schedule": True}
+    EngineConfig(target="x", draft="y", **graphs).check("cuda")
+
+
+def test_unknown_options_name_the_nearest():
+    """The names of earlier versions give the new one; a typing error gives the nearest."""
+    config = EngineConfig(target="x")
+    assert config.with_options(shape="2,1,3") == EngineConfig(target="x", shape="2,1,3")
+    for wrong, near in (("max_context", "context_length"), ("torch_complie", "torch_compile"), ("zzz", "target, draft")):
+        with pytest.raises(ConfigError, match=f"`{wrong}` is no option of an engine.*{near}"):
+            config.with_options(**{wrong: 1})

@@ -1,0 +1,45 @@
+"""Messages over HTTP and messages of Python callers are read alike."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from toolkit.infer.request.chat_message import ChatMessageError, read_message
+from toolkit.infer.server.openai_protocol import Message
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ({"role": "user", "content": "hi"}, {"role": "user", "content": "hi"}),
+        ({"role": "developer", "content": "brief"}, {"role": "system", "content": "brief"}),
+        ({"role": "assistant", "content": "a", "tool_calls": [], "name": None}, {"role": "assistant", "content": "a"}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "ab"},
+        ),
+        ({"role": "user"}, None),
+        ({"content": "hi"}, None),
+        ({"role": "user", "content": None}, None),
+        ({"role": "user", "content": 3}, None),
+        ({"role": "tool", "content": "x"}, None),
+        ({"role": "user", "content": "x", "name": "Bob"}, None),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, None),
+        ({"role": "user", "content": "x", "weight": 1}, None),
+        ({"role": "user", "content": "\ud800"}, None),
+        ({"role": "user", "content": [{"type": "text", "text": "\ud800"}]}, None),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}, None),
+        ({"role": "user", "content": ["a"]}, None),
+    ],
+)
+def test_both_readers_agree(message, wanted):
+    """Another rule in one of them would give one conversation two prompts, or answer what the other refuses."""
+    if wanted is None:
+        with pytest.raises(ChatMessageError):
+            read_message(message)
+        with pytest.raises(ValidationError):
+            Message.model_validate(message)
+    else:
+        assert read_message(message) == Message.model_validate(message).for_template() == wanted
