@@ -14,7 +14,7 @@ next feature from (feature of position i, embedding of token i+1); the target's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
-from toolkit.train_settings import HeadSettings, UnrollSettings
+
+if TYPE_CHECKING:  # serving needs no pydantic
+    from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
 @dataclass(frozen=True)

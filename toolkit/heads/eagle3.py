@@ -14,7 +14,7 @@ token i+2:
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,9 @@ from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, Decod
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError, layer_like_target
 from toolkit.heads.rope import Rope
-from toolkit.train_settings import HeadSettings
+
+if TYPE_CHECKING:  # serving needs no pydantic
+    from toolkit.train_settings import HeadSettings
 
 
 def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from toolkit.train_settings import HeadSettings, UnrollSettings
+if TYPE_CHECKING:  # serving needs no pydantic
+    from toolkit.train_settings import HeadSettings, UnrollSettings
+
 
 AUX_CONVENTION = "hidden_states: id k is the input of layer k, the output of layer k-1"
 LAST_CONVENTION = "the target's last hidden state after its final norm, as its output matrix reads it"

@@ -17,7 +17,7 @@ token it predicted there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
-from toolkit.train_settings import HeadSettings
+
+if TYPE_CHECKING:  # serving needs no pydantic
+    from toolkit.train_settings import HeadSettings
 
 NormSide = Literal["post_norm", "pre_norm"]
 

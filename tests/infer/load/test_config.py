@@ -69,14 +69,15 @@ def test_what_goes_together():
     """A check that refuses everything would pass the tests above."""
     EngineConfig(target="x", torch_compile=True).check("cpu")
     EngineConfig(draft="y", shape="4,1,5", adaptive=True, token_map="z", draft_quantization="int8").check("cpu")
-    graphs = {"cuda_graph_max_bs": 4, "torch_compile": True, "torch_compile_max_bs": 2, "disable_overlap_schedule": True}
-    EngineConfig(target="x", draft="y", **graphs).check("cuda")
+    compiled = {"cuda_graph_max_bs": 4, "torch_compile": True, "torch_compile_max_bs": 2}
+    EngineConfig(target="x", draft="y", disable_overlap_schedule=True, **compiled).check("cuda")
 
 
 def test_unknown_options_name_the_nearest():
     """The names of earlier versions give the new one; a typing error gives the nearest."""
     config = EngineConfig(target="x")
     assert config.with_options(shape="2,1,3") == EngineConfig(target="x", shape="2,1,3")
-    for wrong, near in (("max_context", "context_length"), ("torch_complie", "torch_compile"), ("zzz", "target, draft")):
+    nearest = (("max_context", "context_length"), ("torch_complie", "torch_compile"), ("zzz", "target, draft"))
+    for wrong, near in nearest:
         with pytest.raises(ConfigError, match=f"`{wrong}` is no option of an engine.*{near}"):
             config.with_options(**{wrong: 1})
