@@ -40,12 +40,12 @@ from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.errors import is_for_users
+from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
 from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import Target, load_target, load_tokenizer
-from toolkit.targets.quantize import QUANTIZATIONS
+from toolkit.targets.load import Target, load_tokenizer
 from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)

@@ -20,8 +20,8 @@ from engine_rows import REFERENCE
 from toolkit.bench.side_by_side import BenchError
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import is_for_users
+from toolkit.infer.engine.cpu_door import QUANTIZATIONS
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.targets.quantize import QUANTIZATIONS
 
 # Plain row -> quantisation of its target.
 REFERENCES: dict[str, str | None] = {REFERENCE: None, **{f"{REFERENCE}-{name}": name for name in QUANTIZATIONS}}

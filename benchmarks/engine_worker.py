@@ -75,7 +75,7 @@ class HuggingFace:
     def __init__(self, settings: dict[str, Any]) -> None:
         import transformers
 
-        from toolkit.targets.load import load_target
+        from toolkit.infer.engine.cpu_door import load_target
 
         names = ("revision", "dtype", "quantization")
         target = load_target(settings["target"], **{name: settings[name] for name in names})

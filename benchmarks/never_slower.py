@@ -34,8 +34,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import prompt_ids
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load.load_draft import fit_draft, load_draft, pack
+from toolkit.infer.load.load_draft import fit_draft, load_draft
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams

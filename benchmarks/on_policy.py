@@ -36,11 +36,12 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation, read_conversations, write_conversations
 from toolkit.data.generation import GenerationRequest, GenerationResult
 from toolkit.data.rollouts import write_rollouts
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.jsonl import read_rows
 from toolkit.pipeline.rollouts import answer_prompts
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
-from toolkit.targets.load import Target, load_target
+from toolkit.targets.load import Target
 from toolkit.threads import users_threads
 
 GIVEN = "the answers of the file"
@@ -82,7 +83,7 @@ def prepare(args: argparse.Namespace, recipe: Recipe, place: Path) -> dict[str, 
     own = folders["on-policy"] / ROLLOUTS
     for folder in folders.values():
         (folder / ROLLOUTS).parent.mkdir(parents=True)
-    target.pack()
+    pack(target)
     print(answer_prompts(target, recipe.rollouts, recipe.seed, prompts, own), file=sys.stderr)
     theirs = place / "given.jsonl"
     settings = replace(recipe.rollouts, temperature=1.0)  # not greedy: no id is taken for the target's argmax

@@ -42,10 +42,11 @@ from toolkit.bench.side_by_side import BenchError, rotated
 from toolkit.data.chat_template import Message, prompt_ids
 from toolkit.data.conversations import read_conversations
 from toolkit.errors import is_for_users
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import DTYPES, Target, load_target
+from toolkit.targets.load import DTYPES, Target
 from toolkit.threads import physical_cores, users_threads
 
 OURS, COMPILED = "ours", "ours-compiled"
@@ -260,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = {OURS: load_target(args.target, use="rollouts")}
     prompts = prompts_of(args, targets[OURS].tokenizer)
     targets |= {f"hf-generate-{dtype}": load_target(args.target, dtype=dtype) for dtype in args.hf_dtype}
-    targets[OURS].pack()
+    pack(targets[OURS])
     engines = {name: (by_the_engine if name == OURS else by_generate)(one) for name, one in targets.items()}
     if args.torch_compile:
         targets[COMPILED] = targets[OURS]

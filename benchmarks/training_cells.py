@@ -19,10 +19,10 @@ from training_published import published_settings
 
 from toolkit.bench.records import git_commit, hardware, machine_name
 from toolkit.data.feature_store import FeatureSpec, FeatureStore
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.pipeline.run_target import best_device
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, result_settings
-from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features

@@ -52,10 +52,8 @@ INFER = {
 }
 # Being moved; each line goes with the step that makes it true.
 NOT_YET = {
-    ("targets", "infer"),
     ("request", "kernels"),
     ("graphs", "engine"),
-    ("attention", "cpu"),
 }
 # A drafter runs a head through the engine's attention, and is told what a round has verified.
 INFER_SIDEWAYS = {("drafters", "attention"), ("drafters", "verify")}
@@ -140,6 +138,16 @@ def test_infer_is_a_stack() -> None:
             if upward(parts[2], other, INFER, INFER_SIDEWAYS):
                 wrong.append(f"{name} imports toolkit.infer.{other}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_native_cpu_code_has_one_door() -> None:
+    """infer/cpu/ can be deleted, and no other file than its door has to change."""
+    importers = set()
+    for name, tree in modules().items():
+        inside = name.startswith("toolkit.infer.cpu.")
+        if not inside and any(f"{one}.".startswith("toolkit.infer.cpu.") for one in names_imported(tree)):
+            importers.add(name)
+    assert importers == {"toolkit.infer.engine.cpu_door"}
 
 
 def test_infer_has_no_loose_files() -> None:

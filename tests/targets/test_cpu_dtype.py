@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.infer.cpu import blocked_product
+from toolkit.infer.engine import cpu_door
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.pipeline.run import Run
 from toolkit.recipe import load_recipe
 from toolkit.targets import cpu_dtype
-from toolkit.targets.load import DTYPES, load_target
+from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
 from toolkit.train.frozen_target import frozen_target
 
@@ -89,8 +90,8 @@ def bf16_model(monkeypatch, own_cache, tmp_path, tiny_target: Target):
 
 def pretend_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
     """A machine with our own products, or without. Nothing is multiplied by them: a target is not packed."""
-    monkeypatch.setattr(blocked_product, "_library", lambda: object() if ours else None)
-    monkeypatch.setattr(Target, "pack", lambda self: None)
+    monkeypatch.setattr(cpu_door.blocked_product, "available", lambda: ours)
+    monkeypatch.setattr(cpu_door, "pack_linears", lambda _model, **_named: 0)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from toolkit.infer.drafters.choose_verifier import choose_verifier
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.load import Target
-from toolkit.targets.quantize import is_int8
 from toolkit.weights import sha256_file
 
 FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other

@@ -16,8 +16,8 @@ from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import length_text, print_acceptance, shape_name
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_draft import pack
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature

@@ -16,7 +16,8 @@ from toolkit.pipeline.launch import training_processes
 from toolkit.recipe import Recipe
 
 if TYPE_CHECKING:
-    from toolkit.targets.load import Target, Use
+    from toolkit.infer.engine.cpu_door import Use
+    from toolkit.targets.load import Target
 
 PROMPTS = "prompts/prompts.jsonl"
 ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"

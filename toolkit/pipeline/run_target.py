@@ -6,9 +6,10 @@ import torch
 
 from toolkit.bench.prompts import Prompt, builtin_prompts, read_prompt_files
 from toolkit.heads.rope import Rope
+from toolkit.infer.engine.cpu_door import Use, load_target, pack
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import BenchSettings, RecipeError, TargetSettings
-from toolkit.targets.load import Target, Use, load_target
+from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train_settings import TrainSettings
@@ -24,7 +25,7 @@ def load_packed(chosen: TargetSettings, use: Use) -> Target:
         quantization=chosen.quantization,
         use=use,
     )
-    target.pack()
+    pack(target)
     return target
 
 

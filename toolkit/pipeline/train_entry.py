@@ -28,9 +28,7 @@ def _train(head: HeadName, path: str | None, overrides: Sequence[str]) -> int:
     recipe = load_recipe(path, overrides, head=head)
     asked = recipe.train.head.kind
     if asked != head:
-        raise RecipeError(
-            f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py"
-        )
+        raise RecipeError(f"train.head.kind is {asked}, and this script trains {head}: launch toolkit/train/{asked}.py")
     recipe.train.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
     run_dir = Path(recipe.run_dir)
     bring_up_to_date(run_dir, path, [*overrides, f"train.head.kind={head}"])

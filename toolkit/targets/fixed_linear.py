@@ -19,8 +19,10 @@ from toolkit.targets.errors import TargetError
 class FixedLinear(nn.Module, ABC):
     """Base of linear layers for inference that cannot be copied, pickled, saved, or loaded into.
 
-    Shapes: K = in_features, N = out_features.
+    quantization: how the weight is rounded; None: it is not. Shapes: K = in_features, N = out_features.
     """
+
+    quantization: str | None = None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -70,6 +72,11 @@ class FixedLinear(nn.Module, ABC):
             "this CPU or quantised. Load the target anew without a quantization, and copy or save it before it is "
             "packed (loading a target does not pack it; opening an engine does)"
         )
+
+
+def is_int8(model: nn.Module) -> bool:
+    """Whether layers of `model` have int8 weights."""
+    return any(isinstance(module, FixedLinear) and module.quantization == "int8" for module in model.modules())
 
 
 def linear_rows(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -21,23 +22,25 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from toolkit.infer.cpu import blocked_product
 from toolkit.log import get_logger
-from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.errors import TargetError, UnknownFamilyError
 from toolkit.targets.gguf_file import converted_gguf
-from toolkit.targets.quantize import quantize_model
 from toolkit.targets.quiet import without_bars
 from toolkit.targets.target import Target
 
-__all__ = ["DTYPES", "Target", "TargetError", "Use", "load_config", "load_target", "load_tokenizer", "split_revision"]
+__all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer", "split_revision"]
 
 log = get_logger(__name__)
 
 HUB_NAME = re.compile(r"^(?P<name>([\w.-]+/)?[\w.-]+)@(?P<revision>[\w./-]+)$")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-Use = Literal["serving", "rollouts", "training"]
+
+
+def stated_dtype(config: PretrainedConfig) -> torch.dtype:
+    """bfloat16 where the config says so, else float32."""
+    stated = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
 
 
 def load_target(
@@ -46,44 +49,26 @@ def load_target(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     revision: str | None = None,
-    quantization: str | None = None,
-    use: Use = "serving",
+    auto_dtype: Callable[[PretrainedConfig], torch.dtype] = stated_dtype,
 ) -> Target:
     """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
 
-    `dtype` "auto" is bfloat16 where the config says so, else float32. On a CPU it also depends on the products that
-    `use` makes: "serving", of a few rows, keeps to the config. "training" multiplies many rows by torch's products, in
-    float32 where this CPU has those faster. "rollouts" does so too where our own products of bfloat16 are not to be
-    had; with them, which a packed target (`Target.pack`) multiplies by, it keeps to the config.
-
-    `revision` is for hub ids; for the demo and GGUF files, whose revision is the file's hash, it must equal that. The
-    target of a path is named by its full path, so that it is the same one from any folder. `quantization` "int8" or
-    "int4" rounds the linear layers to a byte or half of one a weight (CPU); the model that results is the target.
-    Raises `TargetError`.
+    dtype: "bfloat16", "float32", or "auto": what auto_dtype chooses. revision is for hub ids; for the demo and GGUF
+    files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
+    that it is the same one from any folder. Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
-    if use not in get_args(Use):
-        raise TargetError(f"use {use!r} came; one of {', '.join(get_args(Use))} is needed")
     name, revision = split_revision(str(name), revision)
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
     tokenizer = _load_tokenizer(source, resolved)
-    wanted = DTYPES.get(dtype) or _auto_dtype(config, use if str(device) == "cpu" else "serving", quantization)
+    wanted = DTYPES.get(dtype) or auto_dtype(config)
     model = _load_model(source, resolved, config, wanted)
     if str(device) != "cpu":
         # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
         model.to(torch.device(device))  # type: ignore[arg-type]
-    if quantization is not None:
-        quantize_model(model, quantization, wanted, name)
-    target = Target(
-        model=model,
-        tokenizer=tokenizer,
-        name=full_name(name),
-        revision=resolved,
-        dtype=wanted,
-        quantization=quantization,
-    )
+    target = Target(model=model, tokenizer=tokenizer, name=full_name(name), revision=resolved, dtype=wanted)
     _check_logits(target)
     return target
 
@@ -247,20 +232,6 @@ def _check_logits(target: Target) -> None:
             f"{type(target.model).__name__} ({target.name}) changes its logits in a way that is not known here "
             f"(largest difference {(ours - theirs).abs().max().item():.3g}); it cannot be a target"
         )
-
-
-def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    return getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-
-
-def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) -> torch.dtype:
-    if quantization == "int4":  # its products in float32 are slow
-        return torch.bfloat16
-    if _config_dtype(config) != torch.bfloat16:
-        return torch.float32
-    if use == "serving" or quantization is not None or (use == "rollouts" and blocked_product.available()):
-        return torch.bfloat16
-    return fastest_cpu_dtype()
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.targets.errors import TargetError
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.weights import sha256_json
@@ -64,7 +63,7 @@ class Target:
         """Where the weights are."""
         return self.embed_tokens.weight.device
 
-    @cached_property
+    @property
     def weight_bits(self) -> float:
         """Bits per weight as the model is held in memory, over all of its weights."""
         return weight_bits(self.model)
@@ -127,22 +126,13 @@ class Target:
             raise self._unsupported(f"its input embedding is {type(embedding).__name__}, not nn.Embedding")
         return embedding
 
-    @cached_property
+    @property
     def lm_head(self) -> nn.Linear | FixedLinear:
         """Output embedding: hidden [T, H] -> raw scores [T, V]; `logits` adds the family's own scaling."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, (nn.Linear, FixedLinear)):
             raise self._unsupported(f"its output embedding is {type(head).__name__}, not nn.Linear")
         return head
-
-    def pack(self) -> None:
-        """For decoding on a CPU: linear layers keep their weights as products of few rows read them fastest.
-
-        The model then only computes: it can no longer be trained, copied, saved, or brought to another dtype.
-        """
-        if self.device.type == "cpu" and self.quantization is None:
-            pack_linears(self.model, tied=self.embed_tokens.weight)
-            self.__dict__.pop("lm_head", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of final-normed hidden states [..., H], with the family's logit factor and soft cap."""

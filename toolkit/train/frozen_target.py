@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
-from toolkit.targets.load import Target, load_target
+from toolkit.targets.load import Target
 from toolkit.targets.sharding import layer_bytes, share_out
 
 log = get_logger(__name__)

@@ -12,6 +12,7 @@ from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cpu import attention as cpu_attention
 from toolkit.infer.cpu import compile_cpp
+from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.kernels.paged_reference import Scoring
 
 pytestmark = pytest.mark.skipif(
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.skipif(
     reason="needs AVX2 and a C++ compiler",
 )
 SPAN = 96
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    """As by the construction of an engine."""
+    install_native_ops(torch.device("cpu"))
 
 
 def forward(case, dtype, lengths, mask, drawn, *, ours: bool):

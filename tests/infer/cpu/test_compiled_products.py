@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from toolkit.infer.cpu import compile_cpp
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.load import load_target
 
 PROMPTS = [[5, 9, 7, 11], [3], [8, 8, 2, 30, 31, 32]]
 
@@ -26,7 +26,7 @@ def answers(engine: Engine) -> list[list[int]]:
 def test_packed_and_quantised_layers_are_compiled(traced_layers, tiny_target_directory, quantization, dtype):
     """In float32 answers are equal; in bfloat16 the engine compares the logits when it is made."""
     target = load_target(tiny_target_directory, dtype=dtype, quantization=quantization)
-    target.pack()
+    pack(target)
     compiled = answers(Engine(target, torch_compile=True))
     called = {str(node.target) for graph in traced_layers for node in graph.graph.nodes}
     assert any("toolkit" in name and "attend" in name for name in called)
@@ -42,6 +42,6 @@ def test_packed_and_quantised_layers_are_compiled(traced_layers, tiny_target_dir
 def test_inductor_compiles_them(tiny_target_directory, tiny_draft, quantization):
     """Drafted answers are those of plain decoding."""
     target = load_target(tiny_target_directory, dtype="float32", quantization=quantization)
-    target.pack()
+    pack(target)
     plain = answers(Engine(target, torch_compile=True))
     assert plain == answers(Engine(target, tiny_draft, DraftShape.parse("3,3,8"), torch_compile=True))

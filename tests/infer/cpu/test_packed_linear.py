@@ -12,6 +12,7 @@ from torch import nn
 from toolkit.heads.eagle3 import OutputMatrix
 from toolkit.infer.cpu import packed_linear
 from toolkit.infer.cpu.packed_linear import PackedLinear, pack_linears
+from toolkit.infer.engine.cpu_door import pack
 from toolkit.targets.target import Target
 
 
@@ -69,8 +70,7 @@ def test_a_packed_target_has_its_weights_and_bits(tiny_target: Target):
     bits, rows = target.weight_bits, tiny_target.lm_head.weight[3:5].clone()
     ids = torch.arange(3, 40)[None]
     expected = tiny_target.model(ids).logits
-    target.__dict__.pop("weight_bits")
-    target.pack()
+    pack(target)
     assert isinstance(target.lm_head, PackedLinear) and torch.equal(target.lm_head.weight[3:5], rows)
     assert target.weight_bits == pytest.approx(bits)
     with torch.inference_mode():

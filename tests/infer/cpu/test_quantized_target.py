@@ -11,6 +11,8 @@ from toolkit.infer.cpu.blocked_product import takes
 from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.cpu.packed_linear import PackedLinear
+from toolkit.infer.cpu.quantize import quantize_head
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
@@ -18,8 +20,6 @@ from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.errors import TargetError
-from toolkit.targets.load import load_target
-from toolkit.targets.quantize import quantize_head
 from toolkit.targets.target import Target
 from toolkit.weights import read_json, write_json
 

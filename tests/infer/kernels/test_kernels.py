@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_kernel_equals_reference_on_a_gpu(group: str) -> None:
 
 def test_the_choice_is_made_by_device() -> None:
     """A CPU must not meet a kernel it cannot run, and a GPU must get the one written for it."""
-    assert ops_for("cpu") == REFERENCE
+    assert replace(ops_for("cpu"), row_attention=None) == REFERENCE  # an engine of this process may have installed one
     kernels = pytest.importorskip("toolkit.infer.kernels.triton.paged_attention")
     on_gpu = ops_for("cuda")
     assert on_gpu.paged_width and on_gpu.attend_tree is kernels.attend_tree

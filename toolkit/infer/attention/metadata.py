@@ -21,8 +21,7 @@ from torch import Tensor
 
 from toolkit.infer.attention.paged import PagedPromptMetadata, PagedTreeMetadata
 from toolkit.infer.cache.kv_cache import KVCache, Window
-from toolkit.infer.cpu.attention import RowAttention, row_attention
-from toolkit.infer.kernels.dispatch import Ops, ops_for
+from toolkit.infer.kernels.dispatch import Ops, RowAttention, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 
@@ -175,11 +174,12 @@ def tree_metadata(
 
 
 def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
-    """One call for a layer's attention, where rows lie side by side on a CPU and few nodes are new."""
+    """One call for a layer's attention, where rows are contiguous and few nodes are new."""
     shape = cache.shape
-    if not cache.pool.contiguous or shape.device.type != "cpu" or node_mask.shape[1] > FEW:
+    choose = ops_for(shape.device.type).row_attention
+    if choose is None or not cache.pool.contiguous or node_mask.shape[1] > FEW:
         return None
-    return row_attention(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
+    return choose(shape.dtype, shape.head_dim, shape.value_dim or shape.head_dim, lengths, node_mask)
 
 
 def _paged_kernels(cache: KVCache) -> Ops | None:

@@ -28,6 +28,7 @@ class Int4Linear(FixedLinear):
     levels [N, K/2] in the kernel's order; steps [G, N, 2]: step and middle.
     """
 
+    quantization = "int4"
     levels: Tensor
     steps: Tensor
 

@@ -29,6 +29,7 @@ class Int8Linear(FixedLinear):
     other dtypes.
     """
 
+    quantization = "int8"
     qweight: Tensor
     scale: Tensor
 

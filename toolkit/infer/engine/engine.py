@@ -19,6 +19,7 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
 from toolkit.infer.drafters.choose_verifier import choose_verifier
 from toolkit.infer.engine.commit import commit
+from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.scheduler import Move, Scheduler
 from toolkit.infer.engine.verify_step import TreeVerifier
@@ -82,6 +83,7 @@ class Engine:
             raise EngineError(f"max_context is {max_context}; a prompt's token and one of the answer need 2")
         self.target = target
         use_device(target.device)
+        install_native_ops(target.device)
         with torch.inference_mode():
             self._forward = TargetForward(target)
             limit = self._forward.max_context

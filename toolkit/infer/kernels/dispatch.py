@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,11 +17,19 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 
+# q [B, Hq, N, D], k and v [B, Hkv, N, D], addresses of the first row's keys and values in a cache, numbers from one row
+# to the next, scaling -> [B, N, Hq, D]. The new keys and values are written after the rows' earlier nodes.
+RowAttention = Callable[[Tensor, Tensor, Tensor, int, int, int, float], Tensor]
+# dtype, widths of keys and values, lengths [B], node_mask [B, N, M] -> the attention; None: not for these
+ChooseRowAttention = Callable[[torch.dtype, int, int, Tensor, Tensor], RowAttention | None]
+
+
 @dataclass(frozen=True)
 class Ops:
     """One function an op, all with the signature of the reference that defines it.
 
     paged_width: attention reads pages where they lie for heads up to this width; 0: it is better to gather them.
+    row_attention: attention of few new nodes over contiguous rows of a cache in one call; None: there is none.
     """
 
     argmax: Callable[[Tensor], Tensor]
@@ -33,11 +40,25 @@ class Ops:
     follow_choices: Callable[..., Followed]
     rank_candidates: Callable[..., Ranked]
     paged_width: int
+    row_attention: ChooseRowAttention | None = None
 
 
-@cache
+_chosen: dict[str, Ops] = {}
+
+
 def ops_for(device_type: str) -> Ops:
     """The ops for "cpu" or "cuda"; chosen once, and logged."""
+    if device_type not in _chosen:
+        _chosen[device_type] = _choose(device_type)
+    return _chosen[device_type]
+
+
+def install(device_type: str, ops: Ops) -> None:
+    """Use these ops for a kind of device from now on."""
+    _chosen[device_type] = ops
+
+
+def _choose(device_type: str) -> Ops:
     if device_type == "cuda" and torch.version.hip is None:
         try:
             chosen = triton_ops()

@@ -6,12 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
 from toolkit.checkpoint.open_head import open_head
-from toolkit.infer.cpu.blocked_product import takes
-from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import DEFAULT_SHAPE
@@ -20,7 +16,6 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.targets.load import Target
-from toolkit.targets.quantize import quantize_head
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
@@ -126,28 +121,3 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
         given = TokenMap.from_ids(given.ids.tolist() + missing, target.vocab_size)
     logger.info("drafting with %d of the target's %d ids", given.size, target.vocab_size)
     return replace(draft, token_map=given)
-
-
-def pack(target: Target, draft: Draft | None, draft_quantization: str = "auto") -> None:
-    """Bring the weights of target and fitted draft into the form that decoding on a CPU reads (`Target.pack`).
-
-    draft_quantization: "int8" for one byte per weight of the head, "none", or "auto": int8 if the target is quantised
-    or our own products multiply the head. (They multiply int8 weights as exactly as others, and a draft step mostly
-    reads weights: the demo's head drafts as well, in four fifths of the time.)
-    Raises TargetError for a head that cannot be quantised.
-    """
-    target.pack()
-    if not isinstance(draft, DraftCheckpoint):
-        return
-    if draft_quantization == "int8" or (
-        draft_quantization == "auto" and (target.quantization is not None or _multiplied_by_ours(draft.head))
-    ):
-        quantize_head(draft.head)
-        logger.info("the draft head has int8 weights; `draft_quantization` none keeps it whole")
-    elif target.device.type == "cpu":
-        pack_linears(draft.head)
-
-
-def _multiplied_by_ours(head: nn.Module) -> bool:
-    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    return all(one.weight.device.type == "cpu" and takes(one.weight) for one in linears)

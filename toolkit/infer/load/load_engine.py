@@ -11,6 +11,7 @@ import torch
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_layers import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
@@ -20,7 +21,6 @@ from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     fit_draft,
     load_draft,
-    pack,
     parse_shape,
     target_source,
 )
@@ -30,7 +30,7 @@ from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
-from toolkit.targets.load import Target, load_target
+from toolkit.targets.load import Target
 
 logger = get_logger(__name__)
 

@@ -18,11 +18,12 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attention, GatedMLP
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.cpu_door import load_target
 from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.log import get_logger
-from toolkit.targets.load import Target, load_config, load_target
+from toolkit.targets.load import Target, load_config
 
 logger = get_logger(__name__)
 

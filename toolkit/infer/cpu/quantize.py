@@ -18,7 +18,6 @@ from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
 from toolkit.targets.errors import TargetError
 
 QUANTIZATIONS = ("int8", "int4")
-DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
 LEAST_SHARE = 0.5
 
@@ -67,11 +66,6 @@ def quantize_head(head: nn.Module) -> None:
             "came. Give --device cpu, or --draft-quantization none"
         )
     _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
-
-
-def is_int8(head: nn.Module) -> bool:
-    """Whether `quantize_head` was here."""
-    return any(isinstance(module, Int8Linear) for module in head.modules())
 
 
 def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.targets.errors import TargetError
-from toolkit.targets.load import load_target
 
 LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
 
@@ -17,7 +17,7 @@ LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
 def test_a_fixed_model_is_neither_copied_nor_saved(tiny_target_directory, tmp_path, quantization):
     """Its weights stand in no state dict: what was written would be a model without them, found out much later."""
     target = load_target(tiny_target_directory, quantization=quantization)
-    target.pack()
+    pack(target)
     model = target.model
     for what, act in (
         ("copied or pickled", lambda: copy.deepcopy(model)),
