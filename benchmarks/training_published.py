@@ -116,7 +116,7 @@ class PublishedHead(nn.Module):
         teacher = scores[..., self.kept_ids].softmax(-1)
         del scores
         attend = DenseAttention(batch, length, mask.device)
-        hidden = self.head.fuse(aux.flatten(0, 1))
+        hidden = self.head.first_hidden(aux.flatten(0, 1))
         total = aux.new_zeros((), dtype=torch.float32)
         for step in range(self.steps):
             hidden = self.head(embeds.flatten(0, 1), hidden, positions + step, attend, reach)
