@@ -58,6 +58,11 @@ class HeadSettings:
     lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3's: where it and its norm start; null: as init
     init: Literal["target", "copied", "random"] = "target"  # copied: without the regression of its fc
 
+    @property
+    def stages(self) -> int:
+        """Layers that draft one level each, as `HeadConfig.stages` of the head that these settings ask for."""
+        return self.layers if self.kind == "mtp" else 1
+
 
 @dataclass(frozen=True)
 class UnrollSettings:
@@ -167,8 +172,7 @@ class TrainSettings:
         yield "head.aux_layer_ids", rising, "null or three ascending indices into hidden_states"
         sees = head.sliding_window is None or head.sliding_window >= steps
         yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
-        trained = head.kind != "mtp" or head.layers <= steps
-        yield "head.layers", trained, f"at most ttt_steps ({steps}), the layers that are trained,"
+        yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
         # A setting that only another kind of head reads must not look as if it worked.
         for kind, keys in _OF_KIND.items():
             for key in keys if kind != head.kind else ():
@@ -181,7 +185,7 @@ class TrainSettings:
 
     def _unroll_rules(self) -> Iterator[Rule]:
         unroll, most = self.unroll, self.unroll.ttt_steps - 1
-        layers = self.head.layers if self.head.kind == "mtp" else 1
+        layers = self.head.stages
         yield "unroll.token_weight", unroll.token_weight + unroll.feature_weight > 0, "this or feature_weight above 0"
         thins = unroll.anchors is None or unroll.ttt_steps > layers
         yield "unroll.anchors", thins, f"null, or ttt_steps above {layers}: they thin out later steps,"

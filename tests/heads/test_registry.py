@@ -98,6 +98,15 @@ def test_every_kind_is_known_by_one_name_everywhere():
     assert set(get_args(HeadName)) == set(KINDS) == set(FORMATS)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes_count_stages_as_the_head_does(tiny_target, kind):
+    """Recipes are checked before any head is known; another count would refuse, or allow, layers that never train."""
+    settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))
+    plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+    assert plan.config.stages == settings.head.stages
+    assert plan.config.stages * plan.config.layers == 2
+
+
 def test_a_new_kind_trains_is_stored_and_served(registered, tiny_target, tiny_target_directory, tmp_path):
     """Training's forecast of each verify step is what the engine accepts, so that both run the same head alike."""
     settings = TrainSettings(head=HeadSettings(kind="new", layers=2), unroll=UnrollSettings(ttt_steps=STEPS))
