@@ -117,7 +117,7 @@ def test_shares_of_far_apart_scores(dtype, width):
     assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0] == 2.0
     keys[0, 1, 0, 0] = torch.nan
     assert attention(one, -one, one, *places, 0.3)[0, 0, 0, 0].isnan()
-    with pytest.raises(ValueError, match=r"2 rows of 1 nodes came; the plan is for \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"2 rows of 1 nodes; \(1, 1\) is needed"):
         attention(one.repeat(2, 1, 1, 1), one, one, *places, 0.3)
 
 

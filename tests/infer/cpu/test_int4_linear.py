@@ -71,5 +71,5 @@ def test_a_kernel_that_is_wrong_or_missing_is_found(monkeypatch):
         raise NotImplementedError
 
     monkeypatch.setattr(quantize, "int4_product", missing)
-    with pytest.raises(TargetError, match="int4 weights are not to be had"):
+    with pytest.raises(TargetError, match="int4 weights are missing or wrong"):
         quantize.check_int4_products(torch.bfloat16)

@@ -83,9 +83,9 @@ def test_what_is_refused(monkeypatch):
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
     with pytest.raises(TargetError, match=r"hold only \d+% of the weights of GPT2LMHeadModel"):
         quantize.quantize_model(gpt2, "int8", torch.float32, "gpt2")
-    with pytest.raises(TargetError, match="'int3' came; one of int8"):
+    with pytest.raises(TargetError, match="is 'int3'; one of int8"):
         quantize.quantize_model(tied_model(), "int3", torch.float32, "tied")
-    with pytest.raises(TargetError, match="on the CPU; torch.float32 on meta came"):
+    with pytest.raises(TargetError, match="on the CPU, and the target is torch.float32 on meta"):
         quantize.quantize_model(tied_model().to("meta"), "int8", torch.float32, "tied")
     with pytest.raises(TargetError, match="bfloat16 or float32"):
         quantize.quantize_model(tied_model(), "int8", torch.float16, "tied")

@@ -145,5 +145,5 @@ def test_a_head_that_cannot_be_quantised(tiny_target, tiny_draft_directory):
     with pytest.raises(ConfigError, match="`draft_quantization` is 'int4'; one of auto, none, int8 is needed"):
         load_engine(EngineConfig(draft=tiny_draft_directory, draft_quantization="int4"))
     head = build_draft(tiny_target).head.to(torch.float16)
-    with pytest.raises(TargetError, match="float16 on cpu came"):
+    with pytest.raises(TargetError, match="the head is torch.float16 on cpu"):
         quantize_head(head)

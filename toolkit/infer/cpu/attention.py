@@ -1,4 +1,4 @@
-"""Attention of a few new nodes over rows that lie side by side in a cache, in one call of C++ (cpu_attention.cpp).
+"""Attention of a few new nodes over rows that lie side by side in a cache, in one call of C++ (attention.cpp).
 
 Torch's operators do the same in a dozen calls, whose overhead is most of what attention costs a decoding step.
 
@@ -35,11 +35,11 @@ def _library() -> ctypes.CDLL | None:
 
 class RowAttention:
     """What one forward's layers share: B rows of which the first lengths [B] positions are committed, node_mask [B, N,
-    M] bool of who sees whom (a single node sees itself). Its result for a node is the same in any company. name: of the
-    library's function."""
+    M] bool of who sees whom (a single node sees itself). A node's result does not depend on the nodes beside it.
+    name: of the library's function."""
 
     def __init__(self, name: str, lengths: Tensor, node_mask: Tensor) -> None:
-        self._name, self._function = name, getattr(_library(), name)
+        self._function = getattr(_library(), name)
         self._lengths = lengths
         self._sizes = node_mask.shape
         self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
@@ -49,11 +49,11 @@ class RowAttention:
         """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D].
 
         keys and values: where the first of these rows begins in a cache [.., S, Hkv, D] of q's dtype; row: numbers from
-        one row to the next. The new keys and values are written behind the rows' earlier nodes.
+        one row to the next. The new keys and values are written after the rows' earlier nodes.
         """
         rows, heads, new, width = q.shape
         if (rows, new) != self._sizes[:2]:
-            raise ValueError(f"queries of {rows} rows of {new} nodes came; the plan is for {tuple(self._sizes[:2])}")
+            raise ValueError(f"the queries are of {rows} rows of {new} nodes; {tuple(self._sizes[:2])} is needed")
         of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
         if of_q[3] != 1 or of_k[3] != 1 or of_v[3] != 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -75,17 +75,18 @@ def inputs_of(blocks: Tensor) -> int:
 def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
     """x [..., K] bfloat16, blocks as of `to_blocks`, scale [N] float32 of int8 ones, bias [N] bfloat16 -> [..., N].
 
-    N is `outputs`. Sums are float32, in an order that K decides, rounded once: a row's result is the same anywhere.
+    N is `outputs`. Sums are float32, in an order that K decides, and are rounded once, so that a row's result does not
+    depend on the rows beside it.
     """
     library, inputs, x = _library(), x.shape[-1], x.contiguous()
     if x.dtype != torch.bfloat16 or inputs != inputs_of(blocks) or (scale is not None and scale.dtype != torch.float32):
         raise ValueError(
-            f"rows of {inputs} {x.dtype} came, with scales of {None if scale is None else scale.dtype}; these weights "
-            f"take {inputs_of(blocks)} of bfloat16, and scales in float32"
+            f"the rows are of {inputs} {x.dtype}, the scales of {None if scale is None else scale.dtype}; these "
+            f"weights take {inputs_of(blocks)} of bfloat16, and scales of float32"
         )
     out = x.new_empty(*x.shape[:-1], outputs)
     if out.numel():
-        assert library is not None, "weights came in blocks"
+        assert library is not None, "only this library makes blocks"
         scales, biases = (None if one is None else one.data_ptr() for one in (scale, bias))
         library.toolkit_blocked_product(
             x.data_ptr(), blocks.data_ptr(), scales, biases, out.data_ptr(), x.numel() // inputs, outputs, inputs

@@ -1,4 +1,4 @@
-"""C++ of ours as a library of this process: compiled once a machine, kept in the cache, loaded by the next start.
+"""C++ of ours as a library of this process: compiled once per machine, kept in the cache, loaded by later starts.
 
 Python hands such a library addresses. It uses the OpenMP that PyTorch uses, so that both share one set of threads.
 """
@@ -52,28 +52,25 @@ def cpu_flags() -> tuple[str, ...]:
     return tuple(sorted(flags.partition(":")[2].split()))
 
 
-def load_cpp(source: Path, instead: str = INSTEAD) -> ctypes.CDLL | None:
-    """The library of one C++ file; None, and the log says why and what `instead`, where it cannot be made.
-
-    Its symbols are seen by libraries that are loaded later, as the compiled layers' programs are.
-    """
+def load_cpp(source: Path) -> ctypes.CDLL | None:
+    """The library of one C++ file; None, with the reason in the log, if it cannot be compiled or loaded."""
     openmp = openmp_of_torch()
     try:
         texts = [file.read_text(encoding="utf-8") for file in (source, *HEADERS)]
         decides = (texts, torch.__version__, cpu_flags(), FLAGS, Path(openmp or "").name)
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
         folder = cache_root() / "compiled" / f"{source.stem}-{key}"
-        if not folder.is_dir() and not _may_compile(source, folder, instead):
+        if not folder.is_dir() and not _may_compile(source, folder):
             return None
         build_once(folder, lambda made: _compile(source, made / LIBRARY, openmp))
-        return ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(folder / LIBRARY))
     except subprocess.CalledProcessError as error:
         why = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip()[-200:])
-        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, instead)
+        log.warning("%s cannot be compiled by %s (%s); %s", source.name, compiler(), why, INSTEAD)
         with suppress(OSError):
             _failure(folder).write_text(_identity(), encoding="utf-8")
     except (OSError, TargetError) as error:
-        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, instead)
+        log.warning("%s cannot be compiled or loaded (%s); %s", source.name, error, INSTEAD)
     return None
 
 
@@ -87,22 +84,22 @@ def load_vectorised(source: Path) -> ctypes.CDLL | None:
     return load_cpp(source) if has_vectors() else None
 
 
-def _may_compile(source: Path, folder: Path, instead: str) -> bool:
+def _may_compile(source: Path, folder: Path) -> bool:
     """Whether there is a compiler, and not one that failed before."""
     if compiler() is None:
-        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, instead)
+        log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
         return False
     failure = _failure(folder)
     if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
         log.info(
-            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), instead, failure
+            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), INSTEAD, failure
         )
         return False
     return True
 
 
 def _failure(folder: Path) -> Path:
-    """What says that a compiler failed: not each start should try again."""
+    """The file that marks a failed compilation, so that later starts do not try again."""
     return folder.with_name(f"{folder.name}.failed")
 
 
@@ -114,11 +111,10 @@ def _identity() -> str:
 
 def _compile(source: Path, library: Path, openmp: str | None) -> None:
     program = compiler()
-    assert program is not None, "who calls has looked"
+    assert program is not None, "load_cpp has checked"
     log.info("compiling %s for this CPU, once", source.name)
     compiled = library.with_suffix(".o")
-    folders = (f"-I{folder}" for folder in (TORCH / "include", *{header.parent for header in HEADERS}))
-    _run(program, *FLAGS, *folders, "-c", str(source), "-o", str(compiled))
+    _run(program, *FLAGS, f"-I{HEADERS[0].parent}", "-c", str(source), "-o", str(compiled))
     links = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", openmp or "-fopenmp", "-Wl,-z,defs"]
     _run(program, "-shared", str(compiled), *links, "-o", str(library))
     compiled.unlink()

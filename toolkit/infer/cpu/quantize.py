@@ -1,8 +1,8 @@
 """Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8; those of a
 draft head int8.
 
-The quantised model is then the target: what it says is what speculative decoding must reproduce. The token embedding
-stays as it is, also where the model ties it to the output matrix: a step reads one row of it.
+The quantised model is then the target, whose tokens speculative decoding must reproduce. The token embedding is not
+rounded, also where the model ties it to the output matrix: a step reads one row of it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
     outside of linear layers (GPT-2, mixtures of experts), and a CPU whose products with int8 weights are wrong.
     """
     if quantization not in QUANTIZATIONS:
-        raise TargetError(f"quantization {quantization!r} came; one of {', '.join(QUANTIZATIONS)} is needed")
+        raise TargetError(f"`quantization` is {quantization!r}; one of {', '.join(QUANTIZATIONS)} is needed")
     if model.device.type != "cpu" or dtype not in DTYPES:
         raise TargetError(
-            f"quantization {quantization} is for bfloat16 or float32 on the CPU; {dtype} on {model.device} came. Give "
-            "--device cpu, or leave the quantization out"
+            f"`quantization` {quantization} is for bfloat16 or float32 on the CPU, and the target is {dtype} on "
+            f"{model.device}; set `device` to cpu, or leave the quantization out"
         )
     embedding = model.get_input_embeddings()
-    # Subclasses may do more than multiply; a layer that stands in two places keeps being one.
+    # Subclasses may do more than multiply. A layer that is used in two places stays one layer.
     linears = {
         path: module for path, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear
     }
@@ -57,13 +57,15 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
 
 
 def quantize_head(head: nn.Module) -> None:
-    """Replaces every linear layer of a draft head, which is on the CPU, by an `Int8Linear`: what it drafts changes a
-    little, what is answered does not. Raises `TargetError` for another device or dtype."""
+    """Replaces every linear layer of a draft head, which is on the CPU, by an `Int8Linear`.
+
+    The drafts change a little, the answers do not. Raises `TargetError` for another device or dtype.
+    """
     weight = next(head.parameters())
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         raise TargetError(
-            f"a draft head of int8 weights is for bfloat16 or float32 on the CPU; {weight.dtype} on {weight.device} "
-            "came. Give --device cpu, or --draft-quantization none"
+            f"int8 draft heads are for bfloat16 or float32 on the CPU, and the head is {weight.dtype} on "
+            f"{weight.device}; set `device` to cpu, or `draft_quantization` to none"
         )
     _replace(head, {path: module for path, module in head.named_modules() if isinstance(module, nn.Linear)}, {})
 
@@ -117,6 +119,6 @@ def check_int4_products(dtype: torch.dtype) -> None:
         right = False
     if not right:
         raise TargetError(
-            f"products with int4 weights are not to be had on this CPU with PyTorch {torch.__version__}; take "
+            f"products with int4 weights are missing or wrong on this CPU with PyTorch {torch.__version__}; take "
             "quantization int8, or leave it out"
         )
