@@ -83,7 +83,7 @@ def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys):
         (["--concurrency", "4", "--head", "mtp", "--accept-lengths", "1:1.5"], "no MTP layers of its own"),
         (["--concurrency", "4", "--layout", "tp3"], "as tp3"),
         (["--concurrency", "4", "--weight-bits", "0"], "a number above 0"),
-        (["--concurrency", "4", "--published"], "TARGET, --input, --output, --concurrency, --gpus came together"),
+        (["--concurrency", "4", "--published"], "TARGET, --input, --output, --concurrency, --gpus are given"),
     ],
 )
 def test_wrong_words(tiny_target_directory, capsys, words, says):

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         if stray:
             raise ArgumentsError(
-                f"--{stray[0].replace('_', '-')} came without --rollouts or --text; the recipe's own map is set by "
+                f"--{stray[0].replace('_', '-')} needs --rollouts or --text; the recipe's own map is set by "
                 "overrides: token_map.size=N, or token_map.size=null token_map.coverage=0.95"
             )
         run_one_stage(job, "token_map", args.force)

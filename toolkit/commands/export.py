@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)
     elif args.private:
-        raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME, which did not come")
+        raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME; give that too, or leave --private out")
     settings = parse_settings(args.set)
     from toolkit.checkpoint.export_path import export_path  # loads torch
 

@@ -81,7 +81,7 @@ def _check_alone(args: argparse.Namespace) -> None:
     typed = [name for name, default in defaults.items() if getattr(args, name) != default]
     if typed:
         names = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in typed)
-        raise ArgumentsError(f"--published and {names} came together; --published stands alone")
+        raise ArgumentsError(f"--published takes no other argument, and {names} are given; leave them out")
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:
@@ -92,11 +92,13 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         if getattr(args, name) < 1:
             raise ArgumentsError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1 is needed")
     if args.draft is not None and args.head is not None:
-        raise ArgumentsError("--draft and --head came together; the head in the directory says what it is")
+        raise ArgumentsError(
+            "--draft and --head are both given; leave --head out, the directory states the kind of its head"
+        )
     layout = None if args.layout is None else _layout(args.layout)
     steps = None if args.step_ms is None else _steps(args.step_ms)
     if steps is not None and layout is None:
-        raise ArgumentsError("--step-ms are of one layout; name it with --layout, such as tp8")
+        raise ArgumentsError("--step-ms is measured with one layout; name it with --layout, such as tp8")
     figures = {name: value for name in FIGURES if (value := getattr(args, f"gpu_{name.replace('-', '_')}")) is not None}
     return PlanRequest(
         args.target,

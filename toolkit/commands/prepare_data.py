@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs what is not up to date of the stages up to the token map."""
     if args.preview is not None and args.preview < 1:
-        raise ArgumentsError(f"--preview {args.preview} came; at least 1 rollout has to be shown")
+        raise ArgumentsError(f"--preview is {args.preview}; at least 1 is needed")
     described = run_of(args)
     set_threads()
     outcomes = run_stages(described.folder, recipe_stages(described), until=LAST)

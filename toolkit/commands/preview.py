@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.limit < 1:
-        raise ArgumentsError(f"--limit {args.limit} came; at least 1 rollout has to be shown")
+        raise ArgumentsError(f"--limit is {args.limit}; at least 1 is needed")
     show(args.rollouts, args.target, args.split, args.limit, args.max_length)
     return 0
 

@@ -15,8 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         nargs="*",
         metavar="RUN | a.b=c",
-        help="a run folder, e.g. runs/smollm2-135m, reported on with whatever it has; or settings that replace the "
-        "recipe's",
+        help="a run folder, e.g. runs/smollm2-135m, with whatever it holds; or settings that replace the recipe's",
     )
     parser.add_argument("--recipe", metavar="FILE", help="the stage of this recipe's run folder (default without RUN: "
                         "the demo recipe)")  # fmt: skip
@@ -24,15 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report of the recipe's run, or from whatever a folder has; what is absent is named in it."""
+    """Writes the report of the recipe's run, or of a folder; missing parts are listed in it."""
     folders = [one for one in args.run if "=" not in one or Path(one).is_dir()]
     if not folders:
         args.overrides = args.run
         run_one_stage(run_of(args), "report", args.force)
         return 0
     if args.recipe or args.force or len(args.run) > 1:
-        raise ArgumentsError(f"the folder {folders[0]} stands alone: one folder, or a recipe (--recipe) with overrides")
-    from toolkit.bench.report import write_report
+        raise ArgumentsError(
+            f"the folder {folders[0]} takes no other argument; give one folder, or --recipe with overrides"
+        )
+    from toolkit.bench.report import write_report  # loads torch
 
     for path in write_report(folders[0]):
         print(path)

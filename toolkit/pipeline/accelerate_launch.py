@@ -1,6 +1,6 @@
 """`accelerate launch` as a child of ours: the workers' exit status and no traceback of the launcher.
 
-The workers have said what was wrong, or were told to end; how torch's launcher noticed it is nothing a user can act on.
+The workers have printed what was wrong, or were told to end. The traceback of torch's launcher adds nothing to that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting the training processes: the `accelerate launch` line, threads per process, signals and exit status."""
+"""Launching the training processes: the `accelerate launch` line, threads per process, signals and exit status."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def training_processes(asked: int | None, settings: TrainSettings) -> int:
     Raises `LaunchError` below 1.
     """
     if asked is not None and asked < 1:
-        raise LaunchError(f"{asked} training processes came; at least 1 is needed")
+        raise LaunchError(f"{asked} training processes asked for; at least 1 is needed")
     return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.data.global_batch % count == 0)
 
 
@@ -64,7 +64,7 @@ def training_line(
     Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files.
     """
     if processes < 1:
-        raise LaunchError(f"{processes} training processes came; at least 1 is needed")
+        raise LaunchError(f"{processes} training processes asked for; at least 1 is needed")
     config, script = config_file or ACCELERATE_CONFIG, TRAIN_SCRIPTS / f"{head}.py"
     for needed in (config, script):
         if not needed.is_file():
@@ -86,7 +86,7 @@ def run_training(line: Sequence[str]) -> int:
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a child that gets our termination signals and does not outlive us; returns its exit status as a shell would.
+    """Run a child that gets our SIGTERM and does not outlive us; returns its exit status as a shell would.
 
     It has a process group of its own: Ctrl-C reaches us alone, and we end the child before KeyboardInterrupt goes on.
     """

@@ -10,9 +10,9 @@ from toolkit.log import progress
 
 @contextmanager
 def progress_bar(what: str, unit: str, total: int | None = None, note: str = "") -> Iterator[Callable[..., None]]:
-    """Yields the callback. What the first call says was done before, less one, counts as an earlier session's work.
+    """Yields the callback. Work before the first call counts as done by an earlier session, and is not timed.
 
-    A third argument of the callback is a count of what `note` says, shown beside the bar.
+    The callback's third argument is a count, shown beside the bar with `note`.
     """
     bar = progress(total, what, unit)
     first = True

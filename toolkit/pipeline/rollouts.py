@@ -66,7 +66,7 @@ def answer_prompts(
     """
     if settings.torch_compile and target.device.type != "cpu":
         raise PipelineError(
-            f"rollouts.torch_compile: true came with a target on {target.device}; it is for the CPU: set it to false"
+            f"rollouts.torch_compile is true and the target is on {target.device}; it is for the CPU: set it to false"
         )
     conversations = read_conversations(prompts)
     draft = None

@@ -30,7 +30,7 @@ State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomple
 
 
 class PipelineError(ValueError):
-    """A stage that cannot start, did not end well, or a run folder that is in use."""
+    """A stage cannot start or failed, or the run folder is in use. status: the exit status for the command."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage; `seconds` is what its last working session took, `worked` whether that was now."""
+    """The result of a stage. seconds: of its last session that worked. worked: whether that was in this call."""
 
     stage: str
     worked: bool
