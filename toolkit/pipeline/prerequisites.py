@@ -1,8 +1,8 @@
 """The stages before training, for a trainer that was launched by hand: process 0 brings them up to date.
 
-It does so in a process of its own, `python -m toolkit.pipeline.prerequisites RECIPE [a.b=c ...]`. A launched process is
-no place for them: the launcher gives it one thread and its place in a group of processes, both of which torch and
-accelerate read once; and what the engine took of the memory is free again when that process ends.
+It does so in a process of its own, `python -m toolkit.pipeline.prerequisites RECIPE [a.b=c ...]`, for two reasons. The
+launcher gives its workers one thread each and a rank, and torch and accelerate read both only once. And the memory of
+the engine is free again when that process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.threads import users_threads
 log = get_logger(__name__)
 
 _STORE_KEY = "toolkit/stages before training"
-# Rollouts of a large target take days; the launcher ends us if process 0 fails before.
+# Rollouts of a large target take days. If process 0 fails meanwhile, the launcher ends the others.
 _PATIENCE = timedelta(days=30)
 _kept: list[Any] = []
 # The launcher's variables describe its group of processes; the stages run outside of it.
@@ -35,9 +35,9 @@ _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def bring_up_to_date(run_dir: Path, recipe_path: str, overrides: Sequence[str]) -> None:
-    """Process 0 brings the stages before training up to date, an instant when all are; the others wait for it.
+    """Process 0 brings the stages before training up to date; the others wait for it. All processes must call this.
 
-    Files without a manifest were put there by hand: then there is nothing to run. All processes must call this.
+    Files without a manifest were put there by hand; they are taken as they are.
     Raises `PipelineError` when a stage fails.
     """
     if os.environ.get(STAGES_DONE) == "1":
@@ -54,7 +54,7 @@ def bring_up_to_date(run_dir: Path, recipe_path: str, overrides: Sequence[str]) 
         _run_where_needed(run_dir, recipe_path, overrides)
         store.set(_STORE_KEY, "done")
     store.wait([_STORE_KEY], _PATIENCE)
-    # Where process 0 is the store's server, the process group's own will share it as long as this one lives.
+    # Process 0 may be the server of the store. The process group uses the same server while this store is alive.
     _kept.append(store)
 
 
@@ -71,7 +71,7 @@ def _run_where_needed(run_dir: Path, recipe_path: str, overrides: Sequence[str])
 
 
 def stage_environment() -> dict[str, str]:
-    """The environment without what the launcher put there for its workers, and with this checkout importable."""
+    """Our environment without the launcher's variables for its workers; this checkout can be imported there."""
     environment = {
         name: value
         for name, value in os.environ.items()

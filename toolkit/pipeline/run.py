@@ -30,7 +30,7 @@ REPORT, REPORT_PAGE = "report.json", "report.html"
 
 @dataclass
 class Run:
-    """One recipe on its way through the stages. `overrides` are those already in `recipe`, for child processes."""
+    """A run of one recipe. overrides: those already in `recipe`, for child processes."""
 
     recipe: Recipe
     recipe_path: Path
