@@ -47,7 +47,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (TreeVerifier, "_choose", "sample"),
     (DeviceRound, "_choose", "sample"),
     (tree_verifier, "walk", "sample"),
-    (device_round, "target", "sample"),
+    (device_round, "follow", "sample"),
     (AutoregressiveDrafter, "observe", "compact"),
     (TreeVerifier, "_compact", "compact"),
     (DeviceRound, "_keep_features", "compact"),

@@ -11,6 +11,7 @@ from toolkit.bench.records import read_record
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
 
 
+@pytest.mark.slow
 def test_both_ways_agree_and_the_tiled_one_holds_less(script, monkeypatch, tmp_path, capsys) -> None:
     """A variant that computed something else, or a peak that misses what the step holds, would make a false record.
 

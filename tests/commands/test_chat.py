@@ -171,6 +171,7 @@ def test_a_lost_rank_ends_the_chat_with_a_message():
     assert closed == [1]
 
 
+@pytest.mark.process
 def test_two_processes_answer_as_one_does(tiny_target_directory, capsys, monkeypatch):
     """--tp that does not reach the engine would go unseen; a worker that stays would hold a GPU."""
     processes = []
