@@ -23,15 +23,15 @@ from functools import wraps
 from typing import Any
 
 import torch
+from toolkit.infer.engine.verify_step import TreeVerifier
 
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.drafters import head_drafter
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine import round as device_round
 from toolkit.infer.engine import verify_step as tree_verifier
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.round import DeviceRound
-from toolkit.infer.engine.verify_step import TreeVerifier
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
 from toolkit.infer.request.errors import EngineError
 from toolkit.targets.target import Target
@@ -40,15 +40,15 @@ HOST = "host"
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (Engine, "_propose", "draft"),
     (DeviceRound, "_draft", "draft"),
-    (autoregressive_drafter, "chain_tree", "build"),
-    (autoregressive_drafter, "rerank", "build"),
+    (head_drafter, "chain_tree", "build"),
+    (head_drafter, "rerank", "build"),
     (TargetForward, "__call__", "verify"),
     (Target, "logits", "verify"),
     (TreeVerifier, "_choose", "sample"),
     (DeviceRound, "_choose", "sample"),
     (tree_verifier, "walk", "sample"),
-    (device_round, "follow", "sample"),
-    (AutoregressiveDrafter, "observe", "compact"),
+    (device_round, "target", "sample"),
+    (HeadDrafter, "observe", "compact"),
     (TreeVerifier, "_compact", "compact"),
     (DeviceRound, "_keep_features", "compact"),
     (DeviceRound, "_compact", "compact"),

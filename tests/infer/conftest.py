@@ -19,6 +19,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
@@ -150,7 +151,7 @@ class OracleDrafter:
         self.levels = 4
         self.random = random.Random(seed)
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         widths = [self.random.choice((1, 2, 3)) if self.tree else 1 for _ in range(self.levels)]
         rows = [self._row(request, widths) for request in requests]
         tokens, parents, depths = (torch.tensor(part) for part in zip(*rows, strict=True))

@@ -22,8 +22,7 @@ from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
@@ -76,7 +76,7 @@ PATTERNS = {
 @pytest.mark.parametrize("batch", [1, 5])
 def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, pattern, batch):
     """fp32, exact, greedy and sampled, rows that join and leave while nothing is drafted, plain rows between them."""
-    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", 4)
+    monkeypatch.setattr(head_drafter, "CATCH_UP", 4)
     engine = Engine(small_target, build(name), MOST, max_batch=batch, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(PATTERNS[pattern])
     some = slice(None) if batch > 1 else slice(0, 5)
@@ -100,7 +100,7 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
 ):
     """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
     has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
-    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", catch_up)
+    monkeypatch.setattr(head_drafter, "CATCH_UP", catch_up)
     engine = Engine(small_target, build(name), MOST, max_batch=4, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(
         MOST if step in drafted else LOOK if step in looks else None for step in range(14)
@@ -113,14 +113,14 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         engine.step()
     with torch.inference_mode():
         engine.drafter.inner.set_shape(shape)
-        together = engine.drafter.inner.propose(requests)
+        together = engine.drafter.inner.propose(requests, engine._rounds.stand(requests)[0])
     engine.close()
     for row, request in enumerate(requests):
         fresh = Engine(small_target, build(name), shape, max_batch=1)
         twin = fresh.add_request(request.prompt_ids + request.output_ids[:-1], params)
         with torch.inference_mode():
             fresh._schedule()
-            alone = fresh.drafter.propose([twin])
+            alone = fresh.drafter.propose([twin], fresh._rounds.stand([twin])[0])
         assert twin.output_ids == request.output_ids[-1:]
         fresh.close()
         assert paths(together, row) == paths(alone, 0)
@@ -149,7 +149,7 @@ def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
         twin = every.add_request(text[:-1], SamplingParams(max_tokens=2, ignore_eos=True))
         with torch.inference_mode():
             every._schedule()
-            tree = every.drafter.propose([twin])
+            tree = every.drafter.propose([twin], every._rounds.stand([twin])[0])
         drafts, right = tree.tokens[0, 1:].tolist(), (request.prompt_ids + request.output_ids)[length]
         assert twin.output_ids == text[-1:]
         every.abort(twin)
@@ -177,7 +177,7 @@ def test_pending_positions_stay_bounded(small_target, small_draft):
     engine.generate(ragged_prompts()[:2], SamplingParams(max_tokens=200, ignore_eos=True))
     pending = engine.drafter.inner.inputs
     engine.close()
-    assert pending.tokens.shape[1] <= 2 * (autoregressive_drafter.CATCH_UP + 1)
+    assert pending.tokens.shape[1] <= 2 * (head_drafter.CATCH_UP + 1)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])
@@ -240,19 +240,19 @@ class Priced:
     def clock(self) -> float:
         return self.now
 
-    def propose(self, requests):
-        tree = self.inner.propose(requests)
+    def propose(self, requests, rows):
+        tree = self.inner.propose(requests, rows)
         self.now += 0.1 * tree.depths[tree.valid].max().item()
         self.nodes = tree.nodes
         return tree
 
-    def skip(self, requests):
+    def skip(self, requests, rows):
         self.nodes = 1
-        return self.inner.skip(requests)
+        return self.inner.skip(requests, rows)
 
-    def probe(self, requests, width):
+    def probe(self, requests, rows, width):
         self.nodes = 1
-        return self.inner.probe(requests, width)
+        return self.inner.probe(requests, rows, width)
 
     def observe(self, requests, found):
         self.now += 1.0 + 0.02 * (self.nodes - 1)

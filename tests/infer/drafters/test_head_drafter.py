@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters import head_drafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
@@ -70,7 +70,7 @@ def test_chain_equals_dense_recomputation(small_target, small_draft, steps):
     """Off-by-one features, positions or a stale draft key would change a draft somewhere in the chain."""
     engine = engine_after_steps(small_target, small_draft, "5,1,6", steps)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running)
+        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, small_draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():
@@ -92,15 +92,15 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
     shape = f"{levels},{k},{1 + k + (levels - 1) * k * k}"  # every candidate is kept
     engine = engine_after_steps(small_target, small_draft, shape, steps)
     seen = {}
-    inner = autoregressive_drafter.draft_beams
+    inner = head_drafter.draft_beams
 
     def spy(*args):
         seen["candidates"] = inner(*args)
         return seen["candidates"]
 
-    monkeypatch.setattr(autoregressive_drafter, "draft_beams", spy)
+    monkeypatch.setattr(head_drafter, "draft_beams", spy)
     with torch.inference_mode():
-        engine.drafter.propose(engine._running)
+        engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     tokens, parents, numbers, scores = seen["candidates"]
     reparented = False
     for row, request in enumerate(engine._running):
@@ -127,13 +127,13 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
 def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monkeypatch, shape):
     """The committed part of the draft cache must be what one pass over the whole sequence writes, whichever children
     the path went through."""
-    paths, observe = [], autoregressive_drafter.AutoregressiveDrafter.observe
+    paths, observe = [], head_drafter.HeadDrafter.observe
 
     def noting(drafter, requests, found):
         paths.extend(found.path_nodes)
         observe(drafter, requests, found)
 
-    monkeypatch.setattr(autoregressive_drafter.AutoregressiveDrafter, "observe", noting)
+    monkeypatch.setattr(head_drafter.HeadDrafter, "observe", noting)
     engine = engine_after_steps(small_target, small_draft, shape, 40)
     drafter = engine.drafter
     assert any(path != list(range(len(path))) for path in paths), "no second child was ever right"

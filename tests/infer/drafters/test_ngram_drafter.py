@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cache.round_state import RoundState, row_states
 from toolkit.infer.drafters.ngram_drafter import History, NgramDrafter, NgramLookup
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
@@ -48,7 +50,9 @@ def proposed(text: list[int], shape: str, min_n: int = 1):
     drafter = NgramDrafter(lookup, DraftShape.parse(shape), torch.device("cpu"))
     request = Request("r", text[:-1], SamplingParams(), output_ids=text[-1:])
     drafter.admit(0, [request], len(text) - 1)
-    return drafter.propose([request])
+    state = RoundState(1, PagePool(1, 64), torch.device("cpu"))
+    state.stand(row_states([request], [1]), 1)
+    return drafter.propose([request], state.rows(1))
 
 
 def test_the_latest_longest_match_is_continued():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters import head_drafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -69,7 +69,7 @@ def test_chain_equals_the_whole_sequence(small_target, shared_draft, name, steps
     draft = shared_draft(name, KEPT)
     engine = engine_after_steps(small_target, draft, "5,1,6", steps)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running)
+        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():
@@ -85,15 +85,15 @@ def test_tree_equals_the_whole_sequence(small_target, shared_draft, monkeypatch,
     draft = shared_draft(name, KEPT)
     engine = engine_after_steps(small_target, draft, "4,3,31", 4)
     seen = {}
-    inner = autoregressive_drafter.draft_beams
+    inner = head_drafter.draft_beams
 
     def spy(*args):
         seen["candidates"] = inner(*args)
         return seen["candidates"]
 
-    monkeypatch.setattr(autoregressive_drafter, "draft_beams", spy)
+    monkeypatch.setattr(head_drafter, "draft_beams", spy)
     with torch.inference_mode():
-        engine.drafter.propose(engine._running)
+        engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     tokens, parents, _, scores = seen["candidates"]
     for row, request in enumerate(engine._running):
         dense = Dense(small_target, draft, request.prompt_ids + request.output_ids)
@@ -123,7 +123,7 @@ def test_layers_that_draft_nothing_are_kept_warm(small_target, shared_draft, nam
         engine.set_shape(DraftShape.parse(shape))
         engine.step()
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running)
+        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.infer.cache import cache_manager as kv_memory
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters import head_drafter as autoregressive_drafter
+from toolkit.infer.drafters import head_drafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
 from toolkit.infer.request.draft_tree import DraftShape
@@ -380,7 +380,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
         seeds = iter(range(count))
         monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
         params = [dataclasses.replace(one, seed=None) if i % 4 < 2 else one for i, one in enumerate(params)]
-    monkeypatch.setattr(autoregressive_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
+    monkeypatch.setattr(head_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
     engine = Engine(
         small_target, small_draft, widest, max_batch=16, max_context=168, adaptive=True, verify=verify,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.infer.graphs.test_graph_rounds import ROWS, engine_with, lengths_of_then
+from tests.infer.graphs.test_graph_rounds import ROWS, engine_with, wrong_lengths
 from toolkit.bench.near_tie import Divergence, compare, plain_logits
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.engine.round import DeviceRound
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.load import Target
@@ -66,7 +65,6 @@ def test_graphs_equal_eager_rounds_but_for_near_ties(small_target, build, record
 
 def test_a_wrong_round_is_no_near_tie(small_target, build, recording, monkeypatch):
     """Else the test above would say nothing."""
-    monkeypatch.setattr(DeviceRound, "own_forward", DeviceRound._forward, raising=False)
-    monkeypatch.setattr(DeviceRound, "_forward", lengths_of_then)
+    wrong_lengths(monkeypatch)
     found, _ = partings(*in_bf16(small_target, build("eagle3"), "cpu"), "3,3,8", recording)
     assert not all(one.near_tie for one in found)

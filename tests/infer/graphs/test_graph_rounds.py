@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.engine import round
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.round import DeviceRound
 from toolkit.infer.graphs.cuda_capture import BrokenCaptureError
 from toolkit.infer.graphs.recordings import GraphSettings, buckets_up_to
 from toolkit.infer.request.draft_tree import DraftShape
@@ -137,21 +137,21 @@ def test_a_second_engine_on_the_same_head_leaves_recordings_alone(small_target, 
     first.close(), second.close()
 
 
-def lengths_of_then(self, tree):
-    """A round whose target reads the lengths that rows had when it was recorded."""
-    kept = self._lengths
-    self._lengths = torch.stack([torch.full((), length) for length in kept.tolist()])
-    try:
-        return DeviceRound.own_forward(self, tree)
-    finally:
-        self._lengths = kept
+def wrong_lengths(monkeypatch):
+    """Rounds whose target reads the lengths that rows had when the round was recorded."""
+    own = round.forward_tree
+
+    def lengths_of_then(context, rows, tree):
+        then = torch.stack([torch.full((), length) for length in rows.lengths.tolist()])
+        return own(context, replace(rows, lengths=then), tree)
+
+    monkeypatch.setattr(round, "forward_tree", lengths_of_then)
 
 
 @pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
 def test_a_number_of_the_host_is_noticed(small_target, build, recording, monkeypatch, shape):
     """Else the tests above would say nothing."""
-    monkeypatch.setattr(DeviceRound, "own_forward", DeviceRound._forward, raising=False)
-    monkeypatch.setattr(DeviceRound, "_forward", lengths_of_then)
+    wrong_lengths(monkeypatch)
     graphed = engine_with(small_target, build("eagle3"), shape, GraphSettings(ROWS, recording))
     assert answers(graphed, "greedy") != answers(engine_with(small_target, build("eagle3"), shape, None), "greedy")
     for refused in (lambda: torch.tensor([1, 2]), lambda: torch.ones(2).sum().item(), lambda: torch.ones(2).nonzero()):

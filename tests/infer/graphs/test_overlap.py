@@ -46,7 +46,7 @@ class Watch:
     def check_pages(self) -> None:
         """Every row that is not past its end has pages for what it writes, wherever the device has got meanwhile."""
         engine = self.engine
-        pool, state = engine._memory.pool, engine._launches.graphs._state
+        pool, state = engine._memory.pool, engine._launches.graphs.state
         for row, request in enumerate(engine._running):
             read = int(state.row_states[1, row])
             self.counts["ahead"] += read > request.length - 1
@@ -140,8 +140,8 @@ def test_overlapped_rounds_write_what_eager_rounds_write(
     """Ragged arrivals, stop strings inside accepted runs, limits of one and more tokens, the end of the context, and
     (tokens) too little memory: tokens, accepted counts, events and reasons are equal; aborted answers a beginning."""
     target, draft = agreeing(name)
-    behind, launch_behind = [], GraphRounds.launch_behind
-    monkeypatch.setattr(GraphRounds, "launch_behind", lambda *args: behind.append(1) or launch_behind(*args))
+    behind, launch_after = [], GraphRounds.launch_after
+    monkeypatch.setattr(GraphRounds, "launch_after", lambda *args: behind.append(1) or launch_after(*args))
     graphed = watched(target, draft, shape, recording, tokens, overlap=overlap)
     eager = watched(target, draft, shape, None, tokens)
     ours, theirs = scene(graphed, abort=True), scene(eager, abort=False)
@@ -191,7 +191,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
             )
             written = [len(one.output_ids) for one in requests]
     assert reads.found == ["launch", "tolist"] * 12
-    lengths = engine._launches.graphs._state.row_states[1].tolist()
+    lengths = engine._launches.graphs.state.row_states[1].tolist()
     ahead = [length + 1 > one.length for length, one in zip(lengths, requests, strict=True)]
     assert ahead == [overlap] * 3  # what was read is the round before the one that was launched
     late = engine.add_request([9, 8, 7], SamplingParams())
@@ -208,7 +208,7 @@ def test_a_round_that_is_lost_is_run_again(agreeing, recording, monkeypatch):
     requests = [graphed.engine.add_request(prompt, params) for prompt in prompts]
     graphed.step()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no launch"):
-        patch.setattr(GraphRounds, "launch_behind", lambda *args: (_ for _ in ()).throw(RuntimeError("no launch")))
+        patch.setattr(GraphRounds, "launch_after", lambda *args: (_ for _ in ()).throw(RuntimeError("no launch")))
         graphed.step()
     while graphed.engine.has_work():
         graphed.step()

@@ -22,7 +22,8 @@ import torch
 
 from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
-from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
+from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.request.draft_tree import without_padding
 from toolkit.train.causal_attention import tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
 from toolkit.train.reach import Reach

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
-from toolkit.infer.request.draft_tree import DraftTree, chain_tree, rerank, root_only
-from toolkit.infer.verify.walk import moved_entries, walk
+from toolkit.infer.drafters.beams import rerank
+from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.request.draft_tree import DraftTree, chain_tree, root_only, without_padding
+from toolkit.infer.verify.walk import walk
 
 
 def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> DraftTree:
@@ -90,19 +91,6 @@ def test_plain_step_commits_the_choice():
     """A tree of one node: the target's choice and nothing else."""
     found = walk(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]]))
     assert found.accepted == [0, 0] and found.tokens.tolist() == [[7], [8]]
-
-
-def test_moved_entries_name_the_places_of_accepted_nodes():
-    """Row 0 (length 10) accepted nodes 2 and 5: they go from places 12, 15 to 11, 12. Row 1 accepted node 1: stays."""
-    chance = random.Random(2)
-    tree = random_tree(2, 6, 12, chance)
-    tree.parents[:] = torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 0, 1, 1, 2]])
-    tree.tokens[:] = torch.tensor([[0, 3, 4, 5, 6, 7], [0, 3, 4, 5, 6, 7]])
-    tree.mask = ancestor_mask(tree.parents[:, 1:], 2)
-    choices = torch.tensor([[4, 0, 7, 0, 0, 9], [3, 9, 0, 0, 0, 0]])
-    found = walk(tree, choices)
-    assert found.accepted == [2, 1] and found.path_tokens == [[4, 7, 9], [3, 9]]
-    assert moved_entries(found, [10, 3]) == [(0, 11, 12), (0, 12, 15)]
 
 
 def test_ranks_of_accepted_nodes():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
@@ -51,31 +52,31 @@ class AdaptiveDrafter:
     def positions_read(self, row: int, request: Request) -> int:
         return self.inner.positions_read(row, request)
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         self._round = None
         if not any(request.speculative for request in requests):
-            return self.inner.propose(requests)
+            return self.inner.propose(requests, rows)
         started = self._clock()
         shape = self.chooser.choose(requests)
         if shape is None and self.chooser.probe_due:
-            tree, ranks = self.inner.probe(requests, self.chooser.widest)
+            tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
             self.chooser.probed(requests, ranks)
             started = self._clock()  # what a plain round takes is measured without it
         elif shape is None:
-            tree = self.inner.skip(requests)
+            tree = self.inner.skip(requests, rows)
         else:
             self.inner.set_shape(shape)
-            tree = self.inner.propose(requests)
+            tree = self.inner.propose(requests, rows)
         self._round = (shape, tree, started, self._clock())
         return tree
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         self._round = None
-        return self.inner.skip(requests)
+        return self.inner.skip(requests, rows)
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         self._round = None
-        return self.inner.probe(requests, width)
+        return self.inner.probe(requests, rows, width)
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         self.inner.observe(requests, result)

@@ -1,4 +1,4 @@
-"""The first phase of EAGLE-2's dynamic trees (arXiv 2406.16858): candidates, level by level; `rerank` keeps the best.
+"""EAGLE-2's dynamic trees (arXiv 2406.16858): candidates level by level; then `rerank` keeps the best of them.
 
 Shapes: B rows, k beams, C candidates a row, H head hidden size, n nodes a row.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
 
 
 def draft_beams(
@@ -55,6 +55,16 @@ def draft_beams(
         total += k * k
     tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     return tokens, above, levels_of(shape, device), scores
+
+
+def rerank(
+    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int], deepest: int
+) -> DraftTree:
+    """The second phase: the tree of the best candidates; arguments as in `tree_reference.rank_candidates`."""
+    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
+    return DraftTree(
+        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
+    )
 
 
 def _children(nodes: DraftRollout, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:

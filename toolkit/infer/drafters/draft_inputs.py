@@ -6,26 +6,15 @@ Shapes: B running rows, R rows, P positions held a row, W feature width, S stage
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 
-class Unread(NamedTuple):
-    """The pending positions of every row: the tokens behind them [B, P], the target's features there [B, P, W], how
-    many positions stage 0 has read before, and how many are pending (what lies behind those is left over)."""
-
-    tokens: torch.Tensor
-    features: torch.Tensor
-    before: list[int]
-    counts: list[int]
-
-
 class DraftInputs:
-    """Grows as it is needed. Row r holds counts[r] positions side by side; what lies behind them is left over.
+    """Grows as it is needed. Row r holds counts[r] positions side by side; what lies after them is left over.
 
     features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: what each stage but the last left at its last committed
-    position, which the next stage reads at the first pending one.
+    position, which the next stage reads at the first unread one.
     """
 
     def __init__(self, width: int, stages: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -40,7 +29,7 @@ class DraftInputs:
         return [self.features, self.tokens, self.carry]
 
     def hold(self, rows: int, positions: int) -> None:
-        """Make room for `positions` pending positions in `rows` rows."""
+        """Make room for `positions` unread positions in `rows` rows."""
         old_rows, old_positions = self.tokens.shape
         if rows <= old_rows and positions <= old_positions:
             return
@@ -53,10 +42,9 @@ class DraftInputs:
         self.tokens[:old_rows, :old_positions] = tokens
         self.carry[:old_rows] = carry
 
-    def append(self, features: torch.Tensor, tokens: torch.Tensor, added: Sequence[int]) -> None:
-        """Hold more of rows 0..B-1: features [B, A, W] and tokens [B, A], of which row b keeps the first added[b]."""
+    def append(self, features: torch.Tensor, tokens: torch.Tensor, starts: Sequence[int]) -> None:
+        """Write features [B, A, W] and tokens [B, A] into rows 0..B-1, from position starts[b] on."""
         rows, longest = tokens.shape
-        starts = self.counts[:rows]
         self.hold(rows, max(starts) + longest)
         if min(starts) == max(starts):
             here = slice(starts[0], starts[0] + longest)
@@ -65,13 +53,6 @@ class DraftInputs:
             every = torch.arange(rows, device=tokens.device)[:, None]
             places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
             self.features[every, places], self.tokens[every, places] = features, tokens
-        self.counts[:rows] = [start + more for start, more in zip(starts, added, strict=True)]
-
-    def clear(self, rows: int, carry: torch.Tensor) -> None:
-        """All that rows 0..rows-1 held was read, and left `carry` [B, S-1, H]."""
-        self.counts[:rows] = [0] * rows
-        if self.carry.shape[1]:
-            self.carry[:rows] = carry
 
     def move_row(self, destination: int, source: int) -> None:
         for held in self.stores:

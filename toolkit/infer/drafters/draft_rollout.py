@@ -1,6 +1,6 @@
-"""One round of drafting: the positions a head reads, level by level, each behind its true ancestors.
+"""One round of drafting: the positions a head reads, level by level, each after its true ancestors.
 
-Shapes: B rows, P pending positions a row, M nodes a row (pending ones first, then drafted ones as they are added),
+Shapes: B rows, P unread positions a row, M nodes a row (unread positions first, then drafted nodes as they are added),
 n nodes added at a time, H head hidden size.
 
 A node is a token with the position before it, whose hidden state it is read with. With L tokens committed, x_{L-1} the
@@ -10,7 +10,7 @@ root, and k the stage (MTP layer) from 0:
     position         ..  L-3-k     L-2-k     L-1-k     L-k       in stage k
     hidden           its parent's: for stage 0 the target's feature up to x_{L-1}, for stage k > 0 what stage k-1 left
                      at the parent, and past the last stage what the last stage itself left there
-    predicts         ..  level 1+k of the chain behind it
+    predicts         ..  level 1+k of the chain after it
 
 So level 1 is drafted by stage 0 at x_{L-1}, level 2 by stage 1 at the nodes of level 1, and stage 1 first has to read
 all nodes that stage 0 has read. A head of one stage only ever reads its new nodes.
@@ -18,7 +18,6 @@ all nodes that stage 0 has read. A head of one stage only ever reads its new nod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, stage_shape
 
 
@@ -34,12 +34,7 @@ class HeadReader:
     """A head with its caches, one for each stage: what is read is also remembered."""
 
     def __init__(
-        self,
-        head: DraftingHead,
-        embed: nn.Module,
-        dtype: torch.dtype,
-        device: torch.device,
-        pool: PagePool,
+        self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device, pool: PagePool
     ) -> None:
         self.head = head
         self._embed = embed
@@ -49,7 +44,7 @@ class HeadReader:
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
     def read(
-        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionMetadata, reach: int
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
     ) -> Tensor:
         """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
         rows, new = tokens.shape
@@ -57,7 +52,7 @@ class HeadReader:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return plan.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
+            return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
 
         embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
         out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
@@ -73,32 +68,25 @@ class DraftRollout:
     """
 
     def __init__(
-        self,
-        reader: HeadReader,
-        tokens: Tensor,
-        hidden: Tensor,
-        carry: Tensor,
-        before: Sequence[int] | Tensor,
-        counts: Sequence[int] | Tensor,
-        room: int,
+        self, reader: HeadReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, room: int
     ) -> None:
-        """tokens [B, P] and hidden [B, P, H]: the pending positions, counts[b] of row b, which follow before[b]
-        committed ones. carry [B, S-1, H] as `DraftInputs` has it. room: nodes that will be added at most."""
-        rows, pending = tokens.shape
-        device = tokens.device
-        self._reader, self._before, self._old_carry = reader, before, carry
-        self.nodes, self.depth, self.stage = pending, 0, 0
+        """tokens [B, P] and hidden [B, P, H]: the unread positions, of which row b has rows.unread[b]; what lies after
+        those is left over. carry [B, S-1, H] as `DraftInputs` has it. room: nodes that will be added at most."""
+        (batch, unread), device = tokens.shape, tokens.device
+        self._reader, self._table, self._old_carry = reader, rows.table, carry
+        self._reach = rows.span(unread + room)
+        self.nodes, self.depth, self.stage = unread, 0, 0
         self.tokens = torch.nn.functional.pad(tokens, (0, room))
-        at = torch.arange(pending + room, device=device)
-        self._begin = torch.as_tensor(before, device=device)  # [B]
+        at = torch.arange(unread + room, device=device)
+        self._begin = rows.lengths - rows.unread  # [B]: positions that stage 0 has read before
         self.positions = self._begin[:, None] + at
-        self.parents = (at - 1).repeat(rows, 1)
-        # A row with fewer pending positions has padding behind them, which no drafted node descends from.
-        self.sees = torch.zeros(rows, pending + room, pending + room, dtype=torch.bool, device=device)
-        self.sees[:, :pending, :pending] = torch.ones(pending, pending, dtype=torch.bool, device=device).tril()
-        self.roots = torch.as_tensor(counts, device=device)[:, None] - 1  # [B, 1]: the node of each row's last token
+        self.parents = (at - 1).repeat(batch, 1)
+        # A row with fewer unread positions has padding after them, which no drafted node descends from.
+        self.sees = torch.zeros(batch, unread + room, unread + room, dtype=torch.bool, device=device)
+        self.sees[:, :unread, :unread] = torch.ones(unread, unread, dtype=torch.bool, device=device).tril()
+        self.roots = rows.unread[:, None] - 1  # [B, 1]: the node of each row's last token
         self._carries: list[Tensor] = []
-        self.states = self._read(hidden, pending)
+        self.states = self._read(hidden, unread)
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Add a level: tokens [B, n] below the nodes `parents` [B, n]. Returns the head's states there, [B, n, H]."""
@@ -141,20 +129,13 @@ class DraftRollout:
 
     def _read(self, hidden: Tensor, new: int) -> Tensor:
         """The newest `new` nodes with hidden [B, new, H], in the current stage."""
-        newest = slice(self.nodes - new, self.nodes)
-        depths = self.positions[:, : self.nodes] - self._begin[:, None]
-        plan, reach = self._plan(self.sees[:, newest, : self.nodes], depths)
-        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
-        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, plan, reach)
-
-    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionMetadata, int]:
-        """How the newest n of M nodes attend: sees [B, n, M], depths [B, M]; and what no position reaches."""
+        newest, depths = slice(self.nodes - new, self.nodes), self.positions[:, : self.nodes] - self._begin[:, None]
         # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
-        before = torch.tensor([max(0, held - self.stage) for held in self._before], device=sees.device)
-        # DraftInputs nodes stand in a line, so no position lies further out than this.
-        cache, reach = self._reader.caches[self.stage], max(self._before) + self.nodes
-        table = cache.pool.table(0, len(before), cache.pool.pages_of(reach), sees.device)
-        return tree_metadata(cache, table, before, reach, sees, depths), reach
+        begin = (self._begin - self.stage).clamp(min=0)
+        sees = self.sees[:, newest, : self.nodes]
+        metadata = tree_metadata(self._reader.caches[self.stage], self._table, begin, self._reach, sees, depths)
+        positions = (self.positions[:, newest] - self.stage).clamp(min=0)
+        return self._reader.read(self.stage, self.tokens[:, newest], hidden, positions, metadata, self._reach)
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""What the engine asks of anything that drafts. Rows are the engine's rows 0..B-1; `requests[row]` runs in it."""
+"""What the engine asks of anything that drafts.
+
+Shapes: B running rows, the engine's rows 0..B-1; `requests[row]` runs in each. `rows` are their tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
@@ -26,7 +30,7 @@ class Drafter(Protocol):
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         """Positions behind a row's tokens that drafting `shape` may write in the drafter's cache. skips: with rounds of
-        skip or look between those of propose."""
+        skip or probe between those of propose."""
         ...
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
@@ -40,24 +44,24 @@ class Drafter(Protocol):
         """How many of the row's first positions its cache holds as reading the tokens anew would leave them."""
         ...
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """A tree for every running row: of the request's own shape where it has one, as far as the drafter's allows.
 
         A request that is not speculative gets its root only, and so does one for which there is nothing to propose.
         """
         ...
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Roots only, in the place of propose. The drafter goes on following the target, so it may propose again."""
         ...
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         """As skip; and what one level of `width` drafts would have been worth at recent positions, whose successors
         are known: nothing is verified for it. A row without such positions gets an empty list."""
         ...
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """The target has just verified the trees last proposed; called before tokens are appended to the requests."""
+        """The host has read what the target accepted of the trees last proposed; the requests have not got it yet."""
         ...
 
     def move_row(self, destination: int, source: int) -> None:
@@ -73,11 +77,6 @@ class Drafter(Protocol):
         ...
 
 
-def root_tokens(requests: Sequence[Request], device: torch.device) -> Tensor:
-    """[B]: the last committed token of every row."""
-    return torch.tensor([request.output_ids[-1] for request in requests], device=device)
-
-
 def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
     """[B, count]: the next tokens of the texts being read, padded on the right with 0."""
     parts = (request.context_ids[request.n_read : request.n_read + count] for request in requests)
@@ -89,9 +88,6 @@ class NoDrafter:
 
     lookahead = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return 0
 
@@ -101,14 +97,14 @@ class NoDrafter:
     def positions_read(self, row: int, request: Request) -> int:
         return request.length
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
-        return root_only(root_tokens(requests, self._device))
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return root_only(rows.roots)
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
-        return self.propose(requests)
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return root_only(rows.roots)
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
-        return self.skip(requests), [[] for _ in requests]
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+        return root_only(rows.roots), [[] for _ in requests]
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         pass

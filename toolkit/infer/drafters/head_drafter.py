@@ -10,9 +10,9 @@ the last one, x_{L-1}, as the tree's root:
     predicts      ..  x_{L-1}  level 1    level 2    level 3
     feature       ..  target's target's   the head's own hidden state of the parent
 
-Positions up to L-2 are computed from the target's features once those are known ("pending" until the next propose, or
-until so many wait that skip reads them); what drafted nodes left behind L-2 is overwritten. A drafted node sees the
-committed positions and its true ancestors. `expansion.py` says what changes where a head has several MTP layers.
+Positions up to L-2 are computed from the target's features once those are known: they are "unread" until the next
+draft, or until so many wait that skip reads them. What drafted nodes left after L-2 is overwritten. A drafted node sees
+the committed positions and its true ancestors. `draft_rollout.py` says what changes with several MTP layers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.beams import draft_beams
-from toolkit.infer.drafters.draft_inputs import DraftInputs, Unread
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.beams import draft_beams, rerank
+from toolkit.infer.drafters.draft_inputs import DraftInputs
 from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
 from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws, draft_sampling_for
-from toolkit.infer.drafters.drafter import Ranks, root_tokens, unread_tokens
+from toolkit.infer.drafters.drafter import Ranks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.drafters.shadow_acceptance import shadow_ranks
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, rerank, root_only
+from toolkit.infer.kernels.tree_reference import Followed
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 
-CATCH_UP = 160  # pending positions of a row that skip lets gather: those of an answer that ends sooner are never read
+CATCH_UP = 160  # unread positions of a row that skip lets gather: those of an answer that ends sooner are never read
 
 
-class AutoregressiveDrafter:
+class HeadDrafter:
     """Owns the head's caches, the features it still has to read, and the hooks that bring them. module: the head."""
 
     def __init__(
@@ -67,7 +69,10 @@ class AutoregressiveDrafter:
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
-        self._next_carry: Tensor | None = None  # what reading the pending positions left; None: they were not read
+        # Of the round that runs: where what it accepts is kept, by row (None: nowhere), and what the head's stages left
+        # where they read all that was unread (None: they did not).
+        self._starts: list[int] | None = None
+        self._carry: Tensor | None = None
         self._draws = draws
         self.set_shape(shape)
 
@@ -87,7 +92,7 @@ class AutoregressiveDrafter:
         return self._head.stages
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # behind the longest pending row
+        return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # after the longest unread row
 
     def _drafts(self, request: Request) -> bool:
         """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
@@ -97,13 +102,13 @@ class AutoregressiveDrafter:
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Read what the target has read; of the last position what follows is only known when something was sampled."""
-        pending, rows, stages = self.inputs, len(requests), self._head.stages
+        inputs, rows, stages = self.inputs, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
         whole = requests[0].unread <= tokens
         drafted = any(map(self._drafts, requests))
         if whole:
-            pending.hold(first_row + rows, 1)
-            pending.counts[first_row:] = [1] * rows
+            inputs.hold(first_row + rows, 1)
+            inputs.counts[first_row:] = [1] * rows
             # A row that nothing is drafted for may stand on pages that the head has never read.
             read = [max(0, len(one.context_ids) - stages) if self._drafts(one) else 0 for one in requests]
             self._read[first_row:] = read
@@ -112,10 +117,10 @@ class AutoregressiveDrafter:
         features = self._head.features().to(self._dtype)
         last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
         if whole:
-            pending.features[here, 0] = features[every, last]
+            inputs.features[here, 0] = features[every, last]
             for row, request in enumerate(requests, start=first_row):
                 if request.output_ids:  # it comes back after it had lost its pages
-                    pending.tokens[row, 0] = request.output_ids[-1]
+                    inputs.tokens[row, 0] = request.output_ids[-1]
         starts = [request.n_read for request in requests]
         texts = unread_tokens(requests, tokens + stages, self._device)
         at = torch.tensor(starts, device=self._device)[:, None] + torch.arange(tokens, device=self._device)
@@ -128,28 +133,43 @@ class AutoregressiveDrafter:
             plan = prompt_metadata(cache, first_row, starts, count)
             hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], plan, max(starts) + count)
             if whole and stage + 1 < stages:
-                pending.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
+                inputs.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
 
     def positions_read(self, row: int, request: Request) -> int:
         return self._read[row]
 
-    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """Keep the features of the accepted path; the tokens after them are those that were just chosen."""
-        if not any(map(self._drafts, requests)):
-            return
-        pending = self.inputs
-        if self._next_carry is not None:
-            pending.clear(len(requests), self._next_carry)
-            self._next_carry = None
+    def unread(self, requests: Sequence[Request]) -> list[int]:
+        """How many positions of each row wait to be read. Their tokens are complete: what follows a prompt's last
+        position was not known when the prompt was admitted."""
         for row, request in enumerate(requests):
-            if not self._drafts(request):
-                pending.counts[row] = 0  # it is never read for; the newest position keeps its place
-        features = self._head.features().to(self._dtype)
-        if all(node == place for path in result.path_nodes for place, node in enumerate(path)):
-            features = features[:, : result.path.shape[1]]  # as of a chain: nothing to pick
+            if len(request.output_ids) == 1:
+                self.inputs.tokens[row, 0] = request.output_ids[0]
+        return self.inputs.counts[: len(requests)]
+
+    def keep_features(self, tree: DraftTree, followed: Followed) -> None:
+        """The features of the accepted path become unread; the tokens after them are those that were just chosen."""
+        if self._starts is None:
+            return
+        if self._carry is not None and self._carry.shape[1]:
+            self.inputs.carry[: len(self._carry)] = self._carry
+        features, path = self._head.features().to(self._dtype), followed.path
+        if tree.is_chain:
+            features = features[:, : path.shape[1]]
         else:
-            features = features.gather(1, result.path[:, :, None].expand(-1, -1, features.shape[2]))
-        pending.append(features, result.tokens, [accepted + 1 for accepted in result.accepted])
+            features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
+        self.inputs.append(features, followed.tokens, self._starts)
+
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        """What the round has kept is counted, now that the host knows how much it was."""
+        if self._starts is not None:
+            counts = [start + accepted + 1 for start, accepted in zip(self._starts, result.accepted, strict=True)]
+            self.inputs.counts[: len(requests)] = counts
+
+    def observe_recorded(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        """In the place of propose and observe: a recorded round has read all that was unread."""
+        self._starts = [0] * len(requests)
+        self._note_read(requests)
+        self.observe(requests, result)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inputs.move_row(destination, source)
@@ -157,55 +177,64 @@ class AutoregressiveDrafter:
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
-        roots = root_tokens(requests, self._device)
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         own = [self.shape_of(request) for request in requests]
         drafted = [shape for shape in own if shape is not None]
         if not drafted:
-            return root_only(roots)
-        shape = DraftShape.covering(drafted)  # one expansion for the batch, of which each row keeps its part
+            self._starts = None
+            return root_only(rows.roots)
+        shape = DraftShape.covering(drafted)  # one rollout for the batch, of which each row keeps its part
         sampling = draft_sampling_for(requests, self.to_target, self._draws)
-        unread = self._unread(requests)
-        nodes = self._read_pending(unread, room=room_for(shape))
-        tree = self.tree_from(nodes, roots, shape, own, sampling)
-        self._finish(nodes, requests)
+        tree = self.draft(rows, shape, own, sampling, max(self.inputs.counts[: len(requests)]))
+        self._note_read(requests)
         return tree
 
-    def tree_from(
+    def draft(
         self,
-        nodes: DraftRollout,
-        roots: Tensor,
+        rows: RoundRows,
         shape: DraftShape,
         own: Sequence[DraftShape | None],
         sampling: DraftSampling,
+        unread: int,
     ) -> DraftTree:
-        """Expand the pending positions `nodes` and build trees on roots [B]. own: the part of `shape` that each row
-        keeps, None the root only."""
+        """Read what is unread, `unread` positions of a row at most, and build a tree on each root.
+
+        own: the part of `shape` that each row keeps, None the root only. It can be recorded: the host decides nothing.
+        """
+        nodes = self._read_unread(rows, unread, room_for(shape))
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, sampling)
-            return chain_tree(roots, drafts, kept_of_chain(own), sampling.proposal())
-        found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
-        return rerank(roots, *found, kept_of_tree(own), shape.num_steps)
+            tree = chain_tree(rows.roots, drafts, kept_of_chain(own), sampling.proposal())
+        else:
+            found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
+            tree = rerank(rows.roots, *found, kept_of_tree(own), shape.num_steps)
+        self._finish(nodes)
+        return tree
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Roots only. Now and then the head reads what was committed meanwhile."""
-        roots = root_tokens(requests, self._device)
-        self._next_carry = None
-        self.first_tokens(requests)
-        if any(map(self._drafts, requests)) and max(self.inputs.counts[: len(requests)]) >= CATCH_UP:
-            self._finish(self._read_pending(self._unread(requests), room=0), requests)
-        return root_only(roots)
+        drafts = [self._drafts(request) for request in requests]
+        counts = self.inputs.counts[: len(requests)]
+        if any(drafts) and max(counts) >= CATCH_UP:
+            self._finish(self._read_unread(rows, max(counts), room=0))
+            self._note_read(requests)
+        else:
+            # A row that nothing is drafted for keeps its newest position only; it is never read for.
+            starts = [count if one else 0 for count, one in zip(counts, drafts, strict=True)]
+            self._starts, self._carry = starts if any(drafts) else None, None
+        return root_only(rows.roots)
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
-        """The pending positions are read, and drafted from where the token that followed is pending too."""
-        roots = root_tokens(requests, self._device)
-        self._next_carry = None
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+        """The unread positions are read, and drafted from where the token that followed is unread too."""
         if not any(map(self._drafts, requests)):
-            return root_only(roots), [[] for _ in requests]
-        nodes = self._read_pending(self._unread(requests), room=0)
-        ranks = shadow_ranks(nodes, self.inputs.counts[: len(requests)], self.to_target, width)
-        self._finish(nodes, requests)
-        return root_only(roots), ranks
+            self._starts = None
+            return root_only(rows.roots), [[] for _ in requests]
+        counts = self.inputs.counts[: len(requests)]
+        nodes = self._read_unread(rows, max(counts), room=0)
+        ranks = shadow_ranks(nodes, counts, self.to_target, width)
+        self._finish(nodes)
+        self._note_read(requests)
+        return root_only(rows.roots), ranks
 
     def shape_of(self, request: Request) -> DraftShape | None:
         """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
@@ -213,42 +242,22 @@ class AutoregressiveDrafter:
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
-    def first_tokens(self, requests: Sequence[Request]) -> None:
-        """What follows a prompt's last position was not known when the prompt was admitted."""
-        for row, request in enumerate(requests):
-            if len(request.output_ids) == 1:
-                self.inputs.tokens[row, 0] = request.output_ids[0]
-
-    def _unread(self, requests: Sequence[Request]) -> Unread:
-        rows, pending = len(requests), self.inputs
-        self.first_tokens(requests)
-        counts = pending.counts[:rows]
-        before = [request.length - 1 - count for request, count in zip(requests, counts, strict=True)]
-        held = (slice(rows), slice(max(counts)))
+    def _read_unread(self, rows: RoundRows, unread: int, room: int) -> DraftRollout:
+        """The unread positions of every row, `unread` at most; `room` nodes more can be added."""
+        held = (slice(len(rows.roots)), slice(unread))
         # Torch multiplies a part of a store row by row, with a copy of the weights for each.
-        return Unread(pending.tokens[held], pending.features[held].contiguous(), before, counts)
+        hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
+        return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], room)
 
-    def _read_pending(self, unread: Unread, room: int) -> DraftRollout:
-        """The pending positions of every row; `room` nodes more can be added."""
-        tokens, features, before, counts = unread
-        hidden = self._head.first_hidden(features)
-        return DraftRollout(self.reader, tokens, hidden, self.inputs.carry[: len(tokens)], before, counts, room)
-
-    def _finish(self, nodes: DraftRollout, requests: Sequence[Request]) -> None:
-        """All stages have read what was pending."""
-        self._next_carry = nodes.finish()
-        self._note_read(requests)
+    def _finish(self, nodes: DraftRollout) -> None:
+        """All stages read what was unread. The stores change in keep_features: a round that fails is run again."""
+        self._carry = nodes.finish()
+        self._starts = [0] * len(self._carry)
 
     def _note_read(self, requests: Sequence[Request]) -> None:
         for row, request in enumerate(requests):
             if self._drafts(request):
                 self._read[row] = request.length - self._head.stages
-
-    def note_round(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """In the place of propose and observe: a recorded round read all that was pending and left its own path there,
-        with the stages' carry."""
-        self._note_read(requests)
-        self.inputs.counts[: len(requests)] = [accepted + 1 for accepted in result.accepted]
 
     def _draft_chain(self, nodes: DraftRollout, shape: DraftShape, sampling: DraftSampling) -> Tensor:
         """Drafts [B, num_steps], target ids."""
@@ -277,5 +286,5 @@ def limits_of(own: Sequence[DraftShape | None], shape: DraftShape) -> Sequence[D
 
 
 def room_for(shape: DraftShape) -> int:
-    """Nodes that the head reads beyond the pending positions: every level but the last."""
+    """Nodes that the head reads beyond the unread positions: every level but the last."""
     return shape.top_k * (shape.num_steps - 1)

@@ -20,9 +20,10 @@ from itertools import islice
 
 import torch
 
-from toolkit.infer.drafters.drafter import Ranks, root_tokens
-from toolkit.infer.kernels.tree_reference import ancestor_mask, without_padding
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Ranks
+from toolkit.infer.kernels.tree_reference import ancestor_mask
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
@@ -136,14 +137,14 @@ class NgramDrafter:
     def positions_read(self, row: int, request: Request) -> int:
         return request.length
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
-        return root_only(root_tokens(requests, self._device))
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return root_only(rows.roots)
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         """Every token since the last look or draft is looked up as if it were to come."""
         histories = self._histories[: len(requests)]
         ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]
-        return self.skip(requests), ranks
+        return root_only(rows.roots), ranks
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         pass  # the requests themselves say what was accepted
@@ -154,14 +155,14 @@ class NgramDrafter:
     def close(self) -> None:
         pass
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         histories = self._histories[: len(requests)]
         tries = [self._trie(history, request) for history, request in zip(histories, requests, strict=True)]
-        rows = [trie.in_level_order() for trie in tries]
-        nodes = max(len(tokens) for tokens, _, _ in rows)
+        found = [trie.in_level_order() for trie in tries]
+        nodes = max(len(tokens) for tokens, _, _ in found)
         if nodes == 1:
-            return root_only(torch.tensor([tokens[0] for tokens, _, _ in rows], device=self._device))
-        counts = [len(tokens) for tokens, _, _ in rows]
+            return root_only(rows.roots)
+        counts = [len(tokens) for tokens, _, _ in found]
         # Padding hangs below the root; nobody sees it and it is not valid.
         padded = [
             (
@@ -169,11 +170,11 @@ class NgramDrafter:
                 parents + [0] * (nodes - len(parents)),
                 depths + [1] * (nodes - len(depths)),
             )
-            for tokens, parents, depths in rows
+            for tokens, parents, depths in found
         ]
         tokens, parents, depths = (torch.tensor(part, device=self._device) for part in zip(*padded, strict=True))
         valid = torch.arange(nodes, device=self._device) < torch.tensor(counts, device=self._device)[:, None]
-        deepest = max(depths[-1] for _, _, depths in rows)
+        deepest = max(depths[-1] for _, _, depths in found)
         return DraftTree(
             tokens=tokens,
             parents=parents,
@@ -181,7 +182,7 @@ class NgramDrafter:
             mask=without_padding(ancestor_mask(parents[:, 1:], deepest), valid),
             valid=valid,
             deepest=deepest,
-            is_chain=all(parents == list(range(-1, len(parents) - 1)) for _, parents, _ in rows),
+            is_chain=all(parents == list(range(-1, len(parents) - 1)) for _, parents, _ in found),
         )
 
     def _trie(self, history: History, request: Request) -> Trie:

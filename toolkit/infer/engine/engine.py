@@ -9,32 +9,33 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
-from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
-from toolkit.infer.drafters.choose_verifier import choose_verifier
-from toolkit.infer.engine.commit import commit
+from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter, choose_verifier
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import install_native_ops
+from toolkit.infer.engine.eager_rounds import EagerRounds
 from toolkit.infer.engine.prefill import PromptReader
+from toolkit.infer.engine.round import RoundContext, commit, round_numbers
 from toolkit.infer.engine.scheduler import Move, Scheduler
-from toolkit.infer.engine.verify_step import TreeVerifier
 from toolkit.infer.graphs.compiled_layers import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.overlap import Launches
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.dispatch import use_device
 from toolkit.infer.request.detokenize import Detokenizer
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
 from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.verify.sampler import Choices
 from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 
@@ -51,7 +52,7 @@ class Engine:
     made for. verify: how drafts are accepted at a temperature above 0: "target", and for chains of a head "rejection"
     and "block" (see verifiers.py). All are exact in law; with "target" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
-    no seed, follow for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
+    no seed, target for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
     adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see
     adaptive.py); False: always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile:
     compiled layers (CPU). graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which
@@ -97,6 +98,7 @@ class Engine:
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
             if torch_compile:
                 self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_batch).running
+        head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         self._memory = KVMemory(
@@ -105,9 +107,11 @@ class Engine:
         even = target.device.type == "cpu"
         self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory, even=even)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
-        self._verifying = TreeVerifier(self._forward, self._cache, self.verifier, self.max_context)
-        parts = (self._forward, self._cache, self.drafter, self.verifier, max_batch, self.max_context)
-        recorded = None if graphs is None else GraphRounds(graphs, target, *parts)
+        state = RoundState(max_batch, pool, target.device)
+        context = RoundContext(self._forward, self._cache, head, self.max_context)
+        self._rounds = EagerRounds(context, state, self.verifier)
+        parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
+        recorded = None if graphs is None else GraphRounds(graphs, *parts)
         self._launches = Launches(recorded, self.scheduler)
         self._detokenizer = Detokenizer(target.tokenizer)
         self._names, self._arrivals = itertools.count(), itertools.count()
@@ -245,20 +249,12 @@ class Engine:
             begun = self._prompts.read_due(self.drafter, self._keep)
         except BaseException:
             self.scheduler.put_back()
-            self._verifying.rows_changed()  # prompts read before the failure hold rows now
+            self._rounds.rows_changed()  # prompts read before the failure hold rows now
             raise
         if len(self._running) > before:
-            self._verifying.rows_changed()
+            self._rounds.rows_changed()
             self._finish()
         return begun
-
-    def _propose(self) -> DraftTree:
-        return self.drafter.propose(self._running)
-
-    def _verify(self, tree: DraftTree) -> tuple[VerifyResult, Choices]:
-        result, choices = self._verifying(self._running, tree)
-        self.drafter.observe(self._running, result)
-        return result, choices
 
     def _commit(
         self, result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
@@ -279,13 +275,11 @@ class Engine:
         if self._launches.launch():
             return [] if self._launches.overlap else self._land()
         started = time.perf_counter()
-        tree = self._propose()
-        proposed = time.perf_counter()
-        result, choices = self._verify(tree)
-        return self._commit(result, choices.logprobs, started, proposed)
+        out = self._rounds(self._running, self.drafter)
+        return self._commit(out.result, out.logprobs, started, out.proposed)
 
     def _land(self) -> list[Request]:
-        """Commit what a launched round has found, if there is one."""
+        """Commit the result of a launched round, if there is one."""
         landed = self._launches.land()
         if landed is None:
             return []
@@ -305,10 +299,10 @@ class Engine:
         for row, source in change():
             self.drafter.move_row(row, source)
         if len(self._running) < before:
-            self._verifying.rows_changed()
+            self._rounds.rows_changed()
 
     def _slack(self, shape: DraftShape | None) -> int:
-        """Positions that a step may write behind a row's tokens."""
+        """Positions that a step may write after a row's tokens."""
         return 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
 
     def check_integrity(self) -> None:

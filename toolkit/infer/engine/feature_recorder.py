@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
@@ -103,14 +104,14 @@ class FeatureRecorder:
     def positions_read(self, row: int, request: Request) -> int:
         return self.inner.positions_read(row, request)
 
-    def propose(self, requests: Sequence[Request]) -> DraftTree:
-        return self.inner.propose(requests)
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return self.inner.propose(requests, rows)
 
-    def skip(self, requests: Sequence[Request]) -> DraftTree:
-        return self.inner.skip(requests)
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return self.inner.skip(requests, rows)
 
-    def probe(self, requests: Sequence[Request], width: int) -> tuple[DraftTree, Ranks]:
-        return self.inner.probe(requests, width)
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+        return self.inner.probe(requests, rows, width)
 
     def move_row(self, destination: int, source: int) -> None:
         self.inner.move_row(destination, source)  # ours lie by request

@@ -1,169 +1,135 @@
-"""One round as a function of static buffers: draft, build, verify, choose, walk, compact, and what the next one needs.
+"""One round of speculative decoding, the only definition: eager decoding runs it, a CUDA graph records it.
 
-Between its first kernel and its last the host decides nothing: sequence lengths, pages, tokens and settings are read
-from `RoundState`, shapes are those of the bucket. So the same function runs as it is, or is recorded once and run again
-on whatever the buffers hold by then. Every part is the eager engine's own.
+    propose -> target forward over the tree -> choose -> follow -> keep features -> compact -> advance
 
-Shapes: B rows of the bucket, N nodes a row, A longest accepted path (root included), W feature width, V vocabulary.
+It is a function of static buffers: between its first kernel and its last the host reads nothing from the device.
+Lengths, pages, tokens and (recorded) sampling settings come from `RoundState`, shapes from the tree. Three things
+differ between its users: how the tree is proposed, how tokens are chosen, and the span of keys that attention reads.
+
+Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.attention.metadata import AttentionMetadata
-from toolkit.infer.attention.paged import PagedTreeMetadata
+from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
-from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
-from toolkit.infer.drafters.draft_sampling import BestTokens
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter, room_for
-from toolkit.infer.graphs.round_state import RoundState
-from toolkit.infer.graphs.static_sampling import StaticSampling
-from toolkit.infer.kernels.dispatch import Ops
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.tree_reference import Followed
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
-from toolkit.infer.verify.sampler import greedy
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.verify.logprobs import NodeLogprobs
+from toolkit.infer.verify.sampler import Choices, NodeSampler
 from toolkit.infer.verify.verifiers import nodes_at_once
-from toolkit.infer.verify.walk import follow
-from toolkit.targets.load import Target
+from toolkit.infer.verify.walk import VerifyResult, follow
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What all rounds of an engine run on. drafter: None where nothing is drafted."""
+    """What all rounds of an engine run on. head: the drafter whose features each round keeps; None: there is none."""
 
-    target: Target
     forward: TargetForward
     cache: KVCache
-    ops: Ops
-    drafter: AutoregressiveDrafter | None
+    head: HeadDrafter | None
     max_context: int
-    state: RoundState
 
 
-class DeviceRound:
-    """The round of `rows` rows that draft `shape` (None: nothing). distributions: None where all rows are greedy.
+@dataclass(frozen=True)
+class RoundOutput:
+    """followed: the accepted paths, on the device. choices: the target's token after every node."""
 
-    followed.numbers: what the host reads afterwards.
+    followed: Followed
+    choices: Choices
+
+
+def run_round(
+    context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
+) -> RoundOutput:
+    """A row of L tokens has the target's keys of L - 1; the last token is the root of its tree."""
+    tree = propose(rows)
+    hidden = forward_tree(context, rows, tree)
+    choices = choose_tokens(context, rows, tree, hidden, sampler)
+    followed = follow(tree, choices.tokens)
+    if context.head is not None:
+        context.head.keep_features(tree, followed)
+    if not tree.is_chain:
+        compact(context.cache, rows, followed)
+    advance(rows, followed)
+    return RoundOutput(followed, choices)
+
+
+def round_numbers(
+    context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
+) -> Tensor:
+    """The round as a graph records it: `Followed.numbers` of its accepted paths."""
+    return run_round(context, rows, propose, sampler).followed.numbers
+
+
+def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
+    """The target's hidden states at every node, [B, N, H]."""
+    # Nodes past the context are never committed; clamping keeps learned position tables in range.
+    positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.max_context - 1)
+    metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
+    return context.forward(tree.tokens, positions, metadata)
+
+
+def choose_tokens(
+    context: RoundContext, rows: RoundRows, tree: DraftTree, hidden: Tensor, sampler: NodeSampler
+) -> Choices:
+    """The target's token after every node, [B, N]; hidden [B, N, H]. Large batches are scored in parts."""
+    logits, nodes = context.forward.target.logits, nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
+    positions = (rows.lengths + 1)[:, None] + tree.depths
+    if nodes >= tree.nodes:
+        return sampler(logits(hidden), positions, tree)
+    parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
+    return Choices.joined([sampler(logits(part), at, tree, i * nodes) for i, (part, at) in enumerate(parts)])
+
+
+def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
+    """Move the target's keys of accepted nodes to the positions they would have in plain decoding.
+
+    Node n of a row lies at length + n; the t-th node of its path belongs at length + t. (Node 0 never moves.)
     """
-
-    def __init__(
-        self, context: RoundContext, rows: int, shape: DraftShape | None, distributions: StaticSampling | None
-    ) -> None:
-        self._context, self.rows, self._shape, self._distributions = context, rows, shape, distributions
-        self._longest = 1 if shape is None else shape.num_steps + 1
-        self._roots, self._lengths, self._counts, self._real = context.state.row_states[:, :rows]
-        self._table = context.state.table[:rows]
-        self._span = self._table.shape[1] * context.cache.pool.page_size
-        self.followed: Followed
-
-    def __call__(self) -> None:
-        tree = self._draft()
-        hidden, positions = self._forward(tree)
-        followed = follow(tree, self._choose(hidden, positions + 1))
-        self._keep_features(followed)
-        if not tree.is_chain:
-            self._compact(followed)
-        self._advance(followed)
-        self.followed = followed
-
-    def _draft(self) -> DraftTree:
-        drafter, shape = self._context.drafter, self._shape
-        if shape is None:
-            return root_only(self._roots.clone())
-        assert drafter is not None, "a shape came without a head"
-        pending = drafter.inputs
-        here = (slice(0, self.rows), slice(0, self._longest))
-        hidden = drafter.reader.head.first_hidden(pending.features[here])
-        begin = self._lengths - self._counts
-        # Clones: the round itself writes the next round's.
-        nodes = StaticDraftRollout(
-            drafter.reader, pending.tokens[here].clone(), hidden, pending.carry[: self.rows].clone(), begin,
-            self._counts.clone(), room_for(shape), self._head_plan, self._span,
-        )  # fmt: skip
-        own = [shape] * self.rows
-        tree = drafter.tree_from(nodes, self._roots.clone(), shape, own, BestTokens())
-        pending.carry[: self.rows] = nodes.finish()
-        return tree
-
-    def _plan(self, cache: KVCache, lengths: Tensor, mask: Tensor, depths: Tensor) -> AttentionMetadata:
-        return PagedTreeMetadata(cache, self._context.ops, self._table, lengths, self._span, mask, depths)
-
-    def _head_plan(self, stage: int, begin: Tensor, sees: Tensor, depths: Tensor) -> AttentionMetadata:
-        drafter = self._context.drafter
-        assert drafter is not None
-        return self._plan(drafter.reader.caches[stage], begin, sees, depths)
-
-    def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """The target's hidden states [B, N, H] at every node, and the nodes' positions [B, N]."""
-        positions = self._lengths[:, None] + tree.depths
-        plan = self._plan(self._context.cache, self._lengths.clone(), tree.mask, tree.depths)
-        return self._context.forward(tree.tokens, positions.clamp(max=self._context.max_context - 1), plan), positions
-
-    def _choose(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The target's token behind every node, [B, N]; positions [B, N] of these tokens."""
-        nodes = nodes_at_once(*hidden.shape[:2], drawn=False)
-        parts = zip(hidden.split(nodes, dim=1), positions.split(nodes, dim=1), strict=True)
-        return torch.cat([self._tokens(self._context.target.logits(part), at) for part, at in parts], dim=1)
-
-    def _tokens(self, logits: Tensor, positions: Tensor) -> Tensor:
-        best = greedy(logits)
-        if self._distributions is None:
-            return best
-        return torch.where(
-            self._context.state.hot[: self.rows, None], self._distributions.draw(logits, positions), best
-        )
-
-    def _keep_features(self, followed: Followed) -> None:
-        """The accepted path becomes what the head has not read yet; the tokens after it are those just chosen."""
-        drafter = self._context.drafter
-        if drafter is None:
-            return
-        features = drafter.reader.head.features().to(drafter.reader.dtype)
-        path = followed.path[:, :, None].expand(-1, -1, features.shape[2])
-        width = followed.path.shape[1]
-        drafter.inputs.features[: self.rows, :width] = features.gather(1, path)
-        drafter.inputs.tokens[: self.rows, :width] = followed.tokens
-
-    def _compact(self, followed: Followed) -> None:
-        """Move the target's keys of accepted nodes to the places they would have in plain decoding."""
-        cache, begin = self._context.cache, self._lengths[:, None]
-        at = torch.arange(followed.path.shape[1], device=begin.device).expand_as(followed.path)
-        source = torch.where(at <= followed.accepted[:, None], followed.path, at)
-        places = [cache.pool.places_in(self._table, begin + one).flatten() for one in (at, source)]
-        cache.move_entries(*places)
-
-    def _advance(self, followed: Followed) -> None:
-        """Rows stand where the round has left them; padding stays."""
-        committed = followed.accepted + 1
-        last = followed.tokens.gather(1, followed.accepted[:, None])[:, 0]
-        self._roots.copy_(last * self._real)
-        self._lengths.add_(committed * self._real)
-        self._counts.copy_(committed * self._real + (1 - self._real))
+    at = torch.arange(1, followed.path.shape[1], device=rows.lengths.device)
+    path = torch.where(at <= followed.accepted[:, None], followed.path[:, 1:], at)
+    begin = rows.lengths[:, None]
+    destination, source = (cache.pool.places_in(rows.table, begin + one) for one in (at, path))
+    cache.move_entries(destination.flatten(), source.flatten())
 
 
-# stage, committed positions it has read [B], sees [B, n, M], depths [B, M] -> how the newest n of M nodes attend
-HeadMetadata = Callable[[int, Tensor, Tensor, Tensor], AttentionMetadata]
+def advance(rows: RoundRows, followed: Followed) -> None:
+    """The rows stand after what was committed; padding stays."""
+    committed = (followed.accepted + 1) * rows.real
+    rows.roots.copy_(followed.tokens.gather(1, followed.accepted[:, None])[:, 0] * rows.real)
+    rows.lengths.add_(committed)
+    rows.unread.copy_(committed + (1 - rows.real))
 
 
-class StaticDraftRollout(DraftRollout):
-    """An expansion whose rows begin where a tensor says, and whose plans come from `plan`.
+def commit(
+    requests: Sequence[Request], result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
+) -> list[Request]:
+    """Append accepted drafts and the target's own token to the answers, cut at stops and limits; log one event each.
 
-    begin [B]: committed positions that the head has read. reach: what no position of any forward reaches, so that the
-    head's tables are as large as they will be: one that grew later would leave a recording with freed memory.
+    requests: by row. Requests that have ended get nothing: their round was one too many. logprobs: of rows that asked.
+    started, proposed: when the round began, and when its trees were drafted (perf_counter).
+    Returns the requests that got tokens.
     """
-
-    def __init__(
-        self, reader: HeadReader, tokens: Tensor, hidden: Tensor, carry: Tensor, begin: Tensor, counts: Tensor,
-        room: int, plan: HeadMetadata, reach: int,
-    ) -> None:  # fmt: skip
-        self._plan_of, self._reach = plan, reach
-        super().__init__(reader, tokens, hidden, carry, begin, counts, room)
-
-    def _plan(self, sees: Tensor, depths: Tensor) -> tuple[AttentionMetadata, int]:
-        return self._plan_of(self.stage, (self._begin - self.stage).clamp(min=0), sees, depths), self._reach
+    verified = time.perf_counter()
+    rows = [row for row, request in enumerate(requests) if not request.finished]
+    counts = [requests[row].append_run(result.path_tokens[row], result.accepted[row]) for row in rows]
+    if logprobs is not None:
+        logprobs.record(requests, result)
+    times = (proposed - started, verified - proposed, time.perf_counter() - verified)
+    for row, count in zip(rows, counts, strict=True):
+        accepted, offer = result.accepted[row], (result.offered[row], result.depth_offered[row])
+        cut = count < accepted + 1
+        requests[row].events.append(VerifyEvent(*offer, accepted, count, cut, *times, len(rows)))
+    return [requests[row] for row in rows]

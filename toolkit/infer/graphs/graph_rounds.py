@@ -14,13 +14,12 @@ import torch
 
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.round_state import RoundState, RowState, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
-from toolkit.infer.engine.round import RoundContext
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_layers import CompiledLayers
 from toolkit.infer.graphs.in_flight import HostCopy, InFlight
-from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, buckets_up_to
-from toolkit.infer.graphs.round_state import PADDING, RoundState, RowState
+from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, RunRound, buckets_up_to
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
@@ -29,41 +28,40 @@ from toolkit.infer.verify.logit_edits import is_edited
 from toolkit.infer.verify.verifiers import Verifier
 from toolkit.infer.verify.walk import VerifyResult
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
 
 logger = get_logger(__name__)
 
 
 @dataclass
 class GraphRounds:
-    """The recorded rounds of one engine, a cache in scattered pages and its target's own forward.
+    """The recorded rounds of one engine, whose cache lies in scattered pages. run_round: what is recorded; it runs on
+    `state`.
 
-    Raises EngineError for settings or a context that nothing can be recorded on.
+    Raises EngineError for settings or a cache that nothing can be recorded on.
     """
 
     settings: GraphSettings
-    target: Target
+    run_round: RunRound
+    state: RoundState
     forward: TargetForward
     cache: KVCache
     drafter: Drafter
     verifier: Verifier
-    max_batch: int
-    max_context: int
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         shape = self.cache.shape
         self.settings.check(shape.device)
         if self.cache.pool.contiguous:
-            raise EngineError("cuda graphs came with a cache at homes; they need scattered pages (scattered_pages)")
-        buckets = buckets_up_to(min(self.settings.max_rows, self.max_batch))
+            raise EngineError("cuda graphs came with a contiguous cache; they need scattered pages (scattered_pages)")
+        max_batch = self.cache.pool.rows
+        buckets = buckets_up_to(min(self.settings.max_rows, max_batch))
         self._most_rows = buckets[-1]
-        ops = ops_for(shape.device.type)
-        self._head = self.drafter if isinstance(self.drafter, AutoregressiveDrafter) else None
-        self._never = self._why_never(ops.paged_width)
-        self._state = RoundState(self._most_rows, self.cache.pool, shape.device)
-        context = RoundContext(self.target, self.forward, self.cache, ops, self._head, self.max_context, self._state)
-        self._recordings = Recordings(context, buckets, self.max_batch, self.settings.capture, self._compile())
+        self._head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
+        self._never = self._why_never(ops_for(shape.device.type).paged_width)
+        self._recordings = Recordings(
+            self.run_round, self.state, self._head, buckets, max_batch, self.settings.capture, self._compile()
+        )
         if self.settings.at_start:
             self._record_all()
 
@@ -82,35 +80,34 @@ class GraphRounds:
         recorded = None if kind is None else self._recordings.of(kind)
         if kind is None or recorded is None:
             return None
-        self._state.settle(requests)
-        row_states = self._row_states(requests)
-        self._state.stand(row_states, kind.bucket)
-        return self._start(list(requests), kind, recorded, row_states)
+        self.state.settle(requests)
+        stood = row_states(requests, [1] * len(requests) if self._head is None else self._head.unread(requests))
+        self.state.stand(stood, kind.bucket)
+        return self._start(list(requests), kind, recorded, stood)
 
-    def launch_behind(self, in_flight: InFlight) -> InFlight:
+    def launch_after(self, in_flight: InFlight) -> InFlight:
         """The next round of the same rows, from where the device will be then."""
         return self._start(in_flight.requests, in_flight.kind, in_flight.recorded, None)
 
     def _start(
-        self, requests: list[Request], kind: Kind, recorded: Recorded, row_states: list[RowState] | None
+        self, requests: list[Request], kind: Kind, recorded: Recorded, stood: list[RowState] | None
     ) -> InFlight:
-        self._state.take_pages(len(requests), kind.bucket)
-        self._state.left[: len(requests)] = [None] * len(requests)  # known again when the last round has landed
+        self.state.take_pages(len(requests), kind.bucket)
+        self.state.begin_round(len(requests))
         recorded.replay()
-        return InFlight(
-            requests, kind, recorded, row_states, HostCopy(recorded.round.followed.numbers[: len(requests)])
-        )
+        return InFlight(requests, kind, recorded, stood, HostCopy(recorded.numbers[: len(requests)]))
 
-    def land(self, in_flight: InFlight, behind: InFlight | None) -> VerifyResult:
-        """What the round has found; waits for it. behind: the round that was launched meanwhile."""
-        result = in_flight.walk()
-        left = in_flight.left(result)
-        if behind is None:
-            self._state.left[: len(left)] = left
+    def land(self, in_flight: InFlight, following: InFlight | None) -> VerifyResult:
+        """The result of a round; waits for it. following: the round that was launched meanwhile."""
+        assert in_flight.stood is not None, "rounds land in the order in which they were launched"
+        result = in_flight.result()
+        left = advanced(in_flight.stood, result.accepted, result.path_tokens)
+        if following is None:
+            self.state.left[: len(left)] = left
         else:
-            behind.stood, behind.began = left, time.perf_counter()
+            following.stood, following.began = left, time.perf_counter()
         if self._head is not None:
-            self._head.note_round(in_flight.requests, result)
+            self._head.observe_recorded(in_flight.requests, result)
         return result
 
     def _compile(self) -> CompiledLayers | None:
@@ -124,7 +121,7 @@ class GraphRounds:
     # -- which rounds --------------------------------------------------------------------------------------------------
 
     def _why_never(self, paged_width: int) -> str | None:
-        if not isinstance(self.drafter, (NoDrafter, AutoregressiveDrafter)):
+        if not isinstance(self.drafter, (NoDrafter, HeadDrafter)):
             return f"{type(self.drafter).__name__} decides on the host what is drafted"
         if self.forward.waits_for_positions:
             return "the target's rope is dynamic, for which the host reads the positions"
@@ -165,13 +162,6 @@ class GraphRounds:
         if max(head.inputs.counts[: len(requests)]) > head.shape.num_steps + 1:
             return "the head has more to read than one round leaves"
         return None
-
-    def _row_states(self, requests: Sequence[Request]) -> list[RowState]:
-        head = self._head
-        if head is not None:
-            head.first_tokens(requests)
-        counts = [PADDING[2]] * len(requests) if head is None else head.inputs.counts[: len(requests)]
-        return [(one.output_ids[-1], one.length - 1, count, 1) for one, count in zip(requests, counts, strict=True)]
 
 
 def _is_cut(params: SamplingParams) -> bool:

@@ -11,24 +11,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.infer.cache.round_state import RowState
 from toolkit.infer.graphs.recordings import Kind, Recorded
-from toolkit.infer.graphs.round_state import RowState
+from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult, result_from
+from toolkit.infer.verify.walk import VerifyResult, read_result
 
 
 class HostCopy:
-    """A copy of `found` as the device will have left it after all that was launched so far, on the host."""
+    """A copy of `numbers` on the host, as the device will have left them after all that was launched so far."""
 
-    def __init__(self, found: Tensor) -> None:
+    def __init__(self, numbers: Tensor) -> None:
         self._over: torch.cuda.Event | None = None
-        if found.device.type == "cuda":
-            self._numbers = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._numbers.copy_(found, non_blocking=True)
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
             self._over = torch.cuda.Event()
             self._over.record()
         else:
-            self._numbers = found.clone()
+            self._numbers = numbers.clone()
 
     def read(self) -> Tensor:
         """Waits for that, and for nothing that was launched later."""
@@ -53,12 +54,6 @@ class InFlight:
         """Tokens that it commits of a row, at most."""
         return 1 if self.kind.shape is None else self.kind.shape.num_steps + 1
 
-    def walk(self) -> VerifyResult:
-        """What it has found, once it is over."""
-        return result_from(self.results.read())
-
-    def left(self, result: VerifyResult) -> list[RowState]:
-        """Where its rows stand behind it."""
-        assert self.stood is not None, "rounds land in the order in which they were launched"
-        rows = zip(self.stood, result.accepted, result.path_tokens, strict=True)
-        return [(tokens[-1], stood[1] + accepted + 1, accepted + 1, 1) for stood, accepted, tokens in rows]
+    def result(self) -> VerifyResult:
+        """What the host needs to know of it; waits until it is over."""
+        return read_result(Followed(self.results.read()))

@@ -5,21 +5,28 @@ first run. The largest come first: on a GPU the others fit into the memory that 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from toolkit.infer.engine.round import DeviceRound, RoundContext
+from toolkit.infer.cache.round_state import RoundRows, RoundState
+from toolkit.infer.drafters.draft_sampling import BestTokens
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
 from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
-from toolkit.infer.graphs.static_sampling import StaticSampling
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.graphs.static_sampling import StaticSampler
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
+from toolkit.infer.verify.sampler import NodeSampler
 from toolkit.log import get_logger, progress
 
 logger = get_logger(__name__)
 
+Propose = Callable[[RoundRows], DraftTree]
+# The engine's round, of which the numbers of the accepted paths come back (`Followed`).
+RunRound = Callable[[RoundRows, Propose, NodeSampler], Tensor]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
 
@@ -74,15 +81,19 @@ class Kind:
 
 @dataclass(frozen=True)
 class Recorded:
-    round: DeviceRound
+    """numbers: those of the accepted paths, as the last replay left them."""
+
+    numbers: Tensor
     replay: Run
 
 
 @dataclass
 class Recordings:
-    """buckets: numbers of rows. rows: those that the engine may run, recorded or not."""
+    """buckets: numbers of rows. rows: those that the engine may run, recorded or not. head: None to draft nothing."""
 
-    context: RoundContext
+    run_round: RunRound
+    state: RoundState
+    head: HeadDrafter | None
     buckets: list[int]
     rows: int
     capture: Capture | None
@@ -90,7 +101,7 @@ class Recordings:
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
     _broken: str | None = None  # why nothing more is recorded
-    _held: Tensor | None = None  # the pending features that were recorded
+    _held: Tensor | None = None  # the unread features that were recorded
 
     def __post_init__(self) -> None:
         self._capture = self.capture or CudaCapture()
@@ -147,33 +158,43 @@ class Recordings:
 
     def _hold(self, shape: DraftShape | None) -> None:
         """Room for what rounds of that shape leave for the next, at addresses that stay."""
-        drafter = self.context.drafter
-        if drafter is None or shape is None:
+        if self.head is None or shape is None:
             return
-        drafter.inputs.hold(self.rows, shape.num_steps + 1)
-        if drafter.inputs.features is not self._held:  # they grew, so that what was recorded reads old ones
+        inputs = self.head.inputs
+        inputs.hold(self.rows, shape.num_steps + 1)
+        if inputs.features is not self._held:  # they grew, so that what was recorded reads old ones
             self._made.clear()
             self._failed.clear()
             self._capture = self.capture or CudaCapture()  # a pool dies with its graphs
-            self._held = drafter.inputs.features
+            self._held = inputs.features
 
     def _record(self, kind: Kind) -> Recorded:
-        """Recorded on padding rows, so that no request's pages change; what waits in these rows is put back."""
-        context, rows = self.context, slice(0, kind.bucket)
-        distributions = None if kind.cut is None else StaticSampling(context.state, kind.bucket, cut=kind.cut)
-        one = DeviceRound(context, kind.bucket, kind.shape, distributions)
-        stores = [] if context.drafter is None else context.drafter.inputs.stores
-        before = [store[rows].clone() for store in stores]
-        context.state.stand([], kind.bucket)
-        context.state.take_pages(0, kind.bucket)
+        """Recorded on padding rows, so that no request's pages change; what is unread in these rows is put back."""
+        rows, sampler = self.state.rows(kind.bucket), StaticSampler(self.state, kind.bucket, kind.cut)
+        numbers: list[Tensor] = []
+
+        def run() -> None:
+            numbers[:] = [self.run_round(rows, self._propose(kind), sampler)]
+
+        stores = [] if self.head is None else self.head.inputs.stores
+        before = [store[: kind.bucket].clone() for store in stores]
+        self.state.stand([], kind.bucket)
+        self.state.take_pages(0, kind.bucket)
         try:
             compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
-            replay = self._capture(self.compiled.around(one) if self.compiled is not None and compiled else one)
+            replay = self._capture(self.compiled.around(run) if self.compiled is not None and compiled else run)
         finally:
             for store, kept in zip(stores, before, strict=True):
-                store[rows] = kept
-        return Recorded(one, replay)
+                store[: kind.bucket] = kept
+        return Recorded(numbers[0], replay)
+
+    def _propose(self, kind: Kind) -> Propose:
+        head, shape = self.head, kind.shape
+        if head is None or shape is None:
+            return lambda rows: root_only(rows.roots)
+        own, unread = [shape] * kind.bucket, shape.num_steps + 1
+        return lambda rows: head.draft(rows, shape, own, BestTokens(), unread)
 
     def _free_bytes(self) -> int | None:
-        device = self.context.cache.shape.device
+        device = self.state.table.device
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,14 +1,17 @@
-"""The distributions of a bucket's rows, with settings that lie in static buffers. Shapes: B rows of the bucket."""
+"""How a recorded round chooses tokens: the sampling settings lie in static buffers. Shapes: B rows of the bucket."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from toolkit.infer.graphs.round_state import RoundState
+from toolkit.infer.cache.round_state import RoundState
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.verify.sampler import Choices, greedy
 from toolkit.infer.verify.token_distribution import RowDistributions
 
 
-class StaticSampling(RowDistributions):
+class StaticDistributions(RowDistributions):
     """cut: rows may have a top-k, top-p or min-p. What they are is only known when a round runs, so that the whole
     vocabulary is looked at. Draws are functions of (seed, position, logits): no generator has a state to keep."""
 
@@ -20,3 +23,17 @@ class StaticSampling(RowDistributions):
 
     def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
         return (size,)
+
+
+class StaticSampler:
+    """The NodeSampler of a recorded round. cut: as in StaticDistributions; None: all rows are greedy."""
+
+    def __init__(self, state: RoundState, rows: int, cut: bool | None) -> None:
+        self._hot = state.hot[:rows, None]
+        self._distributions = None if cut is None else StaticDistributions(state, rows, cut=cut)
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        best = greedy(logits)
+        if self._distributions is None:
+            return Choices(best, None)
+        return Choices(torch.where(self._hot, self._distributions.draw(logits, positions), best), None)

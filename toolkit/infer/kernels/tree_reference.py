@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from toolkit.infer.request.draft_tree import node_numbers, without_padding
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,6 @@ def _side_by_side(
     return Followed(torch.cat((numbers, path, choices.gather(1, path), ranks), dim=1))
 
 
-@cache  # for good: recorded rounds read it
-def node_numbers(count: int, device: torch.device) -> Tensor:
-    """0 .. count-1: nodes, or the depths of a chain's."""
-    return torch.arange(count, device=device)
-
-
 class Ranked(NamedTuple):
     """Trees of the best candidates: fields of `DraftTree`."""
 
@@ -158,15 +153,3 @@ def ancestor_mask(parents: Tensor, deepest: int) -> Tensor:
     for _ in range(deepest):
         mask = own | mask.gather(1, up)
     return mask
-
-
-@cache  # for good: recorded rounds read it
-def chain_mask(nodes: int, device: torch.device) -> Tensor:
-    """[N, N] bool: each of few nodes sees itself and those before it."""
-    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
-
-
-def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
-    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
-    own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    return torch.where(valid[:, :, None], mask, own)

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.drafters.choose_verifier import choose_verifier
+from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_layers import DEFAULT_ROWS, CompileSettings

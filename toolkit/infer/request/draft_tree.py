@@ -17,8 +17,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.kernels.tree_reference import chain_mask, node_numbers, without_padding
 from toolkit.infer.request.errors import DraftShapeError
 
 
@@ -122,9 +120,9 @@ def candidates(num_steps: int, top_k: int) -> int:
 class Proposal:
     """The distributions that a chain's drafts were drawn from.
 
-    q [B, N-1, D] fp32: the law over the draft vocabulary at the node before each draft; 0 in rows whose drafts were not
-    drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn; None: in
-    all that have a temperature.
+    q [B, N-1, D] fp32: the distribution over the draft vocabulary at the node before each draft; 0 in rows whose drafts
+    were not drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn;
+    None: all that have a temperature.
     """
 
     q: Tensor
@@ -132,7 +130,7 @@ class Proposal:
     drawn: Tensor | None = None
 
     def scattered(self, rows: Tensor, drafted: Tensor, vocab_size: int) -> Tensor:
-        """[R, N, V]: the law of the draft behind each node of `rows` [R]; 0 where none is `drafted` [R, N]."""
+        """[R, N, V]: the distribution of the draft after each node of `rows` [R]; 0 where none is `drafted` [R, N]."""
         whole = self.q.new_zeros(*drafted.shape, vocab_size)
         whole[:, :-1, self.ids] = self.q[rows] * drafted[:, :-1, None]
         return whole
@@ -188,17 +186,19 @@ def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, 
     return depths - 1, depths, chain_mask(nodes, device).expand(rows, nodes, nodes), valid
 
 
-def rerank(
-    roots: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    levels: Tensor,
-    scores: Tensor,
-    nodes: Sequence[int],
-    deepest: int,
-) -> DraftTree:
-    """EAGLE-2's second phase: the tree of the best candidates; arguments as in `tree_reference.rank_candidates`."""
-    ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
-    return DraftTree(
-        ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
-    )
+@cache  # for good: recorded rounds read it
+def node_numbers(count: int, device: torch.device) -> Tensor:
+    """0 .. count-1: nodes, or the depths of a chain's."""
+    return torch.arange(count, device=device)
+
+
+@cache  # for good: recorded rounds read it
+def chain_mask(nodes: int, device: torch.device) -> Tensor:
+    """[N, N] bool: each node sees itself and those before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+
+
+def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
+    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
+    own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    return torch.where(valid[:, :, None], mask, own)

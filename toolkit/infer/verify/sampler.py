@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +30,14 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Choices:
-    """The token behind every node: tokens [B, n]; logprobs of the rows that asked, None if none did."""
+    """The token after every node: tokens [B, n]; logprobs of the rows that asked, None if none did."""
 
     tokens: Tensor
     logprobs: NodeLogprobs | None
 
     @property
     def extra(self) -> Callable[[Tensor], Tensor] | None:
-        """For `verify.walk`: what else it is to read."""
+        """For `read_result`: what else it is to read."""
         return None if self.logprobs is None else self.logprobs.extra
 
     @classmethod
@@ -46,6 +47,17 @@ class Choices:
             return parts[0]
         kept = [part.logprobs for part in parts if part.logprobs is not None]
         return cls(torch.cat([part.tokens for part in parts], dim=1), NodeLogprobs.joined(kept) if kept else None)
+
+
+class NodeSampler(Protocol):
+    """How a round chooses tokens."""
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        """The tokens after the nodes first .. first+n-1 of `tree`.
+
+        logits [B, n, V]; positions [B, n]: index in the sequence of the token to choose.
+        """
+        ...
 
 
 class Sampler:
@@ -74,10 +86,7 @@ class Sampler:
         return any(not holds_stops(request) for request in self._holding)
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
-        """The tokens behind the nodes first .. first+n-1 of `tree`.
-
-        logits [B, n, V]; positions [B, n] = index in the sequence of the token to choose.
-        """
+        """As NodeSampler has it."""
         tokens = self._plain_rows(logits, positions, tree)
         if self._edits is not None:
             rows = self._edits.rows

@@ -10,7 +10,7 @@ carries the chosen token until there is none. The tokens chosen on the way are e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from toolkit.infer.request.draft_tree import DraftTree
 class VerifyResult:
     """The accepted path of every row.
 
-    path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries behind
+    path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries after
     a row's own path are 0.
     tokens [B, A]: the target's choice at each of them (what is committed).
 
@@ -46,20 +46,8 @@ class VerifyResult:
 
 
 def walk(tree: DraftTree, choices: Tensor, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
-    """choices [B, N]: the target's token at every node. What the host needs to know is read from the device at once.
-
-    extra: from `path` to whatever else the host will need, int64 [.], which is read with it.
-    """
-    if tree.nodes == 1:
-        zeros = [0] * len(choices)
-        path = torch.zeros_like(choices)
-        written, extra_numbers = _read(choices, None if extra is None else extra(path))
-        return VerifyResult(
-            path, choices, zeros, [[0] for _ in zeros], written, [[] for _ in zeros], zeros, zeros, extra_numbers,
-        )  # fmt: skip
-    followed = follow(tree, choices)
-    rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
-    return _as_result(followed, rows, extra_numbers)
+    """choices [B, N]: the target's token at every node; extra as in `read_result`."""
+    return read_result(follow(tree, choices), extra)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
@@ -69,11 +57,15 @@ def follow(tree: DraftTree, choices: Tensor) -> Followed:
     return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
 
 
-def _as_result(followed: Followed, rows: Sequence[Sequence[int]], extra_numbers: list[int]) -> VerifyResult:
-    """The walks by what the host has read of them: `followed.numbers`, row by row."""
+def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
+    """What the host needs to know of the accepted paths, read from the device at once.
+
+    extra: from `path` to whatever else the host will need, int64 [.], which is read with it.
+    """
+    rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
     longest = (followed.numbers.shape[1] - 3) // 3
     of_path, of_tokens, of_ranks = (
-        [list(row[start : start + 1 + row[0]]) for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
+        [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
     )
     return VerifyResult(
         followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
@@ -81,28 +73,10 @@ def _as_result(followed: Followed, rows: Sequence[Sequence[int]], extra_numbers:
     )  # fmt: skip
 
 
-def result_from(numbers: Tensor) -> VerifyResult:
-    """The walks by what the host has read of a `Followed`."""
-    return _as_result(Followed(numbers), numbers.tolist(), [])
-
-
 def _read(rows: Tensor, extra_numbers: Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """rows [B, C] by row, and `extra_numbers` [.] behind them: one copy to the host."""
+    """rows [B, C] by row, and `extra_numbers` [.] with them: one copy to the host."""
     if extra_numbers is None:
         return rows.tolist(), []
     count, width = rows.shape
     flat = torch.cat((rows.flatten(), extra_numbers)).tolist()
     return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]
-
-
-def moved_entries(result: VerifyResult, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cache entries that accepted nodes have to move to, and come from: (row, position to, position from) of each.
-
-    Node n of a row of `length` tokens lies at position length + n; the t-th node of the path belongs at length + t.
-    """
-    return [
-        (row, length + place, length + node)
-        for row, (length, path) in enumerate(zip(lengths, result.path_nodes, strict=True))
-        for place, node in enumerate(path)
-        if node != place
-    ]

@@ -1,0 +1,93 @@
+"""Trees of the best candidates: masks are ancestor relations, and no child is kept without its parent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.infer.drafters.beams import rerank
+from toolkit.infer.kernels.tree_reference import ancestor_mask
+
+
+def climb(parents: list[int], node: int) -> set[int]:
+    """The node and its ancestors, by following parents."""
+    path = {node}
+    while parents[node] >= 0:
+        node = parents[node]
+        path.add(node)
+    return path
+
+
+def random_candidates(rows: int, k: int, steps: int, seed: int, ties: bool):
+    """Candidates as EAGLE-2's expansion leaves them: parents are beams of the level above, scores never rise."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, parents, scores, levels = [], [], [], []
+    beams, beam_scores, total = None, torch.zeros(rows, 1), 0
+    for level in range(steps):
+        width = beam_scores.shape[1]
+        step = -torch.rand(rows, width, k, generator=generator)
+        if ties:
+            step = (step * 2).round()
+        score = (beam_scores[:, :, None] + step).flatten(1)
+        count = width * k
+        tokens.append(torch.arange(total, total + count).expand(rows, count))
+        parents.append(torch.full((rows, k), -1) if beams is None else beams.repeat_interleave(k, dim=1))
+        scores.append(score)
+        levels += [level + 1] * count
+        beam_scores, chosen = score.topk(min(k, count), dim=1)
+        beams = total + chosen
+        total += count
+    return (torch.cat(part, dim=1) for part in (tokens, parents, scores)), torch.tensor(levels)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("k", "steps", "nodes"), [(2, 3, 6), (4, 4, 16), (3, 1, 3), (4, 5, 60), (1, 4, 5)])
+def test_rerank_keeps_the_best_and_their_parents(k, steps, nodes, ties):
+    """A child without its parent would be verified behind the wrong prefix; ties (p == 1) are where that happens."""
+    for seed in range(20):
+        (tokens, parents, scores), levels = random_candidates(2, k, steps, seed, ties)
+        tree = rerank(torch.tensor([900, 901]), tokens, parents, levels, scores, [nodes, nodes], int(levels[-1]))
+        for row in range(2):
+            kept = tree.tokens[row].tolist()  # a candidate's token is its number
+            above = tree.parents[row].tolist()
+            assert kept[0] == 900 + row and above[0] == -1
+            for node in range(1, len(kept)):
+                assert above[node] < node
+                wanted = parents[row, kept[node]].item()
+                assert (kept[above[node]] if above[node] else -1) == wanted
+                assert tree.depths[row, node] == tree.depths[row, above[node]] + 1
+                assert set(tree.mask[row, node].nonzero().flatten().tolist()) == climb(above, node)
+            best = scores[row].sort(descending=True).values[: nodes - 1].sum()
+            assert torch.isclose(scores[row, kept[1:]].sum(), best)
+            assert tree.valid[row].all() and tree.depths[row].max() <= tree.deepest and tree.nodes == nodes
+
+
+def test_certain_chain_beside_equal_siblings():
+    """All of probability 1: scores are all 0, and the kept nodes must be the first of each level."""
+    tokens = torch.arange(20)[None]
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]])
+    levels = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
+    tree = rerank(torch.tensor([99]), tokens[:, :10], parents, levels, torch.zeros(1, 10), [5], int(levels[-1]))
+    assert tree.tokens.tolist() == [[99, 0, 1, 2, 3]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1]]
+
+
+def test_scores_of_minus_infinity_keep_parents_first():
+    """A head that breaks (NaN, made -inf by the drafter) still yields a well-formed tree."""
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    tree = rerank(
+        torch.tensor([9]),
+        torch.arange(6)[None],
+        parents,
+        torch.tensor([1, 1, 2, 2, 2, 2]),
+        torch.full((1, 6), -torch.inf),
+        [4],
+        2,
+    )
+    assert tree.parents.tolist() == [[-1, 0, 0, 1]]
+
+
+def test_ancestor_mask_is_the_ancestor_relation():
+    """The mask drawn in draft_tree.py."""
+    mask = ancestor_mask(torch.tensor([[0, 0, 1]]), 2)[0]
+    assert [row.nonzero().flatten().tolist() for row in mask] == [[0], [0, 1], [0, 2], [0, 1, 3]]

@@ -1,0 +1,70 @@
+"""Rounds of the running requests without graphs: what the host does before and after each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
+from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.engine.round import RoundContext, run_round
+from toolkit.infer.request.draft_tree import DraftTree
+from toolkit.infer.request.request import Request
+from toolkit.infer.verify.logprobs import NodeLogprobs
+from toolkit.infer.verify.sampler import Sampler
+from toolkit.infer.verify.verifiers import Verifier
+from toolkit.infer.verify.walk import VerifyResult, read_result
+
+
+@dataclass(frozen=True)
+class EagerResult:
+    """logprobs: of the rows that asked. proposed: when the trees had been drafted (perf_counter)."""
+
+    result: VerifyResult
+    logprobs: NodeLogprobs | None
+    proposed: float
+
+
+class EagerRounds:
+    """Rounds on `state`, each read before the next begins."""
+
+    def __init__(self, context: RoundContext, state: RoundState, verifier: Verifier) -> None:
+        self._context, self._state, self._verifier = context, state, verifier
+        self._sampler: Sampler | None = None  # None: the rows changed
+
+    def rows_changed(self) -> None:
+        """Other requests run, or in other rows."""
+        self._sampler = None
+
+    def __call__(self, requests: Sequence[Request], drafter: Drafter) -> EagerResult:
+        """The round of these rows, whose trees `drafter` proposes."""
+        proposed = 0.0
+
+        def propose(rows: RoundRows) -> DraftTree:
+            nonlocal proposed
+            tree = drafter.propose(requests, rows)
+            proposed = time.perf_counter()
+            return tree
+
+        rows, stood = self.stand(requests)
+        self._state.begin_round(len(requests))
+        output = run_round(self._context, rows, propose, self._sampler_of(requests))
+        result = read_result(output.followed, output.choices.extra)
+        drafter.observe(requests, result)
+        self._state.left[: len(requests)] = advanced(stood, result.accepted, result.path_tokens)
+        return EagerResult(result, output.choices.logprobs, proposed)
+
+    def stand(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
+        """The rows, put where their requests stand, on the pages that these have."""
+        count, head = len(requests), self._context.head
+        stood = row_states(requests, [1] * count if head is None else head.unread(requests))
+        self._state.stand(stood, count)
+        self._state.take_pages(count, count)
+        return self._state.rows(count, max(length for _, length, _, _ in stood)), stood
+
+    def _sampler_of(self, requests: Sequence[Request]) -> Sampler:
+        if self._sampler is None or self._sampler.outdated:
+            target = self._context.forward.target
+            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
+        return self._sampler
