@@ -138,7 +138,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monk
     drafter = engine.drafter
     assert any(path != list(range(len(path))) for path in paths), "no second child was ever right"
     with torch.inference_mode():
-        drafter.propose(engine._running)
+        drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
     for row, request in enumerate(engine._running):
         tokens = request.prompt_ids + request.output_ids
         kept = {}

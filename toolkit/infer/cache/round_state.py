@@ -55,7 +55,7 @@ class RoundState:
     written by the host between rounds: row_states [4, R] and table [R, P] int64, where the host's rows differ from
     those that the last round left; and, when the rows of a recorded round change, its sampling settings: hot [R] bool,
     temperature, min_p [R] fp32, top_p [R] fp64, top_k, seeds [R] int64.
-    written by the round: row_states, advanced by what it commits.
+    written by the round: row_states, advanced by what it commits (what is unread: by the drafter's head, if any).
     """
 
     def __init__(self, rows: int, pool: PagePool, device: torch.device) -> None:
@@ -122,14 +122,18 @@ class RoundState:
         store.copy_(torch.tensor(values, dtype=store.dtype, pin_memory=self._pinned), non_blocking=True)
 
 
-def row_states(requests: Sequence[Request], unread: Sequence[int]) -> list[RowState]:
-    """Where running requests stand; unread: positions that the drafter has not read."""
-    return [(one.output_ids[-1], one.length - 1, count, 1) for one, count in zip(requests, unread, strict=True)]
+def row_states(requests: Sequence[Request], unread: Sequence[int] | None) -> list[RowState]:
+    """Where running requests stand; unread: positions that a head has not read, None without a head."""
+    counts = [1] * len(requests) if unread is None else unread
+    return [(one.output_ids[-1], one.length - 1, count, 1) for one, count in zip(requests, counts, strict=True)]
 
 
-def advanced(stood: Sequence[RowState], accepted: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[RowState]:
-    """Where a round leaves rows that it found at `stood`: drafts accepted and tokens committed, by row."""
+def advanced(
+    stood: Sequence[RowState], tokens: Sequence[Sequence[int]], unread: Sequence[int] | None
+) -> list[RowState]:
+    """Where a round that committed `tokens` leaves rows that it found at `stood`; unread as in `row_states`."""
+    counts = [1] * len(stood) if unread is None else unread
     return [
-        (last[-1], length + count + 1, count + 1, 1)
-        for (_, length, _, _), count, last in zip(stood, accepted, tokens, strict=True)
+        (new[-1], length + len(new), count, 1)
+        for (_, length, _, _), new, count in zip(stood, tokens, counts, strict=True)
     ]

@@ -138,25 +138,32 @@ class HeadDrafter:
     def positions_read(self, row: int, request: Request) -> int:
         return self._read[row]
 
-    def unread(self, requests: Sequence[Request]) -> list[int]:
-        """How many positions of each row wait to be read. Their tokens are complete: what follows a prompt's last
-        position was not known when the prompt was admitted."""
+    @property
+    def unread(self) -> list[int]:
+        """How many positions of each row wait to be read."""
+        return self.inputs.counts
+
+    def first_tokens(self, requests: Sequence[Request]) -> None:
+        """What follows a prompt's last position was not known when the prompt was admitted."""
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
                 self.inputs.tokens[row, 0] = request.output_ids[0]
-        return self.inputs.counts[: len(requests)]
 
-    def keep_features(self, tree: DraftTree, followed: Followed) -> None:
-        """The features of the accepted path become unread; the tokens after them are those that were just chosen."""
+    def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
+        """The features of the accepted path become unread; the tokens after them are those that were just chosen.
+
+        committed [B]: tokens of each row, 0 of padding."""
         if self._starts is None:
             return
-        if self._carry is not None and self._carry.shape[1]:
-            self.inputs.carry[: len(self._carry)] = self._carry
-        features, path = self._head.features().to(self._dtype), followed.path
-        if tree.is_chain:
-            features = features[:, : path.shape[1]]
+        if self._carry is None:
+            rows.unread.add_(committed)
         else:
-            features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
+            rows.unread.copy_(committed + (1 - rows.real))
+            if self._carry.shape[1]:
+                self.inputs.carry[: len(self._carry)] = self._carry
+        features = self._head.features().to(self._dtype)
+        if not tree.is_chain:  # of a chain the accepted nodes are the first ones
+            features = features.gather(1, followed.path[:, :, None].expand(-1, -1, features.shape[2]))
         self.inputs.append(features, followed.tokens, self._starts)
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
@@ -185,7 +192,7 @@ class HeadDrafter:
             return root_only(rows.roots)
         shape = DraftShape.covering(drafted)  # one rollout for the batch, of which each row keeps its part
         sampling = draft_sampling_for(requests, self.to_target, self._draws)
-        tree = self.draft(rows, shape, own, sampling, max(self.inputs.counts[: len(requests)]))
+        tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]))
         self._note_read(requests)
         return tree
 
@@ -214,7 +221,7 @@ class HeadDrafter:
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Roots only. Now and then the head reads what was committed meanwhile."""
         drafts = [self._drafts(request) for request in requests]
-        counts = self.inputs.counts[: len(requests)]
+        counts = self.unread[: len(requests)]
         if any(drafts) and max(counts) >= CATCH_UP:
             self._finish(self._read_unread(rows, max(counts), room=0))
             self._note_read(requests)
@@ -229,7 +236,7 @@ class HeadDrafter:
         if not any(map(self._drafts, requests)):
             self._starts = None
             return root_only(rows.roots), [[] for _ in requests]
-        counts = self.inputs.counts[: len(requests)]
+        counts = self.unread[: len(requests)]
         nodes = self._read_unread(rows, max(counts), room=0)
         ranks = shadow_ranks(nodes, counts, self.to_target, width)
         self._finish(nodes)

@@ -52,16 +52,22 @@ class EagerRounds:
         output = run_round(self._context, rows, propose, self._sampler_of(requests))
         result = read_result(output.followed, output.choices.extra)
         drafter.observe(requests, result)
-        self._state.left[: len(requests)] = advanced(stood, result.accepted, result.path_tokens)
+        self._state.left[: len(stood)] = advanced(stood, result.path_tokens, self._unread(len(stood)))
         return EagerResult(result, output.choices.logprobs, proposed)
 
     def stand(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
         """The rows, put where their requests stand, on the pages that these have."""
         count, head = len(requests), self._context.head
-        stood = row_states(requests, [1] * count if head is None else head.unread(requests))
+        if head is not None:
+            head.first_tokens(requests)
+        stood = row_states(requests, self._unread(count))
         self._state.stand(stood, count)
         self._state.take_pages(count, count)
         return self._state.rows(count, max(length for _, length, _, _ in stood)), stood
+
+    def _unread(self, count: int) -> list[int] | None:
+        """Positions of each row that the head has not read; None without a head."""
+        return None if self._context.head is None else self._context.head.unread[:count]
 
     def _sampler_of(self, requests: Sequence[Request]) -> Sampler:
         if self._sampler is None or self._sampler.outdated:

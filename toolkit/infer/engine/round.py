@@ -58,11 +58,12 @@ def run_round(
     hidden = forward_tree(context, rows, tree)
     choices = choose_tokens(context, rows, tree, hidden, sampler)
     followed = follow(tree, choices.tokens)
+    committed = (followed.accepted + 1) * rows.real
     if context.head is not None:
-        context.head.keep_features(tree, followed)
+        context.head.keep_features(rows, tree, followed, committed)
     if not tree.is_chain:
         compact(context.cache, rows, followed)
-    advance(rows, followed)
+    advance(rows, followed, committed)
     return RoundOutput(followed, choices)
 
 
@@ -105,12 +106,10 @@ def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
     cache.move_entries(destination.flatten(), source.flatten())
 
 
-def advance(rows: RoundRows, followed: Followed) -> None:
-    """The rows stand after what was committed; padding stays."""
-    committed = (followed.accepted + 1) * rows.real
+def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
+    """The rows stand after what was committed, committed [B] tokens; padding stays."""
     rows.roots.copy_(followed.tokens.gather(1, followed.accepted[:, None])[:, 0] * rows.real)
     rows.lengths.add_(committed)
-    rows.unread.copy_(committed + (1 - rows.real))
 
 
 def commit(

@@ -81,7 +81,9 @@ class GraphRounds:
         if kind is None or recorded is None:
             return None
         self.state.settle(requests)
-        stood = row_states(requests, [1] * len(requests) if self._head is None else self._head.unread(requests))
+        if self._head is not None:
+            self._head.first_tokens(requests)
+        stood = row_states(requests, None if self._head is None else self._head.unread[: len(requests)])
         self.state.stand(stood, kind.bucket)
         return self._start(list(requests), kind, recorded, stood)
 
@@ -101,13 +103,14 @@ class GraphRounds:
         """The result of a round; waits for it. following: the round that was launched meanwhile."""
         assert in_flight.stood is not None, "rounds land in the order in which they were launched"
         result = in_flight.result()
-        left = advanced(in_flight.stood, result.accepted, result.path_tokens)
+        if self._head is not None:
+            self._head.observe_recorded(in_flight.requests, result)
+        unread = None if self._head is None else self._head.unread[: len(in_flight.stood)]
+        left = advanced(in_flight.stood, result.path_tokens, unread)
         if following is None:
             self.state.left[: len(left)] = left
         else:
             following.stood, following.began = left, time.perf_counter()
-        if self._head is not None:
-            self._head.observe_recorded(in_flight.requests, result)
         return result
 
     def _compile(self) -> CompiledLayers | None:
@@ -159,7 +162,7 @@ class GraphRounds:
             return f'drafts are drawn (verify="{self.verifier.name}")'
         if any(head.shape_of(one) != head.shape for one in requests):
             return "a request is not drafted for in the engine's own shape"
-        if max(head.inputs.counts[: len(requests)]) > head.shape.num_steps + 1:
+        if max(head.unread[: len(requests)]) > head.shape.num_steps + 1:
             return "the head has more to read than one round leaves"
         return None
 
