@@ -37,9 +37,10 @@ from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.cpu import attention as cpu_attention
 from toolkit.infer.cpu import blocked_product
+from toolkit.infer.engine import round as engine_round
 from toolkit.infer.engine.engine import Engine
 
-PARTS = {"_propose": "draft", "_verify": "verify", "_commit": "commit"}
+PARTS = ("draft", "verify", "commit")
 ROUND, OURS, CPP = "round", "toolkit::", "function of C++"
 NOT_MEASURED = ("tokens", "seconds", "tokens_per_s", "accept_length", "peak_memory_bytes")
 WARM_UP = 8
@@ -62,7 +63,7 @@ class Share:
 
 
 def is_python(name: str) -> bool:
-    return name in PARTS.values() or name == ROUND or name.startswith(OURS)
+    return name in PARTS or name == ROUND or name.startswith(OURS)
 
 
 def share_of(events: Sequence[Any], running: float) -> Share:
@@ -107,18 +108,21 @@ def _add_inside(found: Share, event: Any) -> None:
 @contextmanager
 def named_parts(engine: Engine) -> Iterator[None]:
     """The engine's verbs, and our functions of C++ say when they run."""
-    for name, part in PARTS.items():
-        setattr(engine, name, _named(getattr(engine, name), part))
-    in_cpp = [(library, name, getattr(library, name)) for library, name in cpp_functions()]
-    for library, name, function in in_cpp:
-        setattr(library, name, _named(function, CPP))
+    owners = [
+        (engine.drafter, "propose", "draft"),
+        (engine_round, "forward_tree", "verify"),
+        (engine_round, "choose_tokens", "verify"),
+        (engine, "_commit", "commit"),
+        *((library, name, CPP) for library, name in cpp_functions()),
+    ]
+    owns = [getattr(owner, name) for owner, name, _ in owners]
+    for (owner, name, part), own in zip(owners, owns, strict=True):
+        setattr(owner, name, _named(own, part))
     try:
         yield
     finally:
-        for library, name, function in in_cpp:
-            setattr(library, name, function)
-        for name in PARTS:
-            delattr(engine, name)
+        for (owner, name, _), own in zip(owners, owns, strict=True):
+            setattr(owner, name, own)
 
 
 def cpp_functions() -> list[tuple[Any, str]]:
@@ -173,7 +177,7 @@ def measure(llm: LLM, rounds: int) -> dict[str, Any]:
     tops = [event for event in seen.events() if event.name == ROUND]
     whole = share_of(tops, running)
     an_event = max(0.0, (whole.seconds - alone * rounds) / whole.events)
-    parts = {part: [c for top in tops for c in top.cpu_children if c.name == part] for part in PARTS.values()}
+    parts = {part: [c for top in tops for c in top.cpu_children if c.name == part] for part in PARTS}
     by_part = {part: share_of(events, running).host(an_event) / rounds for part, events in parts.items()}
     host = whole.host(an_event) / rounds
     return {

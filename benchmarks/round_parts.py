@@ -23,36 +23,29 @@ from functools import wraps
 from typing import Any
 
 import torch
-from toolkit.infer.engine.verify_step import TreeVerifier
 
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.engine import round as device_round
-from toolkit.infer.engine import verify_step as tree_verifier
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.engine.round import DeviceRound
+from toolkit.infer.drafters.ngram_drafter import NgramDrafter
+from toolkit.infer.engine import round as engine_round
 from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
 from toolkit.infer.request.errors import EngineError
 from toolkit.targets.target import Target
 
 HOST = "host"
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (Engine, "_propose", "draft"),
-    (DeviceRound, "_draft", "draft"),
+    (HeadDrafter, "draft", "draft"),
+    (NgramDrafter, "propose", "draft"),
     (head_drafter, "chain_tree", "build"),
     (head_drafter, "rerank", "build"),
     (TargetForward, "__call__", "verify"),
     (Target, "logits", "verify"),
-    (TreeVerifier, "_choose", "sample"),
-    (DeviceRound, "_choose", "sample"),
-    (tree_verifier, "walk", "sample"),
-    (device_round, "target", "sample"),
-    (HeadDrafter, "observe", "compact"),
-    (TreeVerifier, "_compact", "compact"),
-    (DeviceRound, "_keep_features", "compact"),
-    (DeviceRound, "_compact", "compact"),
-    (DeviceRound, "_advance", "compact"),
+    (engine_round, "choose_tokens", "sample"),
+    (engine_round, "follow", "sample"),
+    (HeadDrafter, "keep_features", "compact"),
+    (engine_round, "compact", "compact"),
+    (engine_round, "advance", "compact"),
 )
 NAMES = (*dict.fromkeys(part for _, _, part in PARTS), HOST)
 

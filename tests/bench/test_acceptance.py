@@ -74,14 +74,14 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
     """The comparison must be able to fail: an engine whose accepted tokens are shifted by one is not lossless."""
-    from toolkit.infer.engine import verify_step as tree_verifier
+    from toolkit.infer.engine import round as engine_round
 
-    honest = tree_verifier.walk
+    honest = engine_round.follow
 
-    def dishonest(tree, chosen, along):
-        return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size, along)
+    def dishonest(tree, chosen):
+        return honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % tiny_target.vocab_size)
 
-    monkeypatch.setattr(tree_verifier, "walk", dishonest)
+    monkeypatch.setattr(engine_round, "follow", dishonest)
     record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], max_tokens=8)
     row = best_row(record)
     assert row["tokens_equal"] is False and row["unequal"] == 4 and len(record["divergences"]) == 4

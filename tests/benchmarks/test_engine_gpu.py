@@ -12,7 +12,7 @@ import torch
 
 from toolkit.bench.records import read_record
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.engine.engine import Engine
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
@@ -161,10 +161,10 @@ def test_time_belongs_to_the_innermost_part(script, tiny_target, tiny_draft) -> 
     found.stop()  # 12
     outer()
     assert found.seconds() == {"draft": 2 + 3, "build": 2, "verify": 1, "sample": 0, "compact": 0, "host": 1 + 1 + 1}
-    own = Engine._propose
+    own = HeadDrafter.draft
     with found.wrapped():
-        assert Engine._propose is not own
-    assert Engine._propose is own
+        assert HeadDrafter.draft is not own
+    assert HeadDrafter.draft is own
 
 
 class FakeGraph:

@@ -24,7 +24,7 @@ from toolkit.infer.attention.opaque_attention import COMPILED, now
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters.draft_rollout import HeadReader
 from toolkit.infer.drafters.drafter import Drafter
-from toolkit.infer.drafters.head_drafter import AutoregressiveDrafter
+from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
@@ -160,7 +160,7 @@ class CompiledLayers:
 
 def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledLayers:
     """The layers of the target and of the drafter's head, compiled now for rounds of up to `max_rows` rows."""
-    reader = drafter.reader if isinstance(drafter, AutoregressiveDrafter) else None
+    reader = drafter.reader if isinstance(drafter, HeadDrafter) else None
     compiled = CompiledLayers(CompileSettings(), forward, reader, dynamic=True)
     compiled.compile_all(max_rows)
     return compiled
