@@ -13,6 +13,7 @@ import torch
 from toolkit.bench.records import read_record
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
