@@ -1,4 +1,4 @@
-"""Files of one JSON object per line: errors name file:line, and a killed writer costs one line at most."""
+"""Read and append files of one JSON object per line. Errors name file:line; a killed writer loses at most one line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
-# A gzip file that is none, is cut short, or has damaged bytes.
+# Raised for files that are not gzip, truncated or damaged.
 GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
 class DataError(ValueError):
-    """A data file or row is not what is needed; the message names the place, what came and what is needed."""
+    """A data file or row is invalid; the message has the place, what was given and what is needed."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a .jsonl or .jsonl.gz file; empty lines are passed over.
+    """Yield (line number from 1, object) from a .jsonl or .jsonl.gz file; empty lines are skipped.
 
-    Raises `DataError` for a file that is absent, not UTF-8 or damaged (gzip), and for a line that is no JSON object.
+    Raises `DataError` for a file that is missing, not UTF-8 or damaged (gzip), and for a line that is no JSON object.
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path} does not exist; a .jsonl or .jsonl.gz file is needed there")
+        raise DataError(f"{path} does not exist; expected a .jsonl or .jsonl.gz file")
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     number = 0
     with opened as handle:
@@ -36,37 +36,37 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, parse_row(line, f"{path}:{number}")
         except (UnicodeDecodeError, *GZIP_ERRORS) as error:
-            raise DataError(f"{path}:{number + 1}: {error}; whole UTF-8 text is needed, copy the file again") from error
+            raise DataError(f"{path}:{number + 1}: {error}; expected UTF-8 text, copy the file again") from error
 
 
 def parse_row(line: str, where: str) -> dict[str, Any]:
-    """One line as a JSON object. Raises `DataError` that begins with `where`."""
+    """Parse one line as a JSON object. Raises `DataError` that begins with `where`."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: not valid JSON ({error}): {line.strip()[:80]!r}; one JSON object per line is needed"
+            f"{where}: not valid JSON ({error}): {line.strip()[:80]!r}; expected one JSON object per line"
         ) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: a {type(row).__name__} came, a JSON object (one per line) is needed: {line.strip()[:80]!r}"
+            f"{where}: is a {type(row).__name__}; expected a JSON object (one per line): {line.strip()[:80]!r}"
         )
     return row
 
 
 class StoredRows:
-    """The rows of a .jsonl file, each read from it when it is asked for.
+    """The rows of a .jsonl file, which are read from the file on access.
 
-    Memory: 16 bytes a row, whatever it holds (where it begins, its line number, a checksum). The file is opened for
-    every row, and once for a pass over all, so threads and forked processes may read side by side.
-    Raises `DataError` for a file that is absent or packed, a line that is no JSON object, and a row whose bytes are no
-    longer what they were at first; rows that are added behind do no harm. limit: of rows, from the first.
+    Memory: 16 bytes per row (offset, line number, checksum). The file is opened for each access to a row, and once for
+    an iteration, so threads and forked processes may read at the same time.
+    Raises `DataError` for a file that is missing or gzipped, a line that is no JSON object, and a row that has changed
+    since the file was opened; rows may be appended meanwhile. limit: number of rows to read, from the first.
     """
 
     def __init__(self, path: str | Path, limit: int | None = None) -> None:
         self.path = Path(path)
         if self.path.suffix == ".gz":
-            raise DataError(f"{path} is packed, and its rows are read where they lie; unpack it first (gunzip)")
+            raise DataError(f"{path} is gzipped, but its rows are read at random; unpack it first (gunzip)")
         self._offsets, self._numbers, self._checksums = array("q"), array("I"), array("I")
         offset = 0
         with self._opened() as handle:
@@ -92,11 +92,11 @@ class StoredRows:
                 yield self._row(handle, index)
 
     def where(self, index: int) -> str:
-        """file:line of a row."""
+        """Return file:line of a row."""
         return f"{self.path}:{self._numbers[index]}"
 
     def keep(self, order: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only the rows with these indices, in this order."""
         self._offsets, self._numbers, self._checksums = (
             array(column.typecode, (column[index] for index in order))
             for column in (self._offsets, self._numbers, self._checksums)
@@ -104,22 +104,22 @@ class StoredRows:
 
     def _opened(self) -> BinaryIO:
         if not self.path.is_file():
-            raise DataError(f"{self.path} does not exist; a .jsonl file is needed there")
+            raise DataError(f"{self.path} does not exist; expected a .jsonl file")
         return self.path.open("rb")
 
     def _row(self, handle: BinaryIO, index: int) -> dict[str, Any]:
         handle.seek(self._offsets[index])
         line, where = handle.readline(), self.where(index)
         if zlib.crc32(line) != self._checksums[index]:
-            raise DataError(f"{where} was changed while the file was in use; start again, and leave it alone meanwhile")
+            raise DataError(f"{where} was changed while the file was in use; start again, and do not edit it meanwhile")
         try:
             return parse_row(line.decode("utf-8"), where)
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: {error}; whole UTF-8 text is needed, copy the file again") from error
+            raise DataError(f"{where}: {error}; expected UTF-8 text, copy the file again") from error
 
 
 def cut_torn_line(path: str | Path) -> bool:
-    """Cut what follows the last newline: the rest of a write that was killed. Returns whether anything was cut."""
+    """Remove the text after the last newline, which a killed writer left. Return whether the file was changed."""
     path = Path(path)
     if not path.exists():
         return False
@@ -141,9 +141,9 @@ def cut_torn_line(path: str | Path) -> bool:
 
 
 class RowAppender:
-    """Append rows to a .jsonl file, each flushed when written. Opening it cuts a torn last line.
+    """Append rows to a .jsonl file; each row is flushed at once. Opening the file removes an incomplete last line.
 
-    Use as a context manager. A killed writer leaves whole lines and at most one torn one.
+    Use as a context manager. A killed writer leaves complete lines and at most one incomplete line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -157,13 +157,13 @@ class RowAppender:
         return self
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row as one line and flush it to the system."""
-        assert self._handle is not None, "RowAppender is used inside its with block"
+        """Write one row as one line and flush it to the operating system."""
+        assert self._handle is not None, "use RowAppender inside its with block"
         self._handle.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._handle.flush()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._handle is not None, "RowAppender is used inside its with block"
+        assert self._handle is not None, "use RowAppender inside its with block"
         self._handle.close()

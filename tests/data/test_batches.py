@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from toolkit.data.batches import BatchPlan, Example, collate, process_share, supervised_mask
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 
 NINE = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)  # p p p A0 A1 A2 E \n p
 
@@ -19,12 +19,12 @@ def roots(mask: torch.Tensor) -> list[int]:
     "step, expected", [(0, [2, 3, 4]), (1, [1, 2, 3]), (2, [0, 1, 2]), (3, [0, 1]), (6, []), (20, [])]
 )
 def test_nine_token_drawing(step: int, expected: list[int]) -> None:
-    """The drawing above the code: an off-by-one would train on the prompt, on A0, or past the end of the turn."""
+    """The drawing above the code. An off-by-one would train on the prompt, on A0, or past the end of the turn."""
     assert roots(supervised_mask(NINE, step)) == expected
 
 
 def test_shifted_mask_loses_the_first_draft_and_leaks_past_the_answer() -> None:
-    """The experiment's mask must have the real defect, else it would compare something else."""
+    """The experiment's mask must have the published defect."""
     assert roots(supervised_mask(NINE, 0, shift=1)) == [3, 4, 5]
     assert roots(supervised_mask(NINE, 1, shift=1)) == [2, 3, 4]
     at_end = NINE[:, :7]
@@ -33,7 +33,7 @@ def test_shifted_mask_loses_the_first_draft_and_leaks_past_the_answer() -> None:
 
 
 def test_mask_agrees_with_its_definition_on_random_rows() -> None:
-    """Slices against the sentence they implement, over several turns, every root and step."""
+    """Compares the slices with the definition, over several turns, every root and step."""
     response = torch.rand(6, 17, generator=torch.Generator().manual_seed(0)) < 0.6
     for step in range(18):
         mask = supervised_mask(response, step)
@@ -45,9 +45,9 @@ def test_mask_agrees_with_its_definition_on_random_rows() -> None:
 
 
 @pytest.mark.parametrize("step, shift", [(-1, 0), (0, 2), (0, -1)])
-def test_mask_refuses_what_it_does_not_mean(step: int, shift: int) -> None:
-    """A negative step or other shift would index from the row's end and silently supervise nonsense."""
-    with pytest.raises(ValueError, match="came"):
+def test_mask_refuses_invalid_steps_and_shifts(step: int, shift: int) -> None:
+    """A negative step or another shift would index from the row's end and silently supervise wrong positions."""
+    with pytest.raises(ValueError, match="expected 0"):
         supervised_mask(NINE, step, shift)
 
 
@@ -62,7 +62,7 @@ def test_each_epoch_holds_every_example_once(count: int, batch: int) -> None:
 
 
 def test_plan_is_deterministic_and_differs_by_epoch_and_seed() -> None:
-    """Resume and several processes rely on equal plans; equal epochs would repeat one order for ever."""
+    """Resume and several processes rely on equal plans; equal epochs would always repeat one order."""
     lengths = [(i * 31) % 97 for i in range(200)]
     assert BatchPlan(lengths, 8, 1).epoch(4) == BatchPlan(lengths, 8, 1).epoch(4)
     assert BatchPlan(lengths, 8, 1).epoch(4) != BatchPlan(lengths, 8, 1).epoch(5)
@@ -70,7 +70,7 @@ def test_plan_is_deterministic_and_differs_by_epoch_and_seed() -> None:
 
 
 def test_plan_wastes_little_padding() -> None:
-    """Length buckets are the point of the plan: without them half of a batch is padding."""
+    """Without length buckets half of a batch would be padding."""
     lengths = [20 + (i * 7919) % 400 for i in range(512)]
     batches = BatchPlan(lengths, 8, 0).epoch(0)
     padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in batches)

@@ -1,4 +1,4 @@
-"""Every form that prompts come in is read alike, and a bad row is named by file and line."""
+"""All forms of prompt files give the same conversations, and errors name file and line of an invalid row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from toolkit.data.conversations import Conversation, read_conversations, user_turns, write_conversations
-from toolkit.data.jsonl import DataError, RowAppender, read_rows
+from toolkit.jsonl import DataError, RowAppender, read_rows
 
 SHAREGPT = {
     "id": "s1",
@@ -58,22 +58,22 @@ def test_every_form_in_every_container(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "x"}, "keys text came; one of conversations"),
-        ({"conversations": [{"from": "tool", "value": "x"}]}, "role 'tool' came; one of system, user"),
+        ({"text": "x"}, "keys are text; expected one of conversations"),
+        ({"conversations": [{"from": "tool", "value": "x"}]}, "role is 'tool'; expected one of system, user"),
         ({"messages": [{"role": "user", "content": " "}]}, "is empty"),
-        ({"messages": []}, "no message of the user among 0"),
-        ({"conversations": []}, "no message of the user among 0"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "no message of the user"),
-        ({"messages": [{"role": "user", "content": None}]}, "NoneType; text is needed"),
+        ({"messages": []}, "none of the 0 messages is a user message"),
+        ({"conversations": []}, "none of the 0 messages is a user message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "none of the 1 messages is a user message"),
+        ({"messages": [{"role": "user", "content": None}]}, "NoneType; expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "must be the first"),
-        ({"turns": "One."}, "holds a str; a list"),
-        ({"messages": ["x", 3]}, "a str came; an object"),
-        ([1], "a list came"),
+        ({"turns": "One."}, "is a str; expected a list"),
+        ({"messages": ["x", 3]}, "is a str; expected an object"),
+        ([1], "is a list; expected a JSON object"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
-    """A row that is skipped in silence would be data lost in silence."""
+    """Skipping the row would silently lose data."""
     path = write(tmp_path / "bad.jsonl", [PROMPT, row])
     with pytest.raises(DataError, match=message) as caught:
         read_conversations(path)
@@ -81,7 +81,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    """Absent, cut short, of another encoding or kind: each must say so, not read as empty."""
+    """A missing, truncated or wrongly encoded file, or one of another kind, must not be read as empty."""
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt": "a"}\n{"prompt": ')
     zipped = write(tmp_path / "cut.jsonl.gz", ROWS * 50)
@@ -95,8 +95,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         ("broken.jsonl", r"broken.jsonl:2: not valid JSON"),
         ("cut.jsonl.gz", "copy the file again"),
         ("latin.jsonl", "UTF-8"),
-        ("object.json", "a dict came; a list"),
-        ("text.txt", "a .jsonl, .jsonl.gz, .json"),
+        ("object.json", "is a dict; expected a list"),
+        ("text.txt", "expected .jsonl, .jsonl.gz, .json"),
         ("empty.jsonl", "no conversations"),
         ("absent.jsonl", "does not exist"),
         ("absent.json", "does not exist"),
@@ -107,7 +107,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["many.jsonl", "many.jsonl.gz", "many.json"])
 def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path, name: str) -> None:
-    """A recipe with a limit must give the same prompts again, whatever they are packed in and in every version."""
+    """A recipe with a limit must give the same prompts in every version, compressed or not."""
     path = write(tmp_path / name, [{"prompt": f"question {i}"} for i in range(50)])
     assert [one.id for one in read_conversations(path, limit=3)] == ["many-0", "many-1", "many-2"]
     sample = read_conversations(path, limit=10, seed=1)
@@ -116,13 +116,13 @@ def test_limit_takes_the_first_or_a_seeded_sample(tmp_path: Path, name: str) -> 
     assert [one.messages[0]["content"] for one in sample] == [f"question {i}" for i in chosen]
     assert sample.ids != read_conversations(path, limit=10, seed=2).ids
     assert len(read_conversations(path, limit=60, seed=1)) == 50
-    with pytest.raises(DataError, match="limit 0"):
+    with pytest.raises(DataError, match="limit is 0"):
         read_conversations(path, limit=0)
 
 
 @pytest.mark.parametrize("name, limit", [("long.jsonl", None), ("long.jsonl", 9), ("long.jsonl.gz", 9)])
 def test_memory_does_not_grow_with_the_messages(tmp_path: Path, name: str, limit: int | None) -> None:
-    """A file larger than memory, here 8 MB of text: held are the ids, a sample, and the conversation that is read."""
+    """For a file larger than memory, here 8 MB of text, only the ids, a sample and the current row may be held."""
     path = write(tmp_path / name, [{"prompt": f"{i} " * 7000} for i in range(300)])
     tracemalloc.start()
     read = read_conversations([path], limit=limit, seed=None if limit is None else 3)
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_the_messages(tmp_path: Path, name: str, limit
 
 
 def test_several_sources_take_turns_and_keep_ids_apart(tmp_path: Path) -> None:
-    """A limit must not spend itself on the first file, and equal ids must not swallow each other's rollouts."""
+    """A limit must not be used up by the first file, and equal ids must not overwrite each other's rollouts."""
     one = write(tmp_path / "one.jsonl", [{"id": name, "prompt": name} for name in "abc"])
     two = write(tmp_path / "two.jsonl", [{"id": "a", "prompt": "4"}])
     assert [c.id for c in read_conversations([one, two], limit=3)] == ["a", "a#2", "b"]
@@ -151,7 +151,7 @@ def test_written_conversations_are_read_again(tmp_path: Path) -> None:
 def test_datasets_from_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, seed: int | None
 ) -> None:
-    """`hub:` and directories go through `datasets`; a local path stands in for the hub, streaming included."""
+    """`hub:` and directories are read through `datasets`; a local path replaces the hub, also for streaming."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -176,7 +176,7 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     limit: int | None,
     kept: list[str],
 ) -> None:
-    """Sets of the hub have empty conversations and roles of their own in some rows; nobody can remove them there."""
+    """Some rows of hub datasets have empty conversations or other roles, and users cannot remove them."""
     import datasets
 
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
@@ -189,19 +189,19 @@ def test_rows_of_a_dataset_that_hold_no_conversation_are_counted(
     write(tmp_path / "files" / "train.jsonl", rows)
     read = read_conversations(f"hub:{tmp_path / 'files'}", limit=limit)
     assert [one.messages[0]["content"] for one in read] == kept and read.ids == [f"c{name[1]}" for name in kept]
-    assert f"2 of {5 if limit is None else 4} rows are left out; the first: " in caplog.text
-    assert "row 1: no message of the user among 0" in caplog.text
-    # On disk too a limit is one of conversations, whether they come in their order or drawn.
+    assert f"2 of {5 if limit is None else 4} rows were skipped; the first: " in caplog.text
+    assert "row 1: none of the 0 messages is a user message" in caplog.text
+    # The limit counts conversations, not rows, also on disk, in order or sampled.
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for seed in (None, 0, 1, 2):
         stored = [one.messages[0]["content"] for one in read_conversations(tmp_path / "saved", limit=limit, seed=seed)]
         assert len(set(stored)) == len(kept) and (stored == kept or seed is not None)
-    with pytest.raises(DataError, match="no message of the user"):
+    with pytest.raises(DataError, match="none of the 0 messages"):
         read_conversations(tmp_path / "files" / "train.jsonl", limit=limit)
 
 
 def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
-    """Appending behind half a line would corrupt two rows and stop every later reader."""
+    """Appending to an incomplete line would corrupt two rows and make every later reader fail."""
     path = tmp_path / "rows.jsonl"
     for torn in ('{"a": 1}\n{"b": ', '{"a": 1}\n' + '{"b": "' + "x" * 200_000, '{"a": 1}\n'):
         path.write_text(torn)
@@ -217,7 +217,7 @@ def test_a_torn_line_is_cut_before_the_next_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz"])
 @pytest.mark.parametrize("damage", ["cut", "no gzip", "bad bytes"])
 def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    """A download that broke off must be one line for the user, not a traceback from zlib."""
+    """A truncated download must give a one-line error, not a traceback from zlib."""
     path = write(tmp_path / name, [{"prompt": f"number {n} of {n * n}"} for n in range(400)])
     raw = bytearray(path.read_bytes())
     if damage == "bad bytes":
@@ -228,7 +228,7 @@ def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 
 def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream of millions of plain texts: the first hundred tell."""
+    """For a stream of millions of plain texts, the first hundred rows must be enough for the error."""
     import datasets
 
     read = []
@@ -241,14 +241,14 @@ def test_a_dataset_of_another_kind_is_not_read_to_its_end(monkeypatch: pytest.Mo
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     with pytest.raises(
-        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys text"
+        DataError, match="none of the first 100 rows holds a conversation: hub:org/name row 99: keys are text"
     ):
         read_conversations("hub:org/name", limit=5)
     assert len(read) < 2000
 
 
-def test_a_stream_that_breaks_off_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network may fail in the middle of a hub dataset, long after its loading went well."""
+def test_a_stream_that_breaks_off_names_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network may fail in the middle of a hub dataset, long after it was opened."""
     import datasets
 
     def rows() -> Any:
@@ -257,5 +257,5 @@ def test_a_stream_that_breaks_off_says_where(monkeypatch: pytest.MonkeyPatch) ->
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    with pytest.raises(DataError, match="reading ended after 1 rows .*ConnectionError"):
+    with pytest.raises(DataError, match="reading failed after 1 rows .*ConnectionError"):
         read_conversations("hub:org/name", limit=5)

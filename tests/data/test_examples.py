@@ -1,4 +1,4 @@
-"""Rollouts become examples: in the order of their ids, cut and never dropped, and read when they are asked for."""
+"""Examples from rollouts are sorted by id, truncated instead of dropped, and read on access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.data.batches import Example
 from toolkit.data.examples import load_examples
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 
 
 def row(identity: str, split: str, ids: list[int], spans: list[list[int]]) -> dict[str, object]:
@@ -23,7 +23,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None:
-    """A long rollout still teaches with its beginning; one with nothing left to supervise does not count as data."""
+    """A long rollout keeps its beginning; a rollout without supervised ids is not counted as data."""
     path = write(
         tmp_path / "rollouts.jsonl",
         [
@@ -38,25 +38,27 @@ def test_examples_keep_their_ids_and_are_cut_not_dropped(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("max_length", "kept", "told"),
+    ("max_length", "kept", "warning"),
     [
         (20, 10, None),
         (10, 10, None),
-        (9, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
-        (6, 6, "1 end at the border of a turn, 0 within their first answer; 2 response ids"),
-        (5, 5, "0 end at the border of a turn, 1 within their first answer; 3 response ids"),
+        (9, 6, "1 were cut at the end of a turn, 0 within their first answer; 2 response ids"),
+        (6, 6, "1 were cut at the end of a turn, 0 within their first answer; 2 response ids"),
+        (5, 5, "0 were cut at the end of a turn, 1 within their first answer; 3 response ids"),
     ],
 )
-def test_long_conversations_end_at_a_turn(tmp_path: Path, caplog, max_length: int, kept: int, told: str | None) -> None:
-    """An answer's end would be missing in silence, or a whole conversation; what is gone is counted."""
+def test_long_conversations_end_at_a_turn(
+    tmp_path: Path, caplog, max_length: int, kept: int, warning: str | None
+) -> None:
+    """Otherwise the end of an answer, or a whole conversation, would be lost without a warning."""
     row = {"id": "a", "split": "train", "input_ids": list(range(10)), "response_spans": [[2, 6], [8, 10]]}
     (example,), cut = load_examples(write(tmp_path / "r.jsonl", [row]), "train", max_length)
-    assert len(example.input_ids) == len(example.response) == kept and cut == (told is not None)
-    assert (told in caplog.text) if told else not caplog.text
+    assert len(example.input_ids) == len(example.response) == kept and cut == (warning is not None)
+    assert (warning in caplog.text) if warning else not caplog.text
 
 
 def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
-    """Rollouts are written as they end: with another batch size in another order, which must not change a training."""
+    """The order in the file depends on the batch size of the rollouts, which must not change the training."""
     rows = [row(name, "train", [1, 2, 3, 4], [[1, 4]]) for name in ("b", "c", "a")]
     examples, _ = load_examples(write(tmp_path / "r.jsonl", rows), "train", 8)
     assert [example.id for example in examples] == ["a", "b", "c"]
@@ -72,7 +74,7 @@ def test_examples_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_rollouts_are_refused(tmp_path: Path, bad: dict[str, object], message: str) -> None:
-    """A wrong file handed to the trainer must not become an empty or shifted data set."""
+    """A wrong file must not become an empty or shifted data set."""
     with pytest.raises(DataError, match=message):
         load_examples(write(tmp_path / "r.jsonl", [bad]), "train", 16)
 
@@ -93,8 +95,8 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
 
 
 def test_examples_are_found_again_and_no_others(tmp_path: Path) -> None:
-    """Behind letters of several bytes and empty lines, and past what is written meanwhile; but a row of other bytes, at
-    the same place and of the same id and length, would be trained on as if it had been checked."""
+    """Characters of several bytes, empty lines and appended rows must not shift the reading. A row that changed, even
+    with the same id and length, must be refused, since it was not checked."""
     rows = [row(name, "train", [1, 2, 3, 4 + at], [[1, 4]]) | {"said": "東京"} for at, name in enumerate("cab")]
     path = tmp_path / "r.jsonl"
     path.write_text("\n\n".join(json.dumps(one, ensure_ascii=False) for one in rows) + "\n")
@@ -109,5 +111,5 @@ def test_examples_are_found_again_and_no_others(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match="r.jsonl does not exist"):
         examples[1]
-    with pytest.raises(DataError, match="packed.*gunzip"):
+    with pytest.raises(DataError, match="gzipped.*gunzip"):
         load_examples(tmp_path / "r.jsonl.gz", "train", 8)

@@ -1,4 +1,4 @@
-"""Features on disk: whole shards survive any kill, other settings are never mixed in, and a full disk is told."""
+"""Features on disk: complete shards survive a kill, settings are never mixed, and a full disk gives a clear error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(store: FeatureStore, texts: list[list[int]]) -> None:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    """By this store, by another that opens the folder, and without a second copy of what is there already."""
+    """Features are read back by this store and by another one of the folder; stored texts are not written twice."""
     store = FeatureStore.start(tmp_path, SPEC)
     write(store, TEXTS[:7])
     write(store, TEXTS)
@@ -55,12 +55,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     with pytest.raises(FeatureStoreError, match="text of 3 ids"):
         store.read([1, 2, 3])
     assert store.columns(2) == slice(8, 16) and store.last_columns == slice(24, 32)
-    with pytest.raises(FeatureStoreError, match=r"\[1, 2, 5\], 3 is needed"):
+    with pytest.raises(FeatureStoreError, match=r"\[1, 2, 5\], but layer 3 is needed"):
         store.columns(3)
 
 
 def test_what_a_kill_leaves(tmp_path: Path) -> None:
-    """Half-written files of ours and of safetensors go; a shard that is cut short counts as absent, whole ones stay."""
+    """Incomplete files are removed, a truncated shard counts as missing, and complete shards stay."""
     write(FeatureStore.start(tmp_path, SPEC), TEXTS)
     torn = sorted(tmp_path.glob("shard-*"))[1]
     torn.write_bytes(torn.read_bytes()[:-40])
@@ -79,7 +79,7 @@ def test_what_a_kill_leaves(tmp_path: Path) -> None:
      ("layer_ids", (1, 2, 4)), ("hidden_size", 16)],
 )  # fmt: skip
 def test_features_of_other_settings(tmp_path: Path, caplog, monkeypatch, key: str, other: object) -> None:
-    """Each key of the manifest alone is enough: a reader refuses, a writer starts anew, and both name the key."""
+    """If any key of the manifest differs, a reader refuses, a writer starts again, and both name the key."""
     monkeypatch.setattr(feature_store.log.parent, "propagate", True)
     write(FeatureStore.start(tmp_path, SPEC), TEXTS)
     changed = replace(SPEC, **{key: other})
@@ -87,27 +87,29 @@ def test_features_of_other_settings(tmp_path: Path, caplog, monkeypatch, key: st
         FeatureStore(tmp_path, changed)
     assert len(FeatureStore.start(tmp_path, SPEC)) == len(TEXTS)
     store = FeatureStore.start(tmp_path, changed)
-    assert len(store) == 0 and not list(tmp_path.glob("shard-*")) and f"anew ({key} " in caplog.text
+    assert len(store) == 0 and not list(tmp_path.glob("shard-*")) and f"replaced ({key} " in caplog.text
 
 
-def test_no_room_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatch) -> None:
+def test_a_lack_of_space_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:
     store = FeatureStore.start(tmp_path, SPEC)
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63_000_000))
     store.check_room(900_000)
-    with pytest.raises(FeatureStoreError, match=r"0\.06 GB \(64 bytes a token x 1000000 tokens\).*where 0\.06 GB are"):
+    with pytest.raises(
+        FeatureStoreError, match=r"0\.06 GB \(64 bytes per token x 1000000 tokens\).*where 0\.06 GB are"
+    ):
         store.check_room(1_000_000)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_no_room_for_other_features_keeps_these(tmp_path: Path, monkeypatch) -> None:
-    """A dtype changed by accident must not cost what was stored and then fail. Room that they take counts as free."""
+    """A dtype changed by accident must not delete stored features and then fail. Their space counts as free."""
     write(FeatureStore.start(tmp_path, SPEC), TEXTS)
     size = sum(shard.stat().st_size for shard in tmp_path.glob("shard-*"))
     changed = replace(SPEC, dtype="float32")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * changed.bytes_per_token))
     fits = size // changed.bytes_per_token + 2
-    with pytest.raises(FeatureStoreError, match="without those of other settings; free some room"):
+    with pytest.raises(FeatureStoreError, match="after removing those of other settings; free some space"):
         FeatureStore.start(tmp_path, changed, fits + 1)
     check(FeatureStore(tmp_path, SPEC), TEXTS)
     assert len(FeatureStore.start(tmp_path, changed, fits)) == 0
@@ -121,8 +123,8 @@ def test_no_room_for_other_features_keeps_these(tmp_path: Path, monkeypatch) -> 
     ],
 )
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> None:
-    """In the midst of the third shard. What was whole stays, the half goes, the message says what to do; with room
-    again, the rest is added. safetensors tells the system's error in words only."""
+    """The disk is full within the third shard. Complete shards stay, the incomplete one is removed, and the message
+    says what to do; later the rest is added. safetensors gives the system's error only as text."""
     save, calls = safetensors.torch.save_file, []
 
     def filling(tensors, path, metadata=None):
@@ -134,7 +136,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch, error: Exception) -> 
 
     monkeypatch.setattr(safetensors.torch, "save_file", filling)
     store = FeatureStore.start(tmp_path, SPEC)
-    with pytest.raises(FeatureStoreError, match=r"is full: a shard of .* start again.*tokens\) is kept"):
+    with pytest.raises(FeatureStoreError, match=r"is full: a shard needs .* start again.*tokens\) are kept"):
         write(store, TEXTS)
     assert len(calls) == 3 and len(list(tmp_path.glob("shard-*"))) == 2 and not list(tmp_path.glob(".*"))
     store = FeatureStore.start(tmp_path, SPEC)

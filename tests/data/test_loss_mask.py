@@ -39,7 +39,7 @@ def test_ids_are_those_of_the_template_itself(tokenizer_of: TokenizerOf, family:
 
 @pytest.mark.parametrize("family", ENDS)
 def test_generation_prompt_is_no_response(tokenizer_of: TokenizerOf, family: str) -> None:
-    """The form in which the next answer is asked for: earlier answers are marked, the header that follows is not."""
+    """In the prompt of the next answer, earlier answers are marked and the generation prompt is not."""
     tokenizer = tokenizer_of(family)
     ids, mask = response_mask(tokenizer, CONVERSATION[:3], add_generation_prompt=True)
     assert ids == prompt_ids(tokenizer, CONVERSATION[:3])
@@ -50,7 +50,7 @@ def test_generation_prompt_is_no_response(tokenizer_of: TokenizerOf, family: str
 @pytest.mark.parametrize("content", ["", "   ", "  two spaces around  ", "\n\nnewlines\n"])
 @pytest.mark.parametrize("family", ["chatml", "llama3"])
 def test_spaces_around_an_answer_keep_its_end(tokenizer_of: TokenizerOf, family: str, content: str) -> None:
-    """Templates that trim, and byte-level offsets that trim, must not lose the end-of-turn id or take the newline."""
+    """Templates and byte-level offsets that trim spaces must not lose the end-of-turn id or include the newline."""
     tokenizer = tokenizer_of(family)
     ids, mask = response_mask(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": content}])
     ((start, end),) = spans(mask)
@@ -58,7 +58,7 @@ def test_spaces_around_an_answer_keep_its_end(tokenizer_of: TokenizerOf, family:
 
 
 def test_default_system_prompt_is_no_obstacle(tokenizer_of: TokenizerOf) -> None:
-    """SmolLM2's template invents a system turn when there is none, and keeps a given one."""
+    """SmolLM2's template adds a system turn when the messages have none, and keeps a given one."""
     tokenizer = tokenizer_of("chatml")
     system = {"role": "system", "content": "Yes."}
     ids, mask = response_mask(tokenizer, [system, *CONVERSATION[:2]])
@@ -86,27 +86,27 @@ def test_template_without_end_of_turn_marks_the_words_only(tokenizer: PreTrained
     ],
 )  # fmt: skip
 def test_unlocatable_answers_are_an_error(tokenizer: PreTrainedTokenizerFast, template: str, message: str) -> None:
-    """Templates that rewrite history must not be masked by guess."""
+    """If a template rewrites earlier turns, the mask must not be guessed."""
     tokenizer.chat_template = template
     with pytest.raises(LossMaskError, match=message):
         response_mask(tokenizer, CONVERSATION)
 
 
 def test_conversations_without_answers_are_an_error(tokenizer_of: TokenizerOf) -> None:
-    """Zero supervised ids would be a training that silently learns nothing."""
+    """Without supervised ids the training would silently learn nothing."""
     for family in ENDS:
         with pytest.raises(LossMaskError, match="no response ids"):
             response_mask(tokenizer_of(family), CONVERSATION[:1])
-    with pytest.raises(LossMaskError, match="begins with an assistant"):
+    with pytest.raises(LossMaskError, match="begins with an assistant message; add a user message"):
         response_mask(tokenizer_of("chatml"), CONVERSATION[1:])
 
 
-def test_template_errors_say_what_the_template_says(
+def test_template_errors_hold_the_message_of_the_template(
     tokenizer_of: TokenizerOf, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """A refused role and an absent template are the user's to mend, so they must be named."""
+    """Users must correct a rejected role or a missing template, so the error must name them."""
     with pytest.raises(ChatTemplateError, match="System role not supported"):
         response_mask(tokenizer_of("gemma"), [{"role": "system", "content": "x"}, *CONVERSATION])
     tokenizer.chat_template = None
-    with pytest.raises(ChatTemplateError, match="no chat template"):
+    with pytest.raises(ChatTemplateError, match="no usable chat template"):
         response_mask(tokenizer, CONVERSATION)

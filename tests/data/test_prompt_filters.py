@@ -1,4 +1,4 @@
-"""Filters keep real requests, in any script, and turn away what a model in a loop or out of its role writes."""
+"""Filters keep real requests in any script, and reject repetition, noise and text of another role."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.data.prompt_filters import rejection, words_of
     ],
 )
 def test_real_requests_pass(text: str) -> None:
-    """A filter that takes real requests for noise would narrow what the head learns."""
+    """Rejecting real requests would narrow what the head learns."""
     assert rejection(text, 3, 400) is None
 
 
@@ -41,7 +41,7 @@ def test_real_requests_pass(text: str) -> None:
     ],
 )
 def test_noise_is_rejected_by_name(text: str, reason: str) -> None:
-    """Each reason is counted, so each must be told apart."""
+    """Reasons are counted, so each must be distinguished."""
     assert rejection(text, 3, 8 if reason == "too_long" else 400) == reason
 
 

@@ -1,4 +1,4 @@
-"""The order in which prompts are answered afresh."""
+"""The order in which prompts are answered again."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_the_pool_is_the_training_split(tmp_path):
         ("c", ["ask c"]),
     ]
     path.write_text(json.dumps({"id": "x", "split": "train", "messages": []}) + "\n")
-    with pytest.raises(DataError, match="rollouts.jsonl:1: the rollout holds no messages"):
+    with pytest.raises(DataError, match="rollouts.jsonl:1: the rollout has no messages"):
         read_pool(path)

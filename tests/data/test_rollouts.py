@@ -1,4 +1,4 @@
-"""Rollouts hold what the target wrote, id by id, in whatever order answers end and whenever the run is killed."""
+"""Rollouts hold exactly the ids that the target wrote, in any order of finishing and after any kill."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from toolkit.data.chat_template import prompt_ids
 from toolkit.data.conversations import Conversation
 from toolkit.data.examples import load_examples
 from toolkit.data.generation import GenerationRequest, GenerationResult
-from toolkit.data.jsonl import DataError, read_rows
 from toolkit.data.rollout_files import held_out_ids
 from toolkit.data.rollouts import write_rollouts
+from toolkit.jsonl import DataError, read_rows
 from toolkit.recipe import RolloutSettings
 
 SETTINGS = RolloutSettings(max_tokens=40, held_out=0.2)
@@ -40,7 +40,7 @@ CONVERSATIONS = [
 
 
 def answer(request: GenerationRequest) -> tuple[str, str]:
-    """Depends on seed and prompt, as a sampled answer does; a third of the last ones are cut by length."""
+    """Depends on seed and prompt, as a sampled answer does; a third of the last turns end by length."""
     text = f"Yes {request.seed % 1000}, it is {sum(request.prompt_ids) % 97}."
     return (text, "length") if request.last and request.seed % 3 == 0 else (text, "stop")
 
@@ -70,7 +70,7 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 def test_rows_hold_the_ids_as_written(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
 ) -> None:
-    """An answer that is decoded and tokenised again is no longer on-policy; the spans must cover it exactly."""
+    """An answer that is decoded and tokenized again is no longer on-policy; the spans must cover it exactly."""
     target = fake_target(tokenizer, answer)
     stats = write(target)
     rows = rows_of(tmp_path / "rollouts.jsonl")
@@ -147,7 +147,7 @@ def test_conversations_are_taken_a_wave_at_a_time(
 def test_a_killed_run_ends_with_the_same_rows(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path, die_after: int
 ) -> None:
-    """Killed anywhere, with a torn line left behind, the second run must add exactly what is missing."""
+    """After a kill at any point, also within a line, the second run must add exactly the missing rows."""
     out = tmp_path / "rollouts.jsonl"
     whole = fake_target(tokenizer, answer)
     write(whole)
@@ -166,7 +166,7 @@ def test_a_killed_run_ends_with_the_same_rows(
     assert write(nothing) == stats and not nothing.calls
 
 
-def test_what_cannot_be_answered_is_counted(
+def test_skipped_conversations_are_counted(
     tokenizer: PreTrainedTokenizerFast,
     fake_target: Any,
     write: Write,
@@ -174,7 +174,7 @@ def test_what_cannot_be_answered_is_counted(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts over the context and empty answers must leave a trace, and must not be tried again for ever."""
+    """Prompts over the context length and empty answers must be recorded, and must not be tried again."""
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     given = [
         conversation("long", "why " * 300),
@@ -239,13 +239,13 @@ def test_an_answer_never_runs_over_the_context(
         ({"settings": RolloutSettings(max_tokens=40, held_out=0.99)}, "split was"),
         ({"conversations": CONVERSATIONS[:3]}, "not among the prompts"),
         ({"conversations": [conversation(one.id, "else?") for one in CONVERSATIONS]}, "other user messages"),
-        ({"conversations": [*CONVERSATIONS, CONVERSATIONS[0]]}, "more than once"),
+        ({"conversations": [*CONVERSATIONS, CONVERSATIONS[0]]}, "ids are repeated"),
     ],
 )
 def test_rows_of_another_run_are_refused(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, change: dict[str, Any], message: str
 ) -> None:
-    """Two sets of rollouts in one file would train on a mixture whose provenance nobody can tell."""
+    """A file with two sets of rollouts would have no clear provenance."""
     write(fake_target(tokenizer, answer))
     with pytest.raises(DataError, match=message):
         write(fake_target(tokenizer, answer), **change)
@@ -269,7 +269,7 @@ def test_splits_depend_on_the_id_alone_and_both_load(
 def test_templates_that_rewrite_history_mark_the_last_answer_only(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, write: Write, tmp_path: Path
 ) -> None:
-    """Reasoning templates drop earlier thoughts: ids stay exact, and the unmarked turns are counted, not guessed."""
+    """Reasoning templates drop earlier thoughts: ids stay exact, and unmarked turns are counted instead of guessed."""
     tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | upper")
     stats = write(fake_target(tokenizer, answer), [conversation("a", "one", "two")])
     (row,) = rows_of(tmp_path / "rollouts.jsonl").values()
@@ -279,22 +279,22 @@ def test_templates_that_rewrite_history_mark_the_last_answer_only(
 @pytest.mark.parametrize(
     "results, message",
     [
-        ([], "1 of 1 requests unanswered"),
-        ([(0, "stop"), (0, "stop")], "a second time"),
-        ([(0, "abort")], "by 'abort'"),
+        ([], "no result for 1 of 1 requests"),
+        ([(0, "stop"), (0, "stop")], "twice"),
+        ([(0, "abort")], "finish reason 'abort'"),
     ],
 )
 def test_a_generate_that_breaks_its_contract_is_named(
     write: Write, results: list[tuple[int, str]], message: str
 ) -> None:
-    """A server that loses requests must not turn into missing data."""
+    """A server that loses requests must not silently cause missing rows."""
     answers = [(index, GenerationResult([70, 71, 2], reason)) for index, reason in results]
     with pytest.raises(RuntimeError, match=message):
         write(lambda requests: answers, [conversation("a", "Hi?")])
 
 
 def test_few_conversations_still_hold_one_out() -> None:
-    """A run on ten prompts at 5 % would train for minutes and then have nothing to forecast on."""
+    """Otherwise a run on ten prompts at 5 % would train for minutes without held-out data to forecast on."""
     few = [f"c{i}" for i in range(6)]
     assert len(held_out_ids(few, 0.001)) == 1 and held_out_ids(few, 0.001) == held_out_ids(few[::-1], 0.001)
     assert not held_out_ids(few, 0.0) and not held_out_ids(few[:1], 0.001)

@@ -1,4 +1,4 @@
-"""Self-written prompts are a function of the settings alone: not of batches, of the order of ending, or of kills."""
+"""Synthesized prompts depend only on the settings, not on batches, the order of finishing, or kills."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from toolkit.data.chat_template import ChatTemplateError
 from toolkit.data.conversations import read_conversations
 from toolkit.data.generation import GenerationRequest, derived_seed
-from toolkit.data.jsonl import DataError, read_rows
 from toolkit.data.synthesis import synthesise_prompts, user_turn_prefix_ids
+from toolkit.jsonl import DataError, read_rows
 from toolkit.recipe import PromptSettings
 
 SETTINGS = PromptSettings(synthesize=30, max_tokens=60)
@@ -23,7 +23,7 @@ NUMBER_OF = {derived_seed(1, "prompt", number): number for number in range(400)}
 
 
 def turn(request: GenerationRequest) -> tuple[str, str]:
-    """The text of an attempt by its number: of ten, five are good, the others fail each in its own way."""
+    """The text of an attempt by its number: of ten, five are usable, and the others fail in different ways."""
     number = NUMBER_OF[request.seed]
     special = {
         1: (f"Tell me about river {number}", "length"),
@@ -61,7 +61,7 @@ def synthesise(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Synthesise
 def test_prefix_ends_where_the_user_begins(
     tokenizer_of: Callable[[str], PreTrainedTokenizerFast], family: str, end: str
 ) -> None:
-    """One id too many or too few, and the target writes something other than a user's turn."""
+    """With one id too many or too few, the target would not write a user turn."""
     tokenizer = tokenizer_of(family)
     prefix = user_turn_prefix_ids(tokenizer)
     assert tokenizer.decode(prefix).endswith(end)
@@ -71,7 +71,7 @@ def test_prefix_ends_where_the_user_begins(
 
 @pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "{{ bos_token }}nothing of the user"])
 def test_template_without_a_user_slot_is_an_error(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    """Such a target would be prompted with nothing at all."""
+    """Such a target would have no prompt at all."""
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError, match="user slot"):
         user_turn_prefix_ids(tokenizer)
@@ -101,7 +101,7 @@ def test_accepted_are_the_first_good_attempts(
 def test_a_killed_run_ends_with_the_same_prompts(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, tmp_path: Path, die_after: int
 ) -> None:
-    """Killed anywhere, with gaps in the numbers and a torn line, the second run writes the very same file."""
+    """After a kill, with gaps in the numbers and an incomplete line, the second run must write the same file."""
     stats = synthesise(fake_target(tokenizer, turn))
     expected = (tmp_path / "prompts.jsonl").read_bytes()
     for name in ("prompts.jsonl", "attempts.jsonl"):
@@ -133,7 +133,7 @@ def test_more_prompts_go_on_from_the_attempts_made(
     assert {NUMBER_OF[request.seed] for request in more.calls}.isdisjoint(range(made))
 
 
-def test_too_few_is_said_and_far_too_few_is_an_error(
+def test_too_few_prompts_are_a_warning_and_far_too_few_an_error(
     tokenizer: PreTrainedTokenizerFast,
     fake_target: Any,
     synthesise: Synthesise,
@@ -141,7 +141,7 @@ def test_too_few_is_said_and_far_too_few_is_an_error(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A target that cannot write prompts must not run for ever, nor train on a handful without a word."""
+    """A target that cannot write prompts must neither run forever nor silently give a few prompts."""
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
 
     def good(share: int) -> Callable[[GenerationRequest], tuple[str, str]]:
@@ -165,14 +165,14 @@ def test_too_few_is_said_and_far_too_few_is_an_error(
 def test_attempts_of_other_settings_are_refused(
     tokenizer: PreTrainedTokenizerFast, fake_target: Any, synthesise: Synthesise, change: dict[str, Any]
 ) -> None:
-    """Resuming another recipe's attempts would give prompts whose provenance is a lie."""
+    """Resuming another recipe's attempts would give prompts with wrong provenance."""
     synthesise(fake_target(tokenizer, turn))
     with pytest.raises(DataError, match="other settings"):
         synthesise(fake_target(tokenizer, turn), **change)
 
 
 def test_a_template_that_drops_the_system_prompt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Every attempt would be unsteered while its provenance says otherwise."""
+    """The system prompt would have no effect, but the provenance would list it."""
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=r"prompts\.systems"):
         user_turn_prefix_ids(tokenizer, "You write code.")

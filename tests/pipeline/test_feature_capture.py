@@ -127,7 +127,7 @@ def test_mistakes_are_told_before_any_rollout(recipe: Path, monkeypatch) -> None
     with pytest.raises(FeatureStoreError, match=r"at most 0\.\d+ MB .*0\.100 MB") as told:
         write_rollouts(recipe, "rollouts.max_tokens=5")
     assert not (recipe.parent / "run" / "rollouts" / "rollouts.jsonl").exists()
-    announced = int(re.search(r"1280 bytes a token x (\d+) tokens", str(told.value))[1])
+    announced = int(re.search(r"1280 bytes per token x (\d+) tokens", str(told.value))[1])
     monkeypatch.undo()
     run = write_rollouts(recipe, "rollouts.max_tokens=5")
     stored = sum(len(ids) - 1 for ids in texts_of_rollouts(run).values())

@@ -203,6 +203,6 @@ def test_a_target_trained_further_is_another(tiny_target, opened):
 
 def test_no_room_is_told_before_any_forward(tiny_target, opened, monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(FeatureStoreError, match=r"1280 bytes a token x \d+ tokens"):
+    with pytest.raises(FeatureStoreError, match=r"1280 bytes per token x \d+ tokens"):
         opened()
     assert [path.name for path in (tmp_path / "features").iterdir()] == ["manifest.json"]

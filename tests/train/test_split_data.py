@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 from toolkit.train.split_data import _pad_id, read_data
 from toolkit.train_settings import DataSettings, TrainSettings
 

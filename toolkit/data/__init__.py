@@ -1,1 +1,1 @@
-"""Conversations, rollouts, and the training batches made of them."""
+"""Conversations, rollouts, and the training batches built from them."""

@@ -1,6 +1,6 @@
-"""Training batches: the plan of an epoch, right padding, and which predictions are supervised.
+"""Training batches: the order of an epoch, right padding, and the mask of supervised predictions.
 
-Shapes: B sequences, L positions (the longest of the batch).
+Shapes: B sequences, L positions (the longest sequence of the batch).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 
-# Batches are cut from runs of this many shuffled batches sorted by length: little padding, still a random order.
+# Examples are sorted by length within runs of this many batches: little padding, but still a random order.
 BATCHES_PER_BUCKET = 32
 
 
 @dataclass(frozen=True)
 class Example:
-    """One rollout: its ids and, per id, whether the target wrote it as (part of) an answer.
+    """One rollout: its ids, and for each id whether it belongs to an answer of the target.
 
-    greedy: it wrote them at temperature 0, so that each of these ids is its own argmax.
+    greedy: the target wrote the answer at temperature 0, so that each response id is the target's argmax.
     """
 
     id: str
@@ -36,9 +36,9 @@ class Example:
 class Batch:
     """Right-padded rows: input_ids [B, L] int64, response [B, L] bool (False on padding), lengths [B] int64.
 
-    starts [B, L] int64, where rows hold several sequences one after the other: the position at which each position's
-    own sequence begins (of padding: its own position); None where each row is one sequence.
-    greedy [B, L] bool: ids that are known to be the target's argmax behind those before them; None: none are.
+    starts [B, L] int64 is set for packed rows, which hold several sequences: the position at which the sequence of each
+    position begins (for padding: the position itself). It is None when each row is one sequence.
+    greedy [B, L] bool: ids known to be the target's argmax after the ids before them; None: none are known.
     """
 
     input_ids: Tensor
@@ -54,27 +54,27 @@ class Batch:
         return Batch(input_ids, response, lengths, starts, greedy)
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
-        """Row, first position and end of every sequence."""
+        """Yield (row, start, end) of every sequence."""
         for row, length in enumerate(self.lengths.tolist()):
             begins = [0] if self.starts is None else self.starts[row, :length].unique().tolist()
             yield from ((row, start, end) for start, end in zip(begins, [*begins[1:], length], strict=True))
 
 
 class BatchPlan:
-    """Which examples form which global batch, in which order: a pure function of (lengths, global_batch, seed, epoch).
+    """The global batches of each epoch: a pure function of (lengths, global_batch, seed, epoch).
 
-    Every epoch holds each example once. Examples are shuffled, cut into runs of `BATCHES_PER_BUCKET` batches, sorted by
-    length inside a run, cut into batches, and the batches are shuffled. The remainder is kept as one short batch (which
-    may give a process nothing when there are more processes than its rows). The number of processes plays no part: a
-    process takes its share of each global batch with `process_share`. Memory: 8 bytes an example, and some 60 more
-    while an epoch goes on.
+    Every epoch contains each example once. Examples are shuffled, split into runs of `BATCHES_PER_BUCKET` batches,
+    sorted by length within a run and split into batches; then the batches are shuffled. The remainder forms one short
+    batch, which may leave some processes without examples. The plan does not depend on the number of processes: each
+    process takes its part of a global batch with `process_share`. Memory: 8 bytes per example, and about 60 more during
+    an epoch.
     """
 
     def __init__(self, lengths: Sequence[int], global_batch: int, seed: int) -> None:
         if global_batch < 1:
-            raise DataError(f"global_batch {global_batch} came; at least 1 sequence is needed")
+            raise DataError(f"global_batch is {global_batch}; at least 1 sequence is required")
         if not lengths:
-            raise DataError("no examples came; a plan needs at least one")
+            raise DataError("the list of examples is empty; at least one example is required")
         self.lengths = array("q", lengths)
         self.global_batch = global_batch
         self.seed = seed
@@ -97,7 +97,7 @@ class BatchPlan:
         return batches
 
     def from_position(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, list[int]]]:
-        """Endless (epoch, index in the epoch, batch), beginning at a position: how an interrupted training goes on."""
+        """Yield (epoch, index in the epoch, batch) without end, from a position on, to resume a training."""
         while True:
             for at, batch in enumerate(self.epoch(epoch)):
                 if at >= index:
@@ -106,14 +106,17 @@ class BatchPlan:
 
 
 def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
-    """Every `processes`-th example of a global batch from `rank` on: even in number (within one) and in length."""
+    """Return every `processes`-th example of a global batch from `rank` on, which balances number and length."""
     return list(batch[rank::processes])
 
 
 def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
-    """Rows right-padded with `pad_id` to the longest example: one example each, or (`pack`) as many as fit."""
+    """Build a batch right-padded with `pad_id` to the longest example.
+
+    Each row holds one example or, with `pack`, as many examples as fit. Raises `DataError` without examples.
+    """
     if not examples:
-        raise DataError("an empty list of examples came; a batch needs at least one")
+        raise DataError("the list of examples is empty; a batch requires at least one example")
     longest = max(len(example.input_ids) for example in examples)
     rows = _packed(examples, longest) if pack else [[example] for example in examples]
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -136,7 +139,7 @@ def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> 
 
 
 def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
-    """Examples in rows of at most `width` ids, the longest first, each into the first row with room for it."""
+    """Pack examples into rows of at most `width` ids: the longest first, each into the first row with room (FFD)."""
     rows: list[list[Example]] = []
     room: list[int] = []
     for example in sorted(examples, key=lambda one: -len(one.input_ids)):
@@ -150,8 +153,8 @@ def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
     return rows
 
 
-# Root t, step k: the head reads the embedding of x_{t+1+k} and predicts x_{t+2+k}. Supervised: both are response ids.
-# So A0, which always comes from the target, is never predicted, and the last id predicted is the end of the turn (E).
+# Root t, step k: the head reads the embedding of x_{t+1+k} and predicts x_{t+2+k}. It is supervised iff both are
+# response ids. The target always writes A0, so it is never predicted; the last predicted id is the end of the turn (E).
 #
 #   position   0  1  2  3  4  5  6  7  8          supervised roots t -> what they predict
 #   token      p  p  p  A0 A1 A2 E  \n p
@@ -163,18 +166,19 @@ def _packed(examples: Sequence[Example], width: int) -> list[list[Example]]:
 def supervised_mask(
     response: Tensor, step: int, shift: int = 0, lengths: Tensor | None = None, starts: Tensor | None = None
 ) -> Tensor:
-    """[B, L] bool: is root t supervised at `step` k? Iff response[t+1+k] and response[t+2+k]; False past the end.
+    """Return the mask [B, L] bool of supervised roots t at `step` k: response[t+1+k] and response[t+2+k].
 
-    `shift` is for one experiment: 1 makes the mask lag the predictions by one, response[t+k] and response[t+1+k], the
-    defect of SpecForge issue 885: the first draft of an answer (A1) never gets a loss, and ids after the answer do.
-    (There the mask is response[t+k] alone: one id more after the answer; equal where a sequence ends with its answer.)
-    `lengths` [B] keeps a shifted mask off the padding; without a shift padding is never supervised. `starts` [B, L]
-    (see `Batch`) keeps roots off the tokens of other sequences in their row.
+    `shift` 1 is for one experiment: the mask lags the predictions by one, response[t+k] and response[t+1+k], as in
+    SpecForge issue 885. The first draft of an answer (A1) then has no loss, and ids after the answer have one.
+    (SpecForge's mask is response[t+k] alone: it supervises one more id after the answer. The masks are equal where a
+    sequence ends with its answer.) `lengths` [B] excludes the padding from a shifted mask; an exact mask excludes it by
+    itself. `starts` [B, L] (see `Batch`) excludes predictions across the sequences of a row.
+    Raises ValueError for a negative step and for another shift.
     """
     if step < 0:
-        raise ValueError(f"step {step} came; steps count from 0")
+        raise ValueError(f"step is {step}; expected 0 or more")
     if shift not in (0, 1):
-        raise ValueError(f"shift {shift} came; 0 (exact) or 1 (the lagging mask of the experiment) is needed")
+        raise ValueError(f"shift is {shift}; expected 0 (exact mask) or 1 (lagging mask of the experiment)")
     width = response.shape[1]
     supervised = torch.zeros_like(response)
     roots = width - (step + 2)

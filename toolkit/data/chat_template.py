@@ -1,4 +1,4 @@
-"""Messages rendered by the tokenizer's own chat template; the one place where data/ calls it."""
+"""Render messages with the tokenizer's chat template; data/ calls the template only here."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.jsonl import DataError
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: channel's name between them, its text behind
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # harmony: <|channel|>name<|message|>text
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 
 
 class ChatTemplateError(DataError):
-    """The tokenizer has no chat template, or the template refuses the messages."""
+    """The tokenizer has no chat template, or the template rejects the messages."""
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja source of the tokenizer's chat template."""
+    """Return the Jinja source of the tokenizer's chat template. Raises `ChatTemplateError` when there is none."""
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
         raise ChatTemplateError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to use ({str(error)[:160]}); take an "
-            "instruction-tuned target, or put a chat_template.jinja beside its tokenizer"
+            f"{tokenizer.name_or_path or 'the tokenizer'} has no usable chat template ({str(error)[:160]}); use an "
+            "instruction-tuned target, or add a chat_template.jinja next to its tokenizer"
         ) from error
 
 
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> str:
-    """The rendered conversation as text. Raises `ChatTemplateError` with the template's own words when it refuses."""
+    """Render the conversation as text. Raises `ChatTemplateError` with the template's message when it rejects it."""
     return _apply(tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids that a target is given to write the next answer: the conversation and the generation prompt."""
+    """Return the prompt ids for the next answer: the conversation and the generation prompt."""
     return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, rendered: str) -> list[int]:
-    """Rendered text as ids; the template has written the special tokens (BOS too), so none are added."""
+    """Tokenize rendered text. No special tokens are added: the template has written them, BOS included."""
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-    """Ids as the text they stand for, spaces left as they are."""
+    """Decode ids to text without cleaning up spaces."""
     text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str), "one sequence of ids decodes to one text"
     return text
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
-    """The message that an answer makes in later prompts, and whether it holds all that the answer says there.
+    """Return the message text of an answer in later prompts, and whether that text is complete.
 
-    ids: what the target wrote, without its end. Of an answer in channels (harmony, GPT-OSS's format) it is the text of
-    the last one: the template leaves the others out of later prompts, and writes the header of the `final` one itself.
-    False for another last channel, and where special tokens stand within the text: the message loses them.
+    ids: the answer without its stop id. For an answer in channels (harmony, the format of GPT-OSS) the text is that of
+    the last channel: the template drops the others from later prompts and writes the header of `final` itself.
+    The text is incomplete when the last channel is not `final`, or when it contains special tokens, which are dropped.
     """
     ids, final = list(ids), True
     added = tokenizer.get_added_vocab()
@@ -76,7 +76,7 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple
 def encode_with_answers(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> tuple[list[int], list[bool]]:
-    """Ids, and which of them stand between the template's {% generation %} tags."""
+    """Return the rendered ids, and for each whether it is between the template's {% generation %} tags."""
     encoded = _apply(
         tokenizer,
         messages,
@@ -89,7 +89,7 @@ def encode_with_answers(
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that no text stands for: the special tokens, and all tokens added to the vocabulary by hand."""
+    """Return the ids of special tokens and of all tokens that were added to the vocabulary."""
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
 
@@ -100,6 +100,6 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ChatTemplateError(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses the roles [{roles}]: {error}; "
-            "give it messages in the order and roles it knows"
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} rejects the roles [{roles}]: {error}; "
+            "use the roles and the order that the template supports"
         ) from error

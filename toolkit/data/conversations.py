@@ -1,6 +1,6 @@
-"""Conversations from ShareGPT and OpenAI-messages files, MT-bench prompts, plain prompts, and hub datasets.
+"""Read conversations from ShareGPT and OpenAI-messages files, MT-bench prompts, plain prompts, and hub datasets.
 
-A row is one of
+A row has one of these forms:
     {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}      ShareGPT
     {"messages": [{"role": "user" | "assistant" | "system", "content": ...}, ...]}    OpenAI
     {"turns": ["first user turn", ...]}                                               MT-bench
@@ -22,27 +22,27 @@ from typing import Any
 
 from toolkit.chat_roles import ROLES
 from toolkit.data.chat_template import Message
-from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, rows_while_read
+from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows
 from toolkit.jsonl import GZIP_ERRORS, DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
 
 logger = get_logger(__name__)
 
-# So many rows of a dataset without one conversation are not read on.
-HOPELESS = 100
+# Reading a dataset stops with an error when its first rows, this many, hold no conversation.
+MAX_ROWS_WITHOUT_CONVERSATION = 100
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """An id, unique among those read together, and the messages: perhaps a system one first, at least one user's."""
+    """An id, unique within one read, and the messages: an optional system message first, at least one user message."""
 
     id: str
     messages: tuple[Message, ...]
 
 
 class Conversations(Sequence[Conversation]):
-    """Conversations whose ids are held, and whose messages are read when they are asked for."""
+    """Conversations whose ids are in memory, and whose messages are read on access."""
 
     def __init__(self, ids: Sequence[str], read: Callable[[int], Conversation]) -> None:
         self.ids, self._read = ids, read
@@ -57,22 +57,22 @@ class Conversations(Sequence[Conversation]):
 def read_conversations(
     source: str | Path | Sequence[str | Path], limit: int | None = None, seed: int | None = None
 ) -> Conversations:
-    """Conversations of one source or several.
+    """Read the conversations of one or more sources.
 
     A source is a .jsonl, .jsonl.gz, .json or .json.gz file, a directory that `datasets` can load (or wrote with
-    `save_to_disk`), or `hub:org/name[:split]` (split "train" by default; a local path in place of org/name works too).
-    `limit` takes the first ones, or a sample drawn with `seed` when one is given; several sources take turns.
-    Ids met a second time get a number (`id#2`). Raises `DataError` naming file:line, what came and what is needed. Rows
-    of a dataset, which its user cannot mend, are left out in place of that, and counted in a warning.
+    `save_to_disk`), or `hub:org/name[:split]` (split "train" by default; a local path works like org/name).
+    `limit` takes the first conversations, or a random sample when `seed` is given. Several sources are interleaved.
+    Repeated ids get a number (`id#2`). Raises `DataError` with file:line for a row of a file that is no conversation.
+    Such rows of a dataset are skipped and counted in a warning, since users cannot correct them.
 
-    Memory: the id and some 50 bytes a conversation, of a .jsonl file or a dataset on disk, and as much again in this
-    call (16 bytes for each row of the file while a sample is drawn; rows outside it are not checked). Messages are held
-    of what cannot be read again row by row: .gz and .json files (these whole while they are read), and hub datasets
-    with a limit.
+    Memory: the id and about 50 bytes per conversation for .jsonl files and datasets on disk, and as much again during
+    the call (16 bytes per row of the file while a sample is drawn; rows outside the sample are not checked). Messages
+    stay in memory for sources without random access: .gz and .json files (.json is read at once), and hub datasets with
+    a limit.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     if limit is not None and limit < 1:
-        raise DataError(f"limit {limit} came; at least 1 conversation is needed (or no limit)")
+        raise DataError(f"limit is {limit}; expected at least 1 conversation, or no limit")
     each = [_read_one(str(one), limit, seed) for one in sources]
     longest = max(map(len, each), default=0)
     turns = ((one, at) for at in range(longest) for one, read in enumerate(each) if at < len(read))
@@ -81,13 +81,16 @@ def read_conversations(
         source_of.append(one)
         place.append(at)
     if not place:
-        raise DataError(f"no conversations in {', '.join(map(str, sources)) or 'an empty list of sources'}")
+        raise DataError(
+            f"no conversations in {', '.join(map(str, sources)) or 'an empty list of sources'}; "
+            "give at least one source with a conversation"
+        )
     ids = _unique([each[one].ids[at] for one, at in zip(source_of, place, strict=True)])
     return Conversations(ids, lambda index: each[source_of[index]][place[index]])
 
 
 def user_turns(conversation: Conversation) -> Conversation:
-    """The conversation without its answers: the system message, if any, and the user's messages."""
+    """Return the conversation without its answers: the system message, if any, and the user messages."""
     asked = tuple(message for message in conversation.messages if message["role"] != "assistant")
     return Conversation(conversation.id, asked)
 
@@ -95,7 +98,7 @@ def user_turns(conversation: Conversation) -> Conversation:
 def write_conversations(
     path: str | Path, conversations: Iterable[Conversation], provenance: Mapping[str, Mapping[str, Any]] | None = None
 ) -> int:
-    """Write {"id", "messages", "provenance"} rows atomically; `provenance` maps ids. Returns the number of rows."""
+    """Write rows {"id", "messages", "provenance"} atomically; `provenance` is given by id. Return the row count."""
     known = provenance or {}
     count = 0
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
@@ -107,44 +110,44 @@ def write_conversations(
 
 
 def conversation_from_row(row: Mapping[str, Any], where: str, default_id: str) -> Conversation:
-    """One row of any of the four forms. Raises `DataError` beginning with `where`."""
+    """Parse one row of any of the four forms. Raises `DataError` that begins with `where`."""
     form = next((name for name in ("conversations", "messages", "turns", "prompt") if row.get(name) is not None), None)
     if form is None:
         raise DataError(
-            f"{where}: keys {', '.join(map(str, row)) or '(none)'} came; "
-            "one of conversations, messages, turns or prompt is needed"
+            f"{where}: keys are {', '.join(map(str, row)) or '(none)'}; "
+            "expected one of conversations, messages, turns or prompt"
         )
     value = row[form]
     if form == "prompt" and isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where}: {form!r} holds a {type(value).__name__}; a list is needed")
+        raise DataError(f"{where}: {form!r} is a {type(value).__name__}; expected a list")
     if form == "turns" or all(isinstance(entry, str) for entry in value):
         value = [{"role": "user", "content": entry} for entry in value]
     messages = tuple(_message(entry, f"{where}, {form}[{at}]") for at, entry in enumerate(value))
     if not any(message["role"] == "user" for message in messages):
-        raise DataError(f"{where}: no message of the user among {len(messages)}; at least one is needed")
+        raise DataError(f"{where}: none of the {len(messages)} messages is a user message; at least one is required")
     if any(message["role"] == "system" for message in messages[1:]):
-        raise DataError(f"{where}: a system message comes after others; it must be the first")
+        raise DataError(f"{where}: a system message follows other messages; it must be the first message")
     return Conversation(_id(row, default_id), messages)
 
 
 def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
-        raise DataError(f"{where}: a {type(entry).__name__} came; an object with role and content is needed")
+        raise DataError(f"{where}: is a {type(entry).__name__}; expected an object with role and content")
     role = entry.get("from", entry.get("role"))
     content = entry.get("value", entry.get("content"))
     if role not in ROLES:
-        raise DataError(f"{where}: role {role!r} came; one of {', '.join(ROLES)} is needed")
+        raise DataError(f"{where}: role is {role!r}; expected one of {', '.join(ROLES)}")
     if isinstance(content, list):
         kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
         if any(kind != "text" for kind in kinds):
-            raise DataError(f"{where}: content parts of types {kinds} came; only text is supported")
+            raise DataError(f"{where}: content has parts of types {kinds}; only text is supported")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise DataError(f"{where}: content is a {type(content).__name__}; text is needed")
+        raise DataError(f"{where}: content is a {type(content).__name__}; expected a string")
     if ROLES[role] == "user" and not content.strip():
-        raise DataError(f"{where}: the user's message is empty; remove the row or write the message")
+        raise DataError(f"{where}: the user message is empty; remove the row or fill in the message")
     return {"role": ROLES[role], "content": content}
 
 
@@ -152,22 +155,22 @@ def _id(row: Mapping[str, Any], default_id: str) -> str:
     given = row.get("id", row.get("conversation_id"))
     if given is not None:
         return str(given)
-    # A question's number alone would collide between files.
+    # MT-bench question numbers repeat between files.
     return f"{default_id.rsplit('-', 1)[0]}-{row['question_id']}" if row.get("question_id") is not None else default_id
 
 
 def _read_one(source: str, limit: int | None, seed: int | None) -> Conversations:
-    """At most `limit` conversations of one source: the first, or a sample when there is a seed."""
+    """Read at most `limit` conversations of one source: the first ones, or a sample when `seed` is given."""
     path = Path(source)
     if source.startswith(HUB) or path.is_dir():
-        return _of_dataset(source, limit, seed)
+        return _from_dataset(source, limit, seed)
     name = path.name.split(".")[0]
     if ".json" in path.suffixes:
-        return _held(name, lambda: _json_list(path), limit, seed)
+        return _in_memory(name, lambda: _json_list(path), limit, seed)
     if path.is_file() and ".jsonl" not in path.suffixes:
-        raise DataError(f"{path} came; a .jsonl, .jsonl.gz, .json, a directory or hub:org/name is needed")
+        raise DataError(f"{path} has another format; expected .jsonl, .jsonl.gz, .json, a directory or hub:org/name")
     if path.suffix == ".gz":
-        return _held(name, lambda: ((f"{path}:{number}", row) for number, row in read_rows(path)), limit, seed)
+        return _in_memory(name, lambda: ((f"{path}:{number}", row) for number, row in read_rows(path)), limit, seed)
     rows = StoredRows(path, limit if seed is None else None)
     chosen = _chosen(len(rows), limit, seed)
     rows.keep(chosen)
@@ -175,33 +178,33 @@ def _read_one(source: str, limit: int | None, seed: int | None) -> Conversations
     def read(at: int) -> Conversation:
         return conversation_from_row(rows[at], rows.where(at), f"{name}-{chosen[at]}")
 
-    return Conversations([read(at).id for at in range(len(chosen))], read)  # read once, for their ids and errors
+    return Conversations([read(at).id for at in range(len(chosen))], read)  # also reports invalid rows at once
 
 
 def _chosen(count: int, limit: int | None, seed: int | None) -> Sequence[int]:
-    """Which of `count` rows are taken, ascending."""
+    """Return the indices of the rows to take out of `count`, ascending."""
     if limit is None or limit >= count:
         return range(count)
     return range(limit) if seed is None else sorted(random.Random(f"conversations {seed}").sample(range(count), limit))
 
 
-def _in_turn(count: int, limit: int | None, seed: int | None) -> Iterator[int]:
-    """The rows of `_chosen`, and behind them the others, for those that hold no conversation."""
+def _chosen_first(count: int, limit: int | None, seed: int | None) -> Iterator[int]:
+    """Yield the rows of `_chosen`, then all other rows, which replace those without a conversation."""
     first = _chosen(count, limit, seed)
     yield from first
     if seed is None:
         yield from range(len(first), count)
     elif len(first) < count:
         seen, draw = set(first), random.Random(f"conversations in their place {seed}")
-        while len(seen) < count:  # one by one: a list of all others could be larger than memory
+        while len(seen) < count:  # drawn one by one: a list of all others may not fit into memory
             at = draw.randrange(count)
             if at not in seen:
                 seen.add(at)
                 yield at
 
 
-def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
-    """Of rows that come one after another only, from the first with every call; a sample counts them before."""
+def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed: int | None) -> Conversations:
+    """Read conversations from rows without random access. `rows` starts again at each call; a sample counts first."""
     chosen = None if limit is None or seed is None else set(_chosen(sum(1 for _ in rows()), limit, seed))
     taken = ((at, row) for at, row in enumerate(rows()) if chosen is None or at in chosen)
     kept = [conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in itertools.islice(taken, limit)]
@@ -210,37 +213,37 @@ def _held(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, seed:
 
 def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_file():
-        raise DataError(f"{path} does not exist; a .json file with a list of conversations is needed there")
+        raise DataError(f"{path} does not exist; expected a .json file with a list of conversations")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except GZIP_ERRORS as error:
-        raise DataError(f"{path}: {error}; a whole gzip file is needed, copy the file again") from error
+        raise DataError(f"{path}: {error}; the gzip file is incomplete or damaged, copy the file again") from error
     try:
         rows = json.loads(raw)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", 1)
         raise DataError(
-            f"{path}:{line}: not valid JSON ({error}); a list is needed (name a file of one object per line .jsonl)"
+            f"{path}:{line}: not valid JSON ({error}); expected a list (use .jsonl for one object per line)"
         ) from error
     if not isinstance(rows, list):
-        raise DataError(f"{path}:1: a {type(rows).__name__} came; a list of conversations is needed")
+        raise DataError(f"{path}:1: is a {type(rows).__name__}; expected a list of conversations")
     for at, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{path}[{at}]: a {type(row).__name__} came; an object is needed")
+            raise DataError(f"{path}[{at}]: is a {type(row).__name__}; expected an object")
         yield f"{path}[{at}]", row
 
 
-def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:
-    """Of a hub dataset, streamed when there is a limit, or of a local directory."""
+def _from_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:
+    """Read conversations of a hub dataset, streamed when there is a limit, or of a local directory."""
     name = Path(dataset_name(source)).name
     rows = load_rows(source, limit is not None, seed if limit is not None else None)
-    if not hasattr(rows, "__len__"):  # streamed, and shuffled already
-        with closing(_sound(source, name, enumerate(rows_while_read(source, rows)))) as found:
+    if not hasattr(rows, "__len__"):  # streamed and already shuffled
+        with closing(_valid(source, name, enumerate(streamed_rows(source, rows)))) as found:
             kept = [one for _, one in itertools.islice(found, limit)]
         return Conversations([one.id for one in kept], kept.__getitem__)
     places, ids = array("q"), []
     with closing(
-        _sound(source, name, ((at, row_on_disk(source, rows, at)) for at in _in_turn(len(rows), limit, seed)))
+        _valid(source, name, ((at, row_on_disk(source, rows, at)) for at in _chosen_first(len(rows), limit, seed)))
     ) as found:
         for at, one in itertools.islice(found, limit):
             places.append(at)
@@ -253,26 +256,26 @@ def _of_dataset(source: str, limit: int | None, seed: int | None) -> Conversatio
     return Conversations(ids, read)
 
 
-def _sound(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator[tuple[int, Conversation], None, None]:
-    """Conversations by their place in a dataset; the rows that hold none, which its user cannot mend, are counted.
+def _valid(source: str, name: str, rows: Iterable[tuple[int, Row]]) -> Generator[tuple[int, Conversation], None, None]:
+    """Yield (row index, conversation); skip rows without a conversation, and count them in a warning.
 
-    Raises `DataError` where no row of the first hundred holds one: that is another kind of dataset.
+    Raises `DataError` when none of the first hundred rows holds a conversation: the dataset is of another kind.
     """
-    seen, refused, first = 0, 0, ""
+    seen, skipped, first = 0, 0, ""
     try:
         for at, (where, row) in rows:
             seen += 1
             try:
                 one = conversation_from_row(row, where, f"{name}-{at}")
             except DataError as error:
-                refused, first = refused + 1, first or str(error)
-                if refused == seen == HOPELESS:
+                skipped, first = skipped + 1, first or str(error)
+                if skipped == seen == MAX_ROWS_WITHOUT_CONVERSATION:
                     raise DataError(f"none of the first {seen} rows holds a conversation: {error}") from error
             else:
                 yield at, one
     finally:
-        if refused:
-            logger.warning(f"{source}: {refused} of {seen} rows are left out; the first: {first}")
+        if skipped:
+            logger.warning(f"{source}: {skipped} of {seen} rows were skipped; the first: {first}")
 
 
 def _unique(ids: list[str]) -> list[str]:
@@ -287,5 +290,5 @@ def _unique(ids: list[str]) -> list[str]:
         renamed += name != one
         ids[at] = name
     if renamed:
-        logger.warning(f"{renamed} of {len(ids)} conversations had an id met before; they got a number behind it")
+        logger.warning(f"{renamed} of {len(ids)} conversations had a repeated id; a number was appended to it")
     return ids

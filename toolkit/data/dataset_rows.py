@@ -1,4 +1,4 @@
-"""Rows of what `datasets` loads: a dataset of the hub, or a directory."""
+"""Read rows through `datasets`: from a dataset of the hub, or from a directory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ HUB = "hub:"
 SHUFFLE_WINDOW = 10_000
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it stands, for errors, and what it holds."""
+"""(place for error messages, content)"""
 
 
 def dataset_name(source: str) -> str:
-    """Of `hub:org/name[:split]` or a directory, without the split."""
+    """Return the name in `hub:org/name[:split]`, or the directory."""
     return source.removeprefix(HUB).partition(":")[0]
 
 
 def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
-    """A `Dataset`; with `streamed` an `IterableDataset` (shuffled, with a seed) of all but what `save_to_disk` wrote.
+    """Load a `Dataset`, or with `streamed` an `IterableDataset`, shuffled when `seed` is given.
 
-    Raises `DataError` naming the source and the split.
+    A folder that `save_to_disk` wrote is always loaded as a `Dataset`. Raises `DataError` with source and split.
     """
-    import datasets  # seconds to import, and only this source needs it
+    import datasets  # takes seconds to import, and only this source needs it
 
     name, split = dataset_name(source), source.removeprefix(HUB).partition(":")[2] or "train"
     folder = Path(name)
@@ -44,31 +44,30 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
 
 
 def row_on_disk(source: str, rows: Any, at: int) -> Row:
-    """Row `at` of a `Dataset`. Raises `DataError`."""
+    """Read row `at` of a `Dataset`. Raises `DataError` when it cannot be read."""
     try:
         return f"{source} row {at}", dict(rows[at])
     except _loading_errors() as error:
         raise DataError(
-            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); fetch the dataset again"
+            f"{source}: row {at} cannot be read ({type(error).__name__}: {error}); download the dataset again"
         ) from error
 
 
-def rows_while_read(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Of a streamed dataset, which is fetched while it is read. Raises `DataError`: the network, or a file of it, may
-    fail in any row."""
+def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    """Yield the rows of a streamed dataset. Raises `DataError` when the download fails, which may happen at any row."""
     at = 0
     try:
         for at, row in enumerate(rows, 1):
             yield f"{source} row {at - 1}", dict(row)
     except _loading_errors() as error:
         raise DataError(
-            f"{source}: reading ended after {at} rows ({type(error).__name__}: {error}); check the network and try "
-            "again, or fetch the dataset and name its directory"
+            f"{source}: reading failed after {at} rows ({type(error).__name__}: {error}); check the network and try "
+            "again, or download the dataset and give its directory"
         ) from error
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
-    """What `datasets` lets through of the network, the disk and its parsers (pyarrow's are ValueErrors or OSErrors)."""
+    """Return what `datasets` raises for network, disk and parser errors (pyarrow's are ValueErrors or OSErrors)."""
     from datasets.exceptions import DatasetsError
 
     return (OSError, ValueError, KeyError, RuntimeError, DatasetsError, *GZIP_ERRORS)

@@ -1,15 +1,15 @@
-"""Hidden states of the target on disk, found by the text they belong to.
+"""Hidden states of the target on disk, looked up by text.
 
-`<folder>/manifest.json` says what they were made with. Beside it lie shards: safetensors files with one matrix
-"features", the positions of one text after another. Which text lies where stands in the shard's own header, so a shard
-is there whole or not at all, and a killed writer loses only what it had not written yet. A text is known by the hash of
-its ids: other rollouts, or others cut elsewhere, are not found, and whatever is not found can be added.
+`<folder>/manifest.json` records the settings that produced them. Next to it are shards: safetensors files with one
+matrix "features" that concatenates the positions of several texts. The header of each shard lists its texts, so a shard
+is either complete or absent, and a killed writer loses only unwritten data. The key of a text is the hash of its ids:
+other rollouts, or the same ones truncated elsewhere, are not found, and can be added.
 
-A text of L ids has features of its first L-1 positions: the last one supervises nothing, no root stands on it (see
-supervision.py), and an engine that writes the text never computes it.
+A text of L ids has features at its first L-1 positions. The last position supervises nothing, is never a root (see
+supervision.py), and is never computed by the engine that writes the text.
 
-Shapes: B sequences, L ids of a text, P positions of a shard, A stored layers, H target hidden size, W = (A+1)*H: the
-inputs of the layers side by side, then the last hidden state after the final norm.
+Shapes: L ids of a text, A stored layers, H target hidden size, W = (A+1)*H: the inputs of the stored layers
+concatenated, then the last hidden state after the final norm.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from toolkit.weights import WeightsError, read_json, save_tensors, write_json
 log = get_logger(__name__)
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.safetensors"
-SHARD_BYTES = 64 << 20  # what a kill costs at most
+SHARD_BYTES = 64 << 20  # the most that a kill can lose
 FORMAT = 1
 
 
 class FeatureStoreError(ValueError):
-    """Features that do not fit the target, are absent, or find no room on the disk."""
+    """The features do not match the target, are missing, or do not fit on the disk."""
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What the features of a folder were made with. layer_ids: indices into HF `hidden_states`, ascending."""
+    """The settings that produced the features of a folder. layer_ids: indices into HF `hidden_states`, ascending."""
 
     target: str
     revision: str | None
@@ -56,7 +56,7 @@ class FeatureSpec:
 
     @classmethod
     def of(cls, target: Target, layer_ids: Iterable[int]) -> FeatureSpec:
-        """Of this target as it is loaded."""
+        """Describe the features of a loaded target."""
         return cls(
             target=target.fingerprint,
             revision=target.revision,
@@ -69,7 +69,7 @@ class FeatureSpec:
 
     @property
     def width(self) -> int:
-        """W."""
+        """W, the number of columns."""
         return (len(self.layer_ids) + 1) * self.hidden_size
 
     @property
@@ -84,19 +84,19 @@ class FeatureSpec:
         return {"format": FORMAT, **asdict(self), "layer_ids": list(self.layer_ids)}
 
     def within(self, stored: dict[str, Any]) -> FeatureSpec:
-        """With the layers of another manifest, where those are all of these and more: what lies there serves."""
+        """Return this spec with the layers of another manifest if they include its own, so that its features fit."""
         layers = tuple(stored.get("layer_ids", ()))
         return replace(self, layer_ids=layers) if set(self.layer_ids) <= set(layers) else self
 
     def differences(self, stored: dict[str, Any]) -> list[str]:
-        """What another manifest says differently, key by key."""
+        """List the keys whose values differ in another manifest."""
         mine = self.to_json()
         keys = sorted(mine.keys() | stored.keys())
         return [f"{key} {stored.get(key)!r}, now {mine.get(key)!r}" for key in keys if stored.get(key) != mine.get(key)]
 
 
 def text_key(ids: Sequence[int] | torch.Tensor) -> str:
-    """32 hex digits over the ids of a text [L]."""
+    """Return 32 hex digits, a hash of the ids of a text [L]."""
     plain = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
     return hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:32]
 
@@ -109,9 +109,9 @@ class _Place:
 
 
 class FeatureStore:
-    """The features in a folder. `start` begins or continues one, `read` finds a text's features (memory-mapped).
+    """The features in a folder. `start` creates or continues a store; `read` returns a text's features, memory-mapped.
 
-    Several processes may add to one folder, and read it; `refresh` shows what others have added.
+    Several processes may write to and read from one folder; `refresh` finds what other processes have added.
     """
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
@@ -123,19 +123,20 @@ class FeatureStore:
 
     @classmethod
     def start(cls, folder: Path, spec: FeatureSpec, positions: int = 0) -> FeatureStore:
-        """The store of `spec` in this folder, ready to be added to. Not while another process adds to it.
+        """Open the store of `spec` in this folder for writing. No other process may write to it during this call.
 
-        positions: so many it will hold. Features of another spec are removed, after a word on what differs, if these
-        then find room (else `FeatureStoreError`, and nothing is lost); so is what killed writers left half done.
+        positions: the number it will hold. Features of another spec are removed with a warning that lists the
+        differences; if the new ones would not fit even then, `FeatureStoreError` is raised and nothing is removed.
+        Incomplete files of killed writers are removed, too.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         stale = spec.within(_manifest(path)).differences(_manifest(path)) if path.is_file() else []
         if stale:
             _check_room(folder, spec, positions, freed=sum(shard.stat().st_size for shard in folder.glob(SHARDS)))
-            log.warning("%s: features of other settings are made anew (%s)", folder, "; ".join(stale))
+            log.warning("%s: features of other settings are replaced (%s)", folder, "; ".join(stale))
         if stale or not path.is_file():
-            path.unlink(missing_ok=True)  # first, so that a kill here leaves no shards that seem to belong
+            path.unlink(missing_ok=True)  # first, so that a kill here leaves no shards with a wrong manifest
             for shard in folder.glob(SHARDS):
                 shard.unlink()
             write_json(path, spec.to_json())
@@ -144,15 +145,15 @@ class FeatureStore:
         return cls(folder, spec)
 
     def refresh(self) -> None:
-        """Read what the shards hold. Raises `FeatureStoreError` where the manifest is absent or differs."""
+        """Read the headers of new shards. Raises `FeatureStoreError` when the manifest is missing or differs."""
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise FeatureStoreError(f"{self.folder} has no {MANIFEST}: no features were written there")
+            raise FeatureStoreError(f"{self.folder} has no {MANIFEST}: it holds no features; write them first")
         differs = self.spec.differences(_manifest(path))
         if differs:
             raise FeatureStoreError(
-                f"the features in {self.folder} were made with other settings ({'; '.join(differs)}); delete the "
-                "folder to make them anew"
+                f"the features in {self.folder} were computed with other settings ({'; '.join(differs)}); delete the "
+                "folder to compute them again"
             )
         known = {place.shard for place in self._places.values()}
         for shard in sorted(self.folder.glob(SHARDS)):
@@ -165,7 +166,7 @@ class FeatureStore:
                 texts = json.loads(handle.metadata()["texts"])
                 shape = handle.get_slice("features").get_shape()
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            log.warning("%s cannot be read (%s); its features are made anew", shard, error)
+            log.warning("%s cannot be read (%s); its features are computed again", shard, error)
             return {}
         assert shape == [sum(positions for _, positions in texts), self.spec.width], f"{shard} holds {shape}"
         places, start = {}, 0
@@ -176,50 +177,53 @@ class FeatureStore:
 
     @property
     def tokens(self) -> int:
-        """Positions stored."""
+        """Number of stored positions."""
         return sum(place.positions for place in self._places.values())
 
     def __len__(self) -> int:
-        """Texts stored."""
+        """Number of stored texts."""
         return len(self._places)
 
     def __contains__(self, ids: Sequence[int] | torch.Tensor) -> bool:
         return text_key(ids) in self._places
 
     def read(self, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """[L-1, W] of the text `ids` [L], a view of the file. Raises `FeatureStoreError` when it is not stored."""
+        """Return [L-1, W] of the text `ids` [L], a view of the file. Raises `FeatureStoreError` if it is not stored."""
         place = self._places.get(text_key(ids))
         if place is None:
-            raise FeatureStoreError(f"{self.folder} has no features of a text of {len(ids)} ids; start training again")
+            raise FeatureStoreError(f"{self.folder} lacks the features of a text of {len(ids)} ids; restart training")
         if place.shard not in self._shards:
             with safe_open(place.shard, "pt") as handle:
                 self._shards[place.shard] = handle.get_tensor("features")
         return self._shards[place.shard][place.start : place.start + place.positions]
 
     def columns(self, layer_id: int) -> slice:
-        """Where the input of a layer stands in W. Raises `FeatureStoreError` when it is not stored."""
+        """Return the columns of a layer's input. Raises `FeatureStoreError` when the layer is not stored."""
         if layer_id not in self.spec.layer_ids:
-            raise FeatureStoreError(f"{self.folder} holds layers {list(self.spec.layer_ids)}, {layer_id} is needed")
+            raise FeatureStoreError(
+                f"{self.folder} holds layers {list(self.spec.layer_ids)}, but layer {layer_id} is needed; delete the "
+                "folder to compute them again"
+            )
         at = self.spec.layer_ids.index(layer_id) * self.spec.hidden_size
         return slice(at, at + self.spec.hidden_size)
 
     @property
     def last_columns(self) -> slice:
-        """Where the last hidden state stands in W."""
+        """The columns of the last hidden state."""
         return slice(self.spec.width - self.spec.hidden_size, self.spec.width)
 
     def check_room(self, tokens: int, qualifier: str = "") -> None:
-        """Announce what `tokens` positions more will take. Raises `FeatureStoreError` when the disk has less free."""
+        """Log the disk space that `tokens` more positions need. Raises `FeatureStoreError` when less is free."""
         _check_room(self.folder, self.spec, tokens, qualifier)
 
 
 def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "", freed: int = 0) -> None:
     each, free = spec.bytes_per_token, shutil.disk_usage(folder).free + freed
-    need = f"{qualifier}{_size(each * tokens)} ({each} bytes a token x {tokens} tokens)"
-    where = f"{folder}, where {_size(free)} are free" + (" without those of other settings" if freed else "")
+    need = f"{qualifier}{_size(each * tokens)} ({each} bytes per token x {tokens} tokens)"
+    where = f"{folder}, where {_size(free)} are free" + (" after removing those of other settings" if freed else "")
     if each * tokens > free:
         raise FeatureStoreError(
-            f"features need {need} in {where}; free some room, lower train.data.max_length, or set "
+            f"features need {need} in {where}; free some space, lower train.data.max_length, or set "
             "train.data.features: online (and rollouts.keep_features: false)"
         )
     if not freed:
@@ -227,7 +231,7 @@ def _check_room(folder: Path, spec: FeatureSpec, tokens: int, qualifier: str = "
 
 
 class FeatureWriter:
-    """Adds texts to a store, a shard at a time. A context manager: what waits is written at its end."""
+    """Add texts to a store, one shard at a time. Use as a context manager: its end writes the last shard."""
 
     def __init__(self, store: FeatureStore) -> None:
         self.store = store
@@ -235,7 +239,7 @@ class FeatureWriter:
         self._positions = 0
 
     def add(self, ids: Sequence[int], features: torch.Tensor) -> None:
-        """features [L-1, W] of the text `ids` [L]; a text that is there already is left as it is."""
+        """Add features [L-1, W] of the text `ids` [L]; does nothing when the text is already stored."""
         spec, key = self.store.spec, text_key(ids)
         assert features.shape == (len(ids) - 1, spec.width), f"{tuple(features.shape)} for {len(ids)} ids"
         if key in self._waiting or key in self.store._places:
@@ -246,7 +250,7 @@ class FeatureWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as a shard, named by what it holds. Raises `FeatureStoreError` when the disk is full."""
+        """Write the added texts as a shard named by their hash. Raises `FeatureStoreError` when the disk is full."""
         if not self._waiting:
             return
         waiting, self._waiting, self._positions = self._waiting, {}, 0
@@ -260,9 +264,9 @@ class FeatureWriter:
             if not _disk_is_full(error):
                 raise
             raise FeatureStoreError(
-                f"the disk of {self.store.folder} is full: a shard of {_size(matrix.nbytes)} found "
-                f"{_size(shutil.disk_usage(self.store.folder).free)} free. Free some room and start again: what is "
-                f"written ({self.store.tokens} tokens) is kept"
+                f"the disk of {self.store.folder} is full: a shard needs {_size(matrix.nbytes)}, "
+                f"{_size(shutil.disk_usage(self.store.folder).free)} are free. Free some space and start again: the "
+                f"stored features ({self.store.tokens} tokens) are kept"
             ) from error
         self.store._places |= self.store._read_header(shard)
 
@@ -285,7 +289,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _disk_is_full(error: BaseException) -> bool:
-    # safetensors wraps the system's error, its number in the text.
+    # safetensors raises its own error, with the number of the system's error in the text.
     full = (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
 

@@ -1,7 +1,7 @@
-"""What data/ asks of whatever writes tokens: the bundled engine, or any server put in its place.
+"""The interface between data/ and a generator of tokens: the bundled engine, or any server.
 
-`GenerateFn` takes all requests at once, so that an engine can keep a large continuous batch full, and yields each
-result as it ends, in any order, so that the caller can write it down at once.
+`GenerateFn` takes all requests at once, so that an engine can fill its continuous batch. It yields each result as soon
+as the request finishes, in any order, so that the caller can store it at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and how to continue it. `temperature` 0 is greedy; `seed` decides every draw of this request.
+    """One prompt and its sampling parameters. `temperature` 0 is greedy; `seed` determines all draws of the request.
 
-    turn: which of its conversation, from 1. last: none is asked after it, so prompt and answer are the whole text.
+    turn: its number in the conversation, from 1. last: no turn follows, so prompt and answer are the complete text.
     """
 
     prompt_ids: list[int]
@@ -29,11 +29,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """`output_ids` are the ids written, the stop id included if one ended it.
+    """`output_ids` are the generated ids, including the stop id if there is one.
 
-    `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context).
-    `draft_used` names the draft head that helped, None for plain decoding. `verify_steps` and `accepted` count its
-    whole verify steps and the drafts accepted in them: accept_length is 1 + accepted / verify_steps.
+    `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context length).
+    `draft_used` names the draft head; None is plain decoding. `verify_steps` counts the verify steps that were not
+    truncated, `accepted` the drafts accepted in them: accept_length is 1 + accepted / verify_steps.
     """
 
     output_ids: list[int]
@@ -44,29 +44,29 @@ class GenerationResult:
 
 
 GenerateFn = Callable[[Sequence[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]
-"""Yields (index into the requests, result) as each request ends. Every index once, in any order."""
+"""Yields (index into the requests, result) as each request finishes: every index once, in any order."""
 
 
 def derived_seed(seed: int, *parts: object) -> int:
-    """A 63-bit seed for one sample, hashed from the run's seed and the sample's name: order and batch do not matter."""
+    """Return a 63-bit seed, a hash of the run's seed and the sample's name, independent of order and batch."""
     text = "\x1f".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def run_all(generate: GenerateFn, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
-    """The results of `generate`, its contract checked: each index once, none left out, ended by "stop" or "length"."""
+    """Yield the results of `generate`; raise RuntimeError unless each index occurs once, with a valid finish reason."""
     missing = set(range(len(requests)))
     for index, result in generate(requests) if requests else ():
         if index not in missing:
-            raise RuntimeError(f"generate gave request {index} of {len(requests)} a second time, or it never existed")
+            raise RuntimeError(f"generate returned request {index} of {len(requests)} twice, or it does not exist")
         if result.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"generate ended request {index} by {result.finish_reason!r}; stop or length is needed")
+            raise RuntimeError(f"request {index} has finish reason {result.finish_reason!r}; expected stop or length")
         missing.remove(index)
         yield index, result
     if missing:
-        raise RuntimeError(f"generate ended with {len(missing)} of {len(requests)} requests unanswered")
+        raise RuntimeError(f"generate returned no result for {len(missing)} of {len(requests)} requests")
 
 
 def written_ids(result: GenerationResult) -> list[int]:
-    """The ids of the words written: without the stop id that ended them."""
+    """Return the output ids without the stop id."""
     return result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids

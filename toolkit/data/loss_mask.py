@@ -1,9 +1,9 @@
-"""Which ids of a rendered conversation the target answered with: the response mask.
+"""The response mask: which ids of a rendered conversation belong to the target's answers.
 
-From the {% generation %} tags of the chat template where it has them; else from renderings: everything up to an answer,
-rendered with the generation prompt, is a prefix of the whole text, so the answer begins where it ends; and the whole
-with another answer in its place has the same text after it. The whole text is tokenised once and read by character
-offsets; parts are never tokenised: ids at a cut may differ.
+The mask comes from the {% generation %} tags of the chat template if it has them, else from renderings. The messages
+before an answer, rendered with the generation prompt, are a prefix of the full text, and the answer begins at its end.
+The full conversation with another answer has the same text after the answer, which gives its end. Only the full text is
+tokenized, and read by character offsets: ids at a cut may differ when parts are tokenized.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class LossMaskError(ChatTemplateError):
-    """The response ids of a conversation cannot be told apart, or there are none."""
+    """The response ids of a conversation cannot be located, or it has none."""
 
 
 def response_mask(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """Ids of the rendered conversation, and per id whether it belongs to an answer.
+    """Return the ids of the rendered conversation, and for each id whether it belongs to an answer.
 
-    An answer is its own ids and the end-of-turn id after it; neither the template's text after that (a newline) nor the
-    generation prompt. Where the template has {% generation %} tags, they alone decide.
-    Raises `LossMaskError` when the answers cannot be located or hold no id at all. (With `add_generation_prompt`, the
-    form in which a further answer is asked for, a conversation without answers is fine.)
+    An answer includes its end-of-turn id, but neither the template's text after that (a newline) nor the generation
+    prompt. If the template has {% generation %} tags, the mask follows them.
+    Raises `LossMaskError` when the answers cannot be located or are empty. With `add_generation_prompt`, which renders
+    the prompt of a further answer, the conversation may have no answers.
     """
     if _GENERATION_TAG.search(template_text(tokenizer)):
         ids, mask = encode_with_answers(tokenizer, messages, add_generation_prompt=add_generation_prompt)
@@ -46,12 +46,12 @@ def response_mask(
         ids, mask = _from_renderings(tokenizer, messages, add_generation_prompt)
     if not any(mask) and not add_generation_prompt:
         roles = ", ".join(message["role"] for message in messages)
-        raise LossMaskError(f"no response ids in a conversation of roles [{roles}]; it needs an assistant's answer")
+        raise LossMaskError(f"no response ids in a conversation with roles [{roles}]; add an assistant message")
     return ids, mask
 
 
 def spans(mask: Sequence[bool]) -> list[list[int]]:
-    """The runs of True as [start, end) pairs."""
+    """Return the runs of True as [start, end) pairs."""
     padded = [False, *mask, False]
     edges = [index for index in range(len(mask) + 1) if padded[index] != padded[index + 1]]
     return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -60,13 +60,13 @@ def spans(mask: Sequence[bool]) -> list[list[int]]:
 # ChatML, one answer:   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n
 #                       |---------------------- prompt -------------------------||-||--- tail ---|
 #                                                                          answer
-# Response: the ids that begin inside the answer, then those of the tail up to its first special id (end of turn).
+# Response: the ids that begin inside the answer, then the ids of the tail up to its first special id (end of turn).
 def _from_renderings(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
 ) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:
         raise LossMaskError(
-            f"{type(tokenizer).__name__} gives no character offsets; a fast tokenizer (tokenizer.json) is needed, "
+            f"{type(tokenizer).__name__} gives no character offsets; use a fast tokenizer (tokenizer.json), "
             "or a chat template with {% generation %} tags"
         )
     text = render_text(tokenizer, messages, add_generation_prompt=add_generation_prompt)
@@ -94,7 +94,7 @@ def _from_renderings(
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """First character of each token. Byte-level offsets are trimmed of spaces: a token of only spaces has none left."""
+    """Return the first character of each token. Byte-level offsets omit spaces: a token of spaces has length zero."""
     starts: list[int] = []
     reached = 0
     for start, end in offsets:
@@ -106,26 +106,25 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
 def _answer_characters(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str, around: str
 ) -> tuple[int, int, int]:
-    """Where answer `index` begins, where its words end, and where its turn ends at most, as characters of `text`.
+    """Return characters of `text`: the start of answer `index`, the end of its content, the latest end of its turn.
 
-    around: the same conversation with `SENTINEL` for the answer, which tells what stands before and after the words
-    whatever the template does to them (trims them, takes the reasoning out).
+    around: the same conversation with `SENTINEL` as the answer. It shows the text before and after the content even
+    when the template changes the content (trims it, removes the reasoning).
     """
     if index == 0:
-        raise LossMaskError("a conversation begins with an assistant's message; it needs a user's message before it")
+        raise LossMaskError("the conversation begins with an assistant message; add a user message before it")
     content = messages[index]["content"].strip()
     before, found, after = around.partition(SENTINEL)
     end = len(text) - len(after)
     last_line = content.splitlines()[-1].strip() if content else ""
     if not found or not text.endswith(after) or not text[:end].rstrip().endswith(last_line):
         raise LossMaskError(
-            f"message {index} cannot be located: {content[:40]!r} does not stand in the rendered conversation as it "
-            "is. The template rewrites answers; put {% generation %} tags around them in it"
+            f"message {index} cannot be located: {content[:40]!r} is not in the rendered conversation unchanged. "
+            "The template rewrites answers; add {% generation %} tags around them in the template"
         )
     alone = render_text(tokenizer, [*messages[:index], {**messages[index], "content": SENTINEL}])
     tail = alone.partition(SENTINEL)[2]
-    # Templates that end the last turn in another way than earlier ones: only what follows the words at once can be its
-    # end of turn.
+    # Some templates end the last turn unlike earlier turns. Then only the token right after the content can end it.
     turn_end = end + (len(tail) if after.startswith(tail) else min(1, len(after)))
     return _begin(tokenizer, messages, index, text, before, end), end, turn_end
 
@@ -133,8 +132,9 @@ def _answer_characters(
 def _begin(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], index: int, text: str, before: str, end: int
 ) -> int:
-    """Where the generation prompt ends: what follows is the target's to write, be it a channel's header or an empty
-    reasoning block. Where the words begin, if the template has no such prompt or does not keep it with earlier answers.
+    """Return the end of the generation prompt, since the target writes all that follows: channel headers, reasoning.
+
+    If the template has no generation prompt, or omits it before earlier answers, return the start of the content.
     """
     prompt = render_text(tokenizer, messages[:index], add_generation_prompt=True)
     if text.startswith(prompt) and len(prompt) <= end:
@@ -144,6 +144,6 @@ def _begin(
     if text.startswith(before) and len(before) <= end:
         return len(before)
     raise LossMaskError(
-        f"message {index} cannot be located: what comes before it renders to text that is no prefix of the whole. The "
-        "template rewrites earlier turns; put {% generation %} tags around the answers in it"
+        f"message {index} cannot be located: the messages before it render to text that is no prefix of the full text. "
+        "The template rewrites earlier turns; add {% generation %} tags around the answers in the template"
     )

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.batches import Example
 from toolkit.data.examples import load_examples
-from toolkit.data.jsonl import DataError, read_rows
+from toolkit.jsonl import DataError, read_rows
 from toolkit.targets.load import load_tokenizer
 from toolkit.terminal import DIM, END, GREEN, UNPRINTABLE, YELLOW
 

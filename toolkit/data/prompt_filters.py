@@ -1,11 +1,11 @@
-"""What makes a self-written user turn unusable, each reason by name, so that rejections can be counted."""
+"""Filters for synthesized user turns. Each rejection has a named reason, so that reasons can be counted."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-# Chinese, Japanese and Korean write no spaces: each of their characters counts as a word.
+# CJK text has no spaces between words: each character counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+(?:['’\-][^\W_{_CJK}]+)*")
 _ROLE = re.compile(r"\s*[<\[(#*]*\s*(system|user|assistant|human|model|bot|ai)\b\s*[>\])#*]*\s*(:|\n)", re.IGNORECASE)
@@ -17,12 +17,12 @@ MIN_LETTERS = 0.5
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """Lower-case words without punctuation: what two prompts must share entirely to count as the same."""
+    """Return lower-case words without punctuation; two prompts with equal words are duplicates."""
     return tuple(word.lower() for word in _WORD.findall(text))
 
 
 def rejection(text: str, min_words: int, max_words: int) -> str | None:
-    """Why `text` is no usable user turn, or None: empty, not_text, role_name, too_short, too_long or repetition."""
+    """Return why `text` is unusable: empty, not_text, role_name, too_short, too_long or repetition; None if usable."""
     if not text.strip():
         return "empty"
     if not _mostly_text(text):
@@ -38,7 +38,7 @@ def rejection(text: str, min_words: int, max_words: int) -> str | None:
 
 
 def _mostly_text(text: str) -> bool:
-    """Printable nearly throughout, and at least half of what is no space is letters or digits."""
+    """Whether nearly all characters are printable, and at least half of the non-spaces are letters or digits."""
     printable = sum(char.isprintable() or char in "\n\t" for char in text) - text.count("\ufffd")
     solid = [char for char in text if not char.isspace()]
     letters = sum(char.isalnum() for char in solid)
@@ -46,7 +46,7 @@ def _mostly_text(text: str) -> bool:
 
 
 def _repeats(text: str, words: tuple[str, ...]) -> bool:
-    """A loop: one word or character over and over, or too many word n-grams that were there before."""
+    """Whether one word or character repeats many times in a row, or too many word n-grams occur more than once."""
     longest = run = 1
     for before, word in zip(words, words[1:], strict=False):
         run = run + 1 if word == before else 1

@@ -1,4 +1,4 @@
-"""Prompts for fresh rollouts: an endless sequence over a pool in which none comes twice before all have come once."""
+"""Prompts for fresh rollouts: an endless sequence of passes over a pool, each in its own random order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from toolkit.jsonl import DataError, StoredRows
 
 
 def read_pool(rollouts: str | Path) -> Conversations:
-    """What was asked in the training split of a rollouts file, in the order of the ids; held-out prompts stay unseen.
+    """Read the prompts of the training split of a rollouts file, sorted by id; held-out prompts are excluded.
 
-    Memory: the id and some 30 bytes for each; messages are read when they are asked for.
-    Raises `DataError` for rows without messages, and when there is none.
+    Memory: the id and about 30 bytes per prompt; messages are read on access.
+    Raises `DataError` for rows without messages, and when the split is empty.
     """
     rows = StoredRows(rollouts)
     pool: list[tuple[str, int]] = []  # id, place among the rows
@@ -24,12 +24,15 @@ def read_pool(rollouts: str | Path) -> Conversations:
             continue
         if not row.get("messages"):
             raise DataError(
-                f"{rows.where(at)}: the rollout holds no messages, so its prompt cannot be answered afresh; rollouts "
-                "that `toolkit rollouts` wrote are needed (or train.on_policy.every=null)"
+                f"{rows.where(at)}: the rollout has no messages, so its prompt cannot be answered again; use rollouts "
+                "that `toolkit rollouts` wrote, or set train.on_policy.every=null"
             )
         pool.append((conversation_from_row(row, rows.where(at), str(row["id"])).id, at))
     if not pool:
-        raise DataError(f"{rollouts} has no rollouts of the training split, so there are no prompts to answer afresh")
+        raise DataError(
+            f"{rollouts} has no rollouts of the training split, whose prompts are to be answered again; "
+            "write more rollouts, or set train.on_policy.every=null"
+        )
     pool.sort(key=itemgetter(0))
     rows.keep([at for _, at in pool])
     return Conversations(
@@ -38,10 +41,10 @@ def read_pool(rollouts: str | Path) -> Conversations:
 
 
 def take_prompts(pool: Sequence[Conversation], seed: int, start: int, count: int) -> list[Conversation]:
-    """Numbers start .. start+count-1 of the sequence: the pool in one random order, then in another, and so on.
+    """Return prompts start .. start+count-1 of the sequence, a pure function of the arguments.
 
-    From the second pass on an id has the pass behind it (`id@2`), so that ids stay unique, and draws seeded by them
-    differ. A pure function of its arguments.
+    From the second pass on, the number of the pass is appended to the id (`id@2`): ids stay unique, and draws seeded by
+    them differ.
     """
     taken: list[Conversation] = []
     while len(taken) < count:

@@ -1,4 +1,4 @@
-"""The files of a rollouts stage: which rows are there already, and the counts over all of them."""
+"""The files of a rollouts stage: the rows of earlier runs, and the statistics of all rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RolloutPaths:
 
 
 def held_out_ids(ids: Iterable[str], share: float) -> frozenset[str]:
-    """The ids kept from training: by hash, so that share of many, and the same whatever else is in the data.
+    """Return the ids that are held out from training: those whose hash, in [0, 1), is below `share`.
 
-    Of few ids the hash may take none; then the one with the smallest hash is taken (not an only one), so that training
-    on a few prompts has something to forecast on. A share of 0 holds out none.
+    The choice of an id does not depend on the other ids. If the hashes of two or more ids select none, the id with the
+    smallest hash is held out, so that training on few prompts can still forecast. A share of 0 holds out none.
     """
     draws = {one: int.from_bytes(hashlib.sha256(f"split {one}".encode()).digest()[:8], "big") / 2**64 for one in ids}
     found = frozenset(one for one, draw in draws.items() if draw < share)
@@ -48,13 +48,13 @@ def held_out_ids(ids: Iterable[str], share: float) -> frozenset[str]:
 
 
 def split_name(identity: str, held_out: Collection[str]) -> str:
-    """What a row says of its split."""
+    """Return the value of `split` in a row."""
     return "held_out" if identity in held_out else "train"
 
 
 @dataclass
 class Tally:
-    """Counts over all rows, those of earlier runs included; `written_tokens` and `seconds` of this run alone."""
+    """Counts over all rows, including earlier runs; `written_tokens` and `seconds` count this run only."""
 
     counts: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """Conversations that are done, with a row or without."""
+        """Finished conversations, including skipped ones."""
         return self.counts["rollouts"] + self.skipped.total()
 
 
@@ -89,20 +89,21 @@ def read_finished(
     held_out: Collection[str],
     provenance: Callable[[str], Mapping[str, Any]],
 ) -> tuple[set[str], Tally]:
-    """Ids done in an earlier run, and their tally; a torn last line is cut. `asked` and `provenance` of an id.
+    """Return the ids finished in earlier runs, and their tally; an incomplete last line is removed.
 
-    Raises `DataError` for a row of other prompts or other settings: such a file would mix two sets of rollouts.
+    `asked` maps an id to its prompt (None: unknown id), `provenance` to its settings. Raises `DataError` for a row of
+    other prompts or settings, since the file would mix two sets of rollouts.
     """
     done: set[str] = set()
     tally = Tally()
     for path in (paths.rows, paths.skipped):
         if cut_torn_line(path):
-            logger.warning(f"{path}: cut a torn last line")
+            logger.warning(f"{path}: removed an incomplete last line")
         for number, row in read_rows(path) if path.exists() else ():
             where = f"{path}:{number}"
             one = asked(row.get("id", ""))
             if one is None or row["id"] in done:
-                raise DataError(f"{where}: id {row.get('id')!r} is not among the prompts, or came before; {REMEDY}")
+                raise DataError(f"{where}: id {row.get('id')!r} is not among the prompts, or is repeated; {REMEDY}")
             done.add(row["id"])
             if path == paths.skipped:
                 tally.skipped[row["reason"]] += 1
@@ -134,17 +135,20 @@ def write_stats(
     *,
     may_be_empty: bool = False,
 ) -> dict[str, Any]:
-    """Warn of what was lost, write the statistics, and return them. Raises `DataError` when there is no row at all."""
+    """Write and return the statistics; warn about skipped rollouts. Raises `DataError` when no row was written."""
     rollouts = tally.counts["rollouts"]
     if not rollouts and not may_be_empty:
-        raise DataError(f"none of {total} conversations became a rollout: {dict(tally.skipped) or 'there were none'}")
+        raise DataError(
+            f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
+            "give shorter prompts, or another target"
+        )
     if tally.skipped or tally.shortened:
         logger.warning(
             f"{paths.rows}: of {total} conversations {tally.skipped.total()} were skipped {dict(tally.skipped)}, "
             f"{tally.shortened.total()} shortened {dict(tally.shortened)}"
         )
     if held_out > 0 and not tally.splits["held_out"]:
-        logger.warning(f"{paths.rows}: none of {rollouts} rollouts fell into the held-out share of {held_out}")
+        logger.warning(f"{paths.rows}: none of {rollouts} rollouts is held out at a share of {held_out}")
     last_run = {
         "tokens": tally.written_tokens,
         "seconds": round(tally.seconds, 3),

@@ -1,12 +1,12 @@
-"""Rollouts: the target's own answers to prompts, written down as the ids it produced, with their provenance.
+"""Rollouts: the target's own answers to prompts, stored as the ids it generated, with their provenance.
 
-Conversations of several turns are answered turn by turn, each turn seeing the target's own earlier answers. All turns
-number n are generated together as one wave. A finished conversation is one line, flushed at once; started again, the
-finished ones are kept and the rest is done. What a conversation gets depends on its id and the settings, not on order.
+Conversations of several turns are answered turn by turn; each turn sees the target's own earlier answers. The n-th
+turns of many conversations are generated together as one wave. Each finished conversation is written at once as one
+line; a restarted run keeps the finished ones. A rollout depends only on the id of its conversation and the settings.
 
 A row: {"id", "split", "messages", "input_ids", "response_spans", "finish_reason", "provenance"}, and with a draft head
-"drafting": {"verify_steps", "accepted"}. `input_ids` is the rendered prompt of the last turn followed by the ids the
-target wrote, never tokenised again; spans are [start, end).
+"drafting": {"verify_steps", "accepted"}. `input_ids` is the rendered prompt of the last turn followed by the ids that
+the target generated, which are never tokenized again; spans are [start, end).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from toolkit.recipe import RolloutSettings
 
 logger = get_logger(__name__)
 
-# Conversations in flight together: enough to keep a batch full, few enough that a kill loses few half-done dialogues.
+# Enough conversations to fill a batch; few enough that a kill loses few unfinished ones.
 CONVERSATIONS_PER_WAVE = 1024
 
 OnProgress = Callable[[int, int, int], None]
-"""(conversations done, conversations in all, tokens written in this run)"""
+"""(finished conversations, all conversations, tokens generated in this run)"""
 
 
 def write_rollouts(
@@ -53,24 +53,24 @@ def write_rollouts(
     on_progress: OnProgress | None = None,
     may_be_empty: bool = False,
 ) -> dict[str, Any]:
-    """Answer the user turns of `conversations` into the .jsonl file `out_path`; returns the statistics.
+    """Answer the user turns of `conversations`, write the rows to the .jsonl file `out_path`, return the statistics.
 
-    Beside it: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer) and
-    `<stem>_stats.json`. A later turn that is too long or empty ends its conversation at the turn before, and an answer
-    that is cut, or holds special tokens that its message would lose, ends it there ("shortened", with the reason).
-    `max_context` counts ids of prompt and answer; an answer is cut where it ends. Draws are seeded by (seed, id, turn).
-    `temperatures` by conversation id take the place of the settings' one; `more_provenance` goes into every row.
-    Conversations are taken from their sequence when it is their turn. Memory: some 300 bytes for each (its id, in a few
-    tables), and those of one wave.
+    Also written: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer)
+    and `<stem>_stats.json`. A later turn whose prompt is too long or whose answer is empty ends the conversation before
+    that turn. An answer that is cut, or whose message would lose special tokens, ends the conversation after that turn.
+    Such rows have the reason under "shortened".
+    `max_context` limits the ids of prompt and answer together. Draws are seeded by (seed, id, turn).
+    `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
+    Conversations are read from the sequence wave by wave. Memory: one wave, and about 300 bytes per conversation.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
-    conversation becomes a rollout (unless `may_be_empty`: a share of a whole).
+    conversation becomes a rollout (unless `may_be_empty`, for one process's share).
     """
     paths = RolloutPaths(Path(out_path))
     ids = conversations.ids if isinstance(conversations, Conversations) else [one.id for one in conversations]
     places = {name: at for at, name in enumerate(ids)}
     if len(places) < len(ids):
         repeated = [name for name, count in Counter(ids).items() if count > 1]
-        raise DataError(f"{len(repeated)} conversation ids come more than once ({repeated[:3]}); give each its own")
+        raise DataError(f"{len(repeated)} conversation ids are repeated ({repeated[:3]}); give each its own id")
     provenance = {
         "target": target,
         "temperature": settings.temperature,
@@ -79,10 +79,10 @@ def write_rollouts(
         "max_tokens": settings.max_tokens,
         **(more_provenance or {}),
     }
-    heat = temperatures or {}
+    temperature_of = temperatures or {}
 
     def provenance_of(name: str) -> dict[str, Any]:
-        return provenance | {"temperature": heat.get(name, settings.temperature)}
+        return provenance | {"temperature": temperature_of.get(name, settings.temperature)}
 
     def asked(name: str) -> Conversation | None:
         return user_turns(conversations[places[name]]) if name in places else None
@@ -91,7 +91,7 @@ def write_rollouts(
     done, tally = read_finished(paths, asked, held_out, provenance_of)
     pending = [at for name, at in places.items() if name not in done]
     if done:
-        logger.info(f"{paths.rows}: {len(done)} of {len(places)} conversations were done before, {len(pending)} to do")
+        logger.info(f"{paths.rows}: {len(done)} of {len(places)} conversations are already done, {len(pending)} remain")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
         writer = _Writer(generate, tokenizer, settings, held_out, provenance_of, max_context, rows, skipped, tally)
         for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
@@ -106,7 +106,7 @@ def write_rollouts(
 
 @dataclass
 class _Dialogue:
-    """One conversation on its way: `waiting` are the messages not asked yet, `row` what is answered so far."""
+    """One conversation in progress: `waiting` holds the messages not yet asked, `row` the row of the turns so far."""
 
     id: str
     waiting: list[Message]
@@ -114,7 +114,7 @@ class _Dialogue:
     row: dict[str, Any] | None = None
 
     def ask(self) -> None:
-        """Move the next user message (and a system message before it) over."""
+        """Move the next user message, and a system message before it, from `waiting` to `messages`."""
         while True:
             self.messages.append(self.waiting.pop(0))
             if self.messages[-1]["role"] == "user":
@@ -131,7 +131,7 @@ class _Writer:
     tokenizer: PreTrainedTokenizerBase
     settings: RolloutSettings
     held_out: frozenset[str]
-    provenance: Callable[[str], Mapping[str, Any]]  # of a conversation id
+    provenance: Callable[[str], Mapping[str, Any]]  # by conversation id
     max_context: int
     rows: RowAppender
     skipped: RowAppender
@@ -139,7 +139,7 @@ class _Writer:
     warned: bool = False
 
     def answer(self, conversations: Iterable[Conversation]) -> Iterator[None]:
-        """Answer all turns of `conversations`, one wave per turn number; yields after each answer."""
+        """Answer all turns of `conversations`, one wave per turn number; yield after each answer."""
         wave = [_Dialogue(one.id, list(one.messages)) for one in conversations]
         while wave:
             asked, requests = self._requests(wave)
@@ -170,7 +170,7 @@ class _Writer:
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
-        text, all_said = answer_text(self.tokenizer, written_ids(result))
+        text, complete = answer_text(self.tokenizer, written_ids(result))
         if not text.strip():
             self._close(one, "empty_answer", turn=one.turn)
             return
@@ -188,13 +188,13 @@ class _Writer:
         }
         if not one.waiting:
             self._write(one.row)
-        elif result.finish_reason == "length":  # the next prompt would end what the target had not ended
+        elif result.finish_reason == "length":  # the next prompt would add an end that the target did not write
             self._close(one, "cut_answer")
-        elif not all_said:
+        elif not complete:
             self._close(one, "special_tokens")
 
     def _close(self, one: _Dialogue, reason: str, **details: int) -> None:
-        """End a conversation early: keep the turns answered before, else write it down as skipped."""
+        """End a conversation early: write the turns answered so far, or record it as skipped if there are none."""
         one.waiting.clear()
         if one.row is not None:
             self._write(one.row | {"shortened": reason})
@@ -207,7 +207,7 @@ class _Writer:
         self.tally.add(row)
 
     def _earlier_spans(self, messages: Sequence[Message], prompt: list[int]) -> list[list[int]]:
-        """Where the target's earlier answers stand in the prompt; none, and a warning, where that cannot be told."""
+        """Return the spans of earlier answers in the prompt; none, with a warning, if they cannot be located."""
         if not any(message["role"] == "assistant" for message in messages):
             return []
         try:
@@ -222,12 +222,12 @@ class _Writer:
 
     def _warn_once(self, reason: str) -> None:
         if not self.warned:
-            logger.warning(f"only last answers are marked as responses in conversations of several turns: {reason}")
+            logger.warning(f"in conversations of several turns only the last answer is marked as response: {reason}")
         self.warned = True
 
 
 def _drafting(before: Mapping[str, Any] | None, result: GenerationResult) -> dict[str, Any]:
-    """How far the drafts of a conversation reached, its earlier turns included; nothing for plain decoding."""
+    """Return the draft counts of a conversation, including its earlier turns; empty for plain decoding."""
     if result.draft_used is None:
         return {}
     earlier = (before or {}).get("drafting", {"verify_steps": 0, "accepted": 0})

@@ -1,11 +1,11 @@
-"""Prompts that the target writes itself (the idea of Magpie, arXiv 2406.08464).
+"""Synthesis of prompts by the target itself, as in Magpie (arXiv 2406.08464).
 
-The target gets its chat template up to where the user's words would begin, and goes on: it writes a user turn. System
-prompts (`prompts.systems`) steer what kind of user writes; attempts take them in turn, and the answers never see them.
-Attempt i is sampled with a seed of its own. Raw attempts are kept in attempts.jsonl as they end; accepted are the first
-good ones in the order of their numbers, whatever order they ended in and however often the run was killed. So the
-outcome is a function of the settings, up to rounding: in bfloat16 a target rounds by the size of its batch, and what is
-left after a kill is batched differently, so texts may part where two draws were nearly equal.
+The target continues its chat template from where the user's content would begin, so it writes a user turn. System
+prompts (`prompts.systems`) steer the kind of user; attempts use them in turn, and the answers never see them.
+Attempt i has its own seed. Raw attempts are stored in attempts.jsonl as they finish. The first usable attempts by
+number are accepted, whatever the order in which they finished and however often the run was killed. So the result is a
+function of the settings, up to rounding: in bfloat16 the rounding depends on the batch size, and a resumed run has
+other batches, so texts may differ where two draws were nearly equal.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ logger = get_logger(__name__)
 
 SENTINEL = "SENTINELWORDSOFTHEUSER"
 ATTEMPTS_PER_PROMPT = 4
-FIRST_GUESS = 0.85  # share of attempts expected to be accepted, before any is seen
+FIRST_GUESS = 0.85  # assumed share of accepted attempts before the first is judged
 MIN_ROUND = 16
 MAX_WORDS = 400
 
 OnProgress = Callable[[int, int, int], None]
-"""(prompts accepted, prompts wanted, attempts ended)"""
+"""(accepted prompts, requested prompts, finished attempts)"""
 
 
 def user_turn_prefix_ids(tokenizer: PreTrainedTokenizerBase, system: str = "") -> list[int]:
-    """Ids of the template up to the user's first word; with an empty `system` the template's own default stands.
+    """Return the ids of the template up to the user's content; an empty `system` keeps the template's default.
 
-    Raises `ChatTemplateError` if the template has no slot for the user, or refuses a system prompt.
+    Raises `ChatTemplateError` if the template has no slot for the user, or drops or rejects the system prompt.
     """
     messages = [{"role": "system", "content": system}] if system else []
     text = render_text(tokenizer, [*messages, {"role": "user", "content": SENTINEL}])
     before, found, _ = text.partition(SENTINEL)
     if system not in before:
         raise ChatTemplateError(
-            f"the chat template leaves the system prompt {system[:60]!r} out, so it would steer nothing; "
-            "remove prompts.systems, or take a target whose template has a system turn"
+            f"the chat template drops the system prompt {system[:60]!r}, so it would have no effect; "
+            "remove prompts.systems, or use a target whose template has a system turn"
         )
     ids = encode(tokenizer, before) if found else []
     if not ids:
         raise ChatTemplateError(
-            f"the chat template renders a user's words as {text[:80]!r}: nothing before them to prompt the target "
-            "with. Self-synthesis needs a template with a user slot; give prompts.sources instead"
+            f"the chat template renders a user message as {text[:80]!r}: no text before the content can prompt the "
+            "target. Self-synthesis needs a template with a user slot; give prompts.sources instead"
         )
     return ids
 
@@ -72,16 +72,16 @@ def synthesise_prompts(
     seed: int,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """Write `settings.synthesize` user turns by the target to the .jsonl `out_path`; returns the statistics.
+    """Let the target write `settings.synthesize` user turns to the .jsonl `out_path`; return the statistics.
 
-    Beside it: attempts.jsonl (raw attempts, to resume from) and `<stem>_stats.json` (rejections by reason).
-    Only turns that ended by themselves count. There are at most 4 attempts per wanted prompt: fewer prompts then are a
-    warning, fewer than half a `DataError`, which is also raised when attempts.jsonl comes from other settings.
+    Also written: attempts.jsonl (raw attempts, to resume from) and `<stem>_stats.json` (rejections by reason).
+    Only turns that end with a stop id count. At most 4 attempts per requested prompt are made. Fewer accepted prompts
+    than requested are a warning. Raises `DataError` for fewer than half, and when attempts.jsonl has other settings.
     """
     out = Path(out_path)
     wanted = settings.synthesize
     if wanted < 1:
-        raise DataError(f"prompts.synthesize = {wanted}; at least 1 prompt is needed")
+        raise DataError(f"prompts.synthesize is {wanted}; at least 1 prompt is required")
     systems = settings.systems or ("",)
     prefixes = [user_turn_prefix_ids(tokenizer, system) for system in systems]
     recipe = {
@@ -118,7 +118,7 @@ def _request(prefix: list[int], settings: PromptSettings, seed: int) -> Generati
 
 @dataclass
 class _Judge:
-    """Takes attempts strictly by number: an attempt is judged when all before it are, so order of ending is nothing."""
+    """Judges attempts strictly by number, so that the order in which they finish has no effect."""
 
     tokenizer: PreTrainedTokenizerBase
     min_words: int
@@ -154,13 +154,13 @@ class _Judge:
 
 
 def _next_round(judge: _Judge, wanted: int) -> list[int]:
-    """Numbers of the attempts to make next: gaps that a kill left, then as many new ones as will probably do."""
+    """Return the numbers of the next attempts: gaps left by a kill, then as many new ones as will probably suffice."""
     missing = wanted - len(judge.accepted)
     cap = ATTEMPTS_PER_PROMPT * wanted
     if missing == 0 or judge.judged >= cap:
         return []
     share = max(len(judge.accepted) / judge.judged, 1 / ATTEMPTS_PER_PROMPT) if judge.judged else FIRST_GUESS
-    # A few too many cost little in a batch; one too few costs a whole round.
+    # Surplus attempts cost little in a batch; a missing one costs another round.
     end = min(cap, judge.judged + max(MIN_ROUND, math.ceil(1.1 * missing / share)))
     return [number for number in range(judge.judged, end) if number not in judge.ended]
 
@@ -170,9 +170,9 @@ def _as_row(result: GenerationResult) -> dict[str, Any]:
 
 
 def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
-    """Attempts of an earlier run by number; a torn last line is cut. Raises `DataError` for those of other settings."""
+    """Read the attempts of an earlier run by number. Raises `DataError` for attempts with other settings."""
     if cut_torn_line(path):
-        logger.warning(f"{path}: cut a torn last line")
+        logger.warning(f"{path}: removed an incomplete last line")
     ended: dict[int, GenerationResult] = {}
     for number, row in read_rows(path) if path.exists() else ():
         if row.get("settings") != mark:
@@ -182,12 +182,12 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
             )
         ended[row["attempt"]] = GenerationResult(row["output_ids"], row["finish_reason"], row["draft"])
     if ended:
-        logger.info(f"{path}: {len(ended)} attempts were made before")
+        logger.info(f"{path}: {len(ended)} attempts are already done")
     return ended
 
 
 def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], systems: Sequence[str]) -> dict[str, Any]:
-    """Write prompts and statistics; say clearly when there are too few."""
+    """Write prompts and statistics; warn or raise `DataError` when there are too few prompts."""
     count, wanted = len(judge.accepted), judge.wanted
     stats = {
         "wanted": wanted,
@@ -198,14 +198,16 @@ def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], systems: Sequence[
         "provenance": recipe,
     }
     write_json(out.with_name(f"{out.stem}_stats.json"), stats)
-    told = f"{count} of {wanted} prompts accepted in {judge.judged} attempts, rejected: {stats['rejected'] or 'none'}"
+    summary = (
+        f"{count} of {wanted} prompts accepted in {judge.judged} attempts, rejected: {stats['rejected'] or 'none'}"
+    )
     if 2 * count < wanted:
         raise DataError(
-            f"{told}. The target hardly writes usable user turns: raise prompts.max_tokens if most are unfinished, "
+            f"{summary}. The target rarely writes usable user turns: raise prompts.max_tokens if most are unfinished, "
             "lower prompts.temperature, or give prompts.sources"
         )
     if count < wanted:
-        logger.warning(f"{told}; going on with {count}")
+        logger.warning(f"{summary}; continuing with {count}")
     conversations, provenance = [], {}
     for number, text in judge.accepted.items():
         conversations.append(Conversation(f"synth-{number:06d}", ({"role": "user", "content": text},)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.chat_template import ChatTemplateError, prompt_ids
-from toolkit.data.jsonl import read_rows
+from toolkit.jsonl import read_rows
 from toolkit.log import get_logger
 from toolkit.targets.load import Target
 from toolkit.train.errors import TrainError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
-from toolkit.data.jsonl import DataError
+from toolkit.jsonl import DataError
 from toolkit.targets.load import Target
 from toolkit.train_settings import TrainSettings
 
