@@ -25,6 +25,7 @@ from toolkit.infer.load.load_engine import graph_settings
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.target import Target
 
 pytestmark = pytest.mark.compile
 LENGTHS = (5, 19, 2, 33, 9)  # with ragged ends below: 5 requests in 4 rows fill every bucket
@@ -36,6 +37,15 @@ def compiling():
     """A training with Muon on a CPU tells torch to compile nothing in its process, which tests share."""
     with torch.compiler.set_stance("default"):
         yield
+
+
+@pytest.fixture(scope="module")
+def own_target(small_target: Target) -> Target:
+    """A model of its own: transformers leaves hooks on a model that was asked for its hidden states, as other tests do,
+    and Dynamo does not trace these."""
+    model = type(small_target.model)(small_target.model.config)
+    model.load_state_dict(small_target.model.state_dict())
+    return replace(small_target, model=model)
 
 
 def again(run):
@@ -62,30 +72,30 @@ def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
-def test_compiled_rounds_write_what_eager_rounds_write(small_target, build, name, shape):
+def test_compiled_rounds_write_what_eager_rounds_write(own_target, build, name, shape):
     """Features reach the head by hooks on the compiled layers, and every stage of the head attends by its own plan:
     one wrong plan, layer number or row would show in tokens or in what is accepted."""
     draft = None if name == "none" else build(name)
-    compiled = answers(engine_with(small_target, draft, shape, CompileSettings(4, "aot_eager")))
-    assert compiled == answers(engine_with(small_target, draft, shape, None))
+    compiled = answers(engine_with(own_target, draft, shape, CompileSettings(4, "aot_eager")))
+    assert compiled == answers(engine_with(own_target, draft, shape, None))
     assert draft is None or any(max(accepted) > 0 for _, accepted in compiled)
-    assert all("forward" not in vars(layer) for layer in small_target.layers)
+    assert all("forward" not in vars(layer) for layer in own_target.layers)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
-def test_graphs_of_compiled_layers_write_what_eager_rounds_write(small_target, build, name, shape):
+def test_graphs_of_compiled_layers_write_what_eager_rounds_write(own_target, build, name, shape):
     """The same by Inductor, with real graphs, on kernels: fp32, where tokens are equal."""
     draft = None if name == "none" else build(name)
     if draft is not None:
         draft = replace(draft, head=copy.deepcopy(draft.head).cuda())
-    target = replace(small_target, model=copy.deepcopy(small_target.model).cuda())
+    target = replace(own_target, model=copy.deepcopy(own_target.model).cuda())
     compiled = answers(engine_with(target, draft, shape, CompileSettings(4), None))
     assert compiled == answers(engine_with(target, draft, shape, None, None))
 
 
-def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, monkeypatch):
+def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, monkeypatch):
     """Each recording up to the bound, and none above, is of compiled layers, of the target and of the head. They are
     made before the first request, and nothing is compiled afterwards."""
     compiled_now: list[bool] = []
@@ -104,7 +114,7 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, mo
 
     own, kinds = CompiledLayers._run, set()
     monkeypatch.setattr(CompiledLayers, "_run", ran)
-    engine = engine_with(small_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
+    engine = engine_with(own_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
     assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
@@ -114,16 +124,16 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(small_target, build, mo
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"
 
 
-def test_layers_of_one_kind_share_what_was_compiled(small_target):
+def test_layers_of_one_kind_share_what_was_compiled(own_target):
     """Compiled layer by layer, an 8B target would start for minutes."""
     before = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    engine = engine_with(small_target, None, "", CompileSettings(1, "eager"))
+    engine = engine_with(own_target, None, "", CompileSettings(1, "eager"))
     engine.close()
     assert counters["stats"]["unique_graphs"] == before + 2, "not the check's size and the round's, each once"
 
 
-def test_layers_that_come_out_different_are_refused(small_target):
+def test_layers_that_come_out_different_are_refused(own_target):
     """A compiler that computes something else must never answer."""
 
     def wrong(graph, _inputs):
@@ -134,17 +144,17 @@ def test_layers_that_come_out_different_are_refused(small_target):
 
     torch._dynamo.reset()
     with pytest.raises(CompileError, match="logits differ.* leave --torch-compile out"):
-        engine_with(small_target, None, "", CompileSettings(4, wrong))
+        engine_with(own_target, None, "", CompileSettings(4, wrong))
     torch._dynamo.reset()
     with pytest.raises(CompileError, match="LlamaDecoderLayer cannot be compiled .*no such instruction"):
-        engine_with(small_target, None, "", CompileSettings(4, broken))
+        engine_with(own_target, None, "", CompileSettings(4, broken))
 
 
-def test_where_nothing_would_be_compiled(small_target):
+def test_where_nothing_would_be_compiled(own_target):
     with pytest.raises(CompileError, match="no round is recorded, since NgramDrafter"):
-        engine_with(small_target, NgramLookup(), "3,1,4", CompileSettings(4, "eager"))
+        engine_with(own_target, NgramLookup(), "3,1,4", CompileSettings(4, "eager"))
     with pytest.raises(EngineError, match="torch_compile_max_bs is 8 and cuda_graph_max_bs 4"):
-        engine_with(small_target, None, "", CompileSettings(8, "eager"))
+        engine_with(own_target, None, "", CompileSettings(8, "eager"))
     with pytest.raises(CompileError, match="torch_compile_max_bs is 0"):
         CompileSettings(0)
 
@@ -166,42 +176,42 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     "name, shape",
     [("none", ""), ("ngram", "3,1,4"), ("eagle3", "3,1,4"), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,3,8")],
 )
-def test_eager_rounds_by_compiled_layers_write_the_same(traced_layers, small_target, build, name, shape, max_batch):
+def test_eager_rounds_by_compiled_layers_write_the_same(traced_layers, own_target, build, name, shape, max_batch):
     """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made
     with the engine: compiled while it serves, a request would wait for seconds."""
     draft = None if name == "none" else build(name)
     wanted = None if draft is None else DraftShape.parse(shape)
-    engine = Engine(small_target, draft, wanted, max_batch=max_batch, torch_compile=True)
+    engine = Engine(own_target, draft, wanted, max_batch=max_batch, torch_compile=True)
     made = len(traced_layers)
     assert made >= (4 if max_batch > 1 else 2)
     compiled = answers(engine)
     assert len(traced_layers) == made, "something was compiled while it served"
-    assert compiled == answers(Engine(small_target, draft, wanted, max_batch=max_batch))
-    assert all("forward" not in vars(layer) for layer in small_target.layers)
+    assert compiled == answers(Engine(own_target, draft, wanted, max_batch=max_batch))
+    assert all("forward" not in vars(layer) for layer in own_target.layers)
 
 
 @pytest.mark.compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_inductor_compiles_eager_rounds(small_target, small_draft):
+def test_inductor_compiles_eager_rounds(own_target, small_draft):
     """The compiler that users get. Its logits are compared with the model's own when an engine is made; drafted answers
     are those of plain decoding."""
-    plain = answers(Engine(small_target, torch_compile=True))
-    drafted = answers(Engine(small_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True))
+    plain = answers(Engine(own_target, torch_compile=True))
+    drafted = answers(Engine(own_target, small_draft, DraftShape.parse("3,3,8"), torch_compile=True))
     assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
 
 
-def test_hooks_around_compiled_layers_fire(traced_layers, small_target):
+def test_hooks_around_compiled_layers_fire(traced_layers, own_target):
     """Features, and whatever else reads or replaces what enters a layer or leaves it."""
     seen: list[str] = []
-    layer = small_target.layers[1]
+    layer = own_target.layers[1]
     handles = [
         layer.register_forward_pre_hook(lambda *_given: seen.append("before")),
         layer.register_forward_hook(lambda _layer, _given, out: (seen.append("after"), out * 1.5)[1]),
     ]
     try:
-        wanted = answers(Engine(small_target))
+        wanted = answers(Engine(own_target))
         seen.clear()
-        engine = Engine(small_target, torch_compile=True)
+        engine = Engine(own_target, torch_compile=True)
         seen.clear()
         assert answers(engine) == wanted and seen[:2] == ["before", "after"]
     finally:
@@ -209,7 +219,7 @@ def test_hooks_around_compiled_layers_fire(traced_layers, small_target):
             handle.remove()
 
 
-def test_eager_rounds_on_a_gpu_are_not_compiled(small_target):
+def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
     forward = SimpleNamespace(target=SimpleNamespace(device=CUDA))
     with pytest.raises(CompileError, match="target on cuda, where only recorded rounds run compiled layers"):
         CompiledLayers(CompileSettings(), forward, None, dynamic=True)
