@@ -43,7 +43,12 @@ def _batch(prompts, answers):
     return collate(examples, pad_id=0)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = ("eagle3-two-layers", "mtp-two-layers")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS]
+)
 def trained(request, tiny_target):
     """A head that knows its answers by heart, so that chains of every depth occur; its unroll, and the prompts."""
     settings = TrainSettings(head=HeadSettings(**KINDS[request.param]), unroll=UnrollSettings(ttt_steps=STEPS))

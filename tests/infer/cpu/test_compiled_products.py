@@ -21,6 +21,7 @@ def answers(engine: Engine) -> list[list[int]]:
         engine.close()
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_and_quantised_layers_are_compiled(traced_layers, tiny_target_directory, quantization, dtype):

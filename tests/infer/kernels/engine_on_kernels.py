@@ -89,6 +89,6 @@ if __name__ == "__main__":
     wanted = answers(target, draft, accepted)
     kernels = choose.triton_ops()
     every = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "paged_width"}
-    active = replace(kernels, **{name: counted(name, op) for name, op in every.items()})
+    active = replace(kernels, **{name: counted(name, op) for name, op in every.items() if op is not None})
     got = answers(target, draft, accepted)
     print(json.dumps({"wanted": wanted, "got": got, "ran": ran, "accepted": max(accepted)}))

@@ -57,6 +57,7 @@ def interpreter_works() -> bool:
     return old > (3, 6) or new < (2, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ALL)
 def test_kernel_equals_reference_under_the_interpreter(group: str) -> None:
     """Ragged lengths, head layouts, head dims, windows, soft caps, sinks, page sizes, trees, ties; outputs poisoned."""

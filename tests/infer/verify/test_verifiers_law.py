@@ -227,6 +227,7 @@ def q_in_draft_ids(chains: DrawnChains) -> tuple[Tensor, Tensor]:
 WRONG = [residual_is_p, acceptance_without_q, block_without_weights, q_in_draft_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_found(rule):
     """The same test with the same numbers must fail, or it would say nothing about the right rules."""
