@@ -1,4 +1,4 @@
-"""`toolkit chat`: talk to a target in the terminal; what the draft head wrote is shown apart."""
+"""`toolkit chat`: talk to a target in the terminal; drafted tokens are marked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [name for name in OPTIONS if name != "max_running_requests"]  # one conversation
     add_engine_arguments(parser.add_argument_group("engine"), names)
     group = parser.add_argument_group("chat")
-    group.add_argument("--prompt", metavar="TEXT", help="answer this once and end; the answer alone goes to stdout")
+    group.add_argument("--prompt", metavar="TEXT", help="answer this prompt and end; only the answer goes to stdout")
     group.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument("--top-p", type=float, default=1.0, help="default: 1, every token")
@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, help="of the sampling; the same seed gives the same answer (default: one at random)"
     )
     group.add_argument(
-        "--plain", action="store_true", help="do not mark drafted tokens (without a terminal they never are)"
+        "--plain", action="store_true", help="do not mark drafted tokens (output that is no terminal is never marked)"
     )
     parser.epilog = "Drafted tokens that the target accepted are green, or underlined where NO_COLOR is set."
 
 
 def run(args: argparse.Namespace) -> int:
-    """One answer with --prompt, else a conversation until /quit."""
+    """Answer --prompt, or hold a conversation until /quit."""
     from toolkit.infer.load.closing import closing
 
     loaded = load_from(args, max_running_requests=1)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
-    """Raises ValueError with a message for the user, RankLostError when another process of several ends."""
+    """Answer --prompt or talk. Raises ValueError with a message for the user, RankLostError when a rank ends."""
     from toolkit.infer.load.conversation import Conversation
 
     conversation = Conversation(
@@ -84,10 +84,10 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
 
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
-    """Reads lines until /quit or the end of input. A line that cannot be answered is said so, and forgotten."""
+    """Read lines until /quit or the end of input. A line that cannot be answered prints an error and is dropped."""
     from toolkit.infer.load.conversation import ConversationError
 
-    with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
+    with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
 
     while True:
@@ -98,7 +98,7 @@ def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO
             continue
         except EOFError:
             if stdin.isatty():
-                print(file=sys.stderr)  # the shell's prompt belongs on a line of its own
+                print(file=sys.stderr)  # so that the shell's prompt begins a line
             return
         if line in ("/quit", "/exit"):
             return
@@ -124,14 +124,14 @@ def _read_line(stdin: TextIO) -> str:
 
 
 def marker(plain: bool, stdout: TextIO) -> str:
-    """The escape that opens drafted text; "" where nothing is marked."""
+    """The escape sequence that begins drafted text; "" if nothing is marked."""
     if plain or not stdout.isatty() or os.environ.get("TERM") == "dumb":
         return ""
     return UNDERLINE if os.environ.get("NO_COLOR") else GREEN
 
 
 class Painter:
-    """Writes an answer piece by piece, drafted pieces between `mark` and the end of marking."""
+    """Writes an answer piece by piece; drafted pieces are enclosed in `mark` and END."""
 
     def __init__(self, stdout: TextIO, mark: str) -> None:
         self._stdout = stdout
@@ -140,7 +140,7 @@ class Painter:
         self._at_line_start = True
 
     def write(self, text: str, from_draft: bool) -> None:
-        """Shows one piece at once."""
+        """Write one piece and flush."""
         if not text:
             return
         shown = text.translate(UNPRINTABLE) if self._clean else text
@@ -149,7 +149,7 @@ class Painter:
         self._stdout.flush()
 
     def end(self) -> None:
-        """Ends the answer's last line."""
+        """End the answer's last line."""
         if not self._at_line_start:
             self._stdout.write("\n")
             self._stdout.flush()
@@ -158,7 +158,7 @@ class Painter:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C sets a flag instead of raising: an engine step is never torn in two."""
+    """Inside, Ctrl-C sets a flag and does not raise: an engine step always completes."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
@@ -168,7 +168,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def summary(exchange: Exchange, shape: str | None, temperature: float) -> str:
-    """The line under an answer."""
+    """The line printed after an answer."""
     count = exchange.answer.n_tokens
     speed = f"{count} tokens in {exchange.seconds:.1f} s, {count / max(exchange.seconds, 1e-9):.1f} tokens/s"
     ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(exchange.answer.finish_reason), "")

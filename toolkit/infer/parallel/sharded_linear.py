@@ -1,6 +1,6 @@
-"""Linear layers of which each rank holds a part: styles for torch's parallelize_module.
+"""Linear layers divided among the ranks: styles for torch's parallelize_module.
 
-DTensor divides the weights; the products run on plain tensors, as dispatching DTensors costs more than a decoding step.
+DTensor divides the weights; the products run on plain tensors: dispatching DTensors costs more than a decoding step.
 
     column   rows of the weight [out/N, in]: whole input -> its part of the output (heads, MLP width)
     row      columns of the weight [out, in/N]: its part of the input -> a sum over the ranks
@@ -23,7 +23,7 @@ from toolkit.infer.parallel.ranks import ParallelError
 
 
 class Column(ParallelStyle):
-    """gather: the parts of the output are put together, so that every rank has all of it, the same bits."""
+    """gather: concatenate the parts of the output, so that every rank has the whole, with the same bits."""
 
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Column(ParallelStyle):
 
 
 class Row(ParallelStyle):
-    """split: the input comes whole, and each rank takes its part of it."""
+    """split: the input is whole, and each rank takes its part of it."""
 
     def __init__(self, *, split: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Row(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.weight = _part(module.weight, device_mesh, 1)
-        if dist.get_rank():  # the bias is added once: rank 0 has it
+        if dist.get_rank():  # the bias is added once, by rank 0
             module.register_parameter("bias", None)
         if self.split:
             module.register_forward_pre_hook(_own_part)
@@ -78,7 +78,7 @@ def check_divides(path: str, module: nn.Module, style: Column | Row, size: int) 
 
 
 def _part(whole: Any, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """This rank's part, in memory of its own: the whole weight is let go."""
+    """This rank's part, in memory of its own, so that the whole weight can be freed."""
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None).to_local()
     return nn.Parameter(part.clone().to(whole.device), requires_grad=False)
 

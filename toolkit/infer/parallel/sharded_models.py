@@ -45,10 +45,10 @@ PROBE_TOKENS = 8
 def load_sharded_target(
     ranks: Ranks, name: str | Path, *, revision: str | None, device: torch.device, **options: Any
 ) -> Target:
-    """load_target, of whose layers this rank keeps its part. One rank after the other reads the whole, on the host.
+    """Load a target and keep this rank's part of its layers. One rank after the other reads the whole, on the host.
 
     Raises TargetError, ParallelError for a family or numbers of heads that cannot be divided, UnsupportedTargetError
-    when the divided model does not compute what the whole one did.
+    if the divided model computes other logits than the whole one.
     """
     check_heads(load_config(name, revision)[0], ranks.size, str(name))
     ranks.join()
@@ -73,13 +73,13 @@ def load_sharded_target(
 
 
 def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Column | Row]:
-    """Styles by layer name (numbers as *), of transformers' plan. Raises ParallelError where there is none that `size`
-    ranks can follow."""
+    """Styles by layer name (numbers as *), from transformers' plan. Raises ParallelError if there is none for `size`
+    ranks."""
     text: Any = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     unknown = sorted(f"{key}: {style}" for key, style in plan.items() if style not in STYLES)
     if not plan or unknown:
-        why = f"its plan asks for what is not done here ({', '.join(unknown)})" if plan else "transformers has no plan"
+        why = f"its plan has unsupported styles ({', '.join(unknown)})" if plan else "transformers has no plan"
         raise ParallelError(f"{name} ({text.model_type}) cannot be divided among ranks: {why}; {INSTEAD}")
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -93,7 +93,7 @@ def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Col
 
 
 def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> None:
-    """The target's output matrix by vocabulary, and the (fitted) head likewise, as far as it divides; says which."""
+    """Divide the target's output matrix and the fitted head as far as possible; log what is divided."""
     divided: list[str] = []
     whole: list[str] = []
     rows = (
@@ -102,7 +102,7 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
         and draft.token_map.size < target.vocab_size
     )
     what = f"its output matrix ({target.vocab_size} ids)"
-    if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows from all of it
+    if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows of the whole matrix
         whole.append(what)
     else:
         parallelize_module(target.lm_head, ranks.mesh, Column(gather=True))
@@ -122,7 +122,7 @@ def _shard_layers(target: Target, ranks: Ranks) -> None:
     modules = dict(target.body.named_modules())
     plan = {path: style for path in modules if (style := styles.get(re.sub(r"\d+", "*", path))) is not None}
     if not plan:
-        raise ParallelError(f"{target.name}: no layer is called as in transformers' plan ({', '.join(styles)})")
+        raise ParallelError(f"{target.name}: no layer has a name of transformers' plan ({', '.join(styles)})")
     for path, style in plan.items():
         check_divides(path, modules[path], style, ranks.size)
     parallelize_module(target.body, ranks.mesh, plan)  # type: ignore[arg-type]
@@ -130,13 +130,13 @@ def _shard_layers(target: Target, ranks: Ranks) -> None:
 
 @torch.inference_mode()
 def _probe_logits(target: Target) -> torch.Tensor:
-    """The model's own logits of some tokens, on the host."""
+    """The model's own logits for some tokens, on the host."""
     ids = (torch.arange(PROBE_TOKENS, device=target.device) * 7919 % target.vocab_size)[None]
     return target.model(input_ids=ids, use_cache=False).logits.float().cpu()
 
 
 def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -> None:
-    """Its attention by heads, its MLPs by width, an output matrix of its own by vocabulary."""
+    """Divide its attention by heads, its MLPs by width, its own output matrix by vocabulary."""
     size, config = ranks.size, head.config
     heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     by_heads, by_width = heads % size == 0 and key_heads % size == 0, width % size == 0
