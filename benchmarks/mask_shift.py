@@ -111,7 +111,7 @@ def main() -> int:
     for name, shift in (("exact", 0), ("lagging by one", 1)):
         folder = run / "mask_shift" / name.split()[0]
         train_variant(args.recipe, args.overrides, run, folder, shift)
-        engine = Engine(target, load_draft(folder / "ckpt"), shape, max_batch=8)
+        engine = Engine(target, load_draft(folder / "ckpt"), shape, max_running_requests=8)
         answers[name] = engine.generate(prompts, SamplingParams(max_tokens=recipe.rollouts.max_tokens))
         engine.close()
     gain, interval = paired_gain(*answers.values())

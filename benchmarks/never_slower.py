@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
             unfitted: Draft = random_head(target, args.random_vocab) if name == RANDOM else load_draft(name)
             draft = fit_draft(unfitted, target)
         pack(target, draft)
-        options: dict[str, Any] = {"max_batch": args.batch, "torch_compile": args.torch_compile}
+        options: dict[str, Any] = {"max_running_requests": args.batch, "torch_compile": args.torch_compile}
         return Engine(target, draft, shape if drafts else None, adaptive=adaptive, **options)
 
     entrants = [
@@ -189,7 +189,7 @@ def measure(args: argparse.Namespace, name: str, shape: DraftShape) -> list[dict
     groups = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
     print(f"{name}, {shape.name}, batch {args.batch}", file=sys.stderr)
     for one in entrants:  # first forwards of a process are slow; the adaptive engine's own first rounds do count
-        warm = Engine(one.engine.target, max_batch=args.batch, torch_compile=args.torch_compile)
+        warm = Engine(one.engine.target, max_running_requests=args.batch, torch_compile=args.torch_compile)
         warm.generate(groups[0], SamplingParams(max_tokens=WARMUP_TOKENS))
     race(entrants, groups, args.max_tokens)
     for one in entrants:

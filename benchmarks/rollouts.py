@@ -99,7 +99,9 @@ def by_the_engine(target: Target, torch_compile: bool = False) -> Timed:
     """Our engine over a target that is packed."""
 
     def answer(prompts: Sequence[Ids], batch: int, asked: Rollouts) -> tuple[float, list[Ids]]:
-        engine = Engine(target, max_batch=batch, torch_compile=torch_compile)  # a new one: it remembers no prompt
+        engine = Engine(
+            target, max_running_requests=batch, torch_compile=torch_compile
+        )  # a new one: it remembers no prompt
         try:
             began = time.perf_counter()
             done = engine.generate(prompts, SamplingParams(max_tokens=asked.max_tokens, ignore_eos=not asked.to_stop))

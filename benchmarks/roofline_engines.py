@@ -110,8 +110,8 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         subject.target,
         None if mode.shape is None else subject.draft,
         mode.shape,
-        max_batch=sizes.batch,
-        max_context=sizes.longest + sizes.room(subject, mode),
+        max_running_requests=sizes.batch,
+        context_length=sizes.longest + sizes.room(subject, mode),
         memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False, scattered_pages=True),
         graphs=graphs,
     )

@@ -105,10 +105,12 @@ def test_forced_acceptance(script, tiny_target, tiny_draft, recorded, shape) -> 
     device = tiny_target.device
     with module.forced((0, 2, 1), tiny_draft.token_map, tiny_target.vocab_size, device):
         memory = MemorySettings(scattered_pages=True, prefix_cache=False)
-        engine = Engine(tiny_target, tiny_draft, DraftShape.parse(shape), max_batch=2, graphs=graphs, memory=memory)
+        engine = Engine(
+            tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, graphs=graphs, memory=memory
+        )
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         first, second = engine.generate([[5, 6, 7], [8, 9]], params)
-        plain = Engine(tiny_target, max_batch=2).generate([[5, 6, 7]], params)[0].output_ids
+        plain = Engine(tiny_target, max_running_requests=2).generate([[5, 6, 7]], params)[0].output_ids
         engine.close()
     events = [[event.accepted for event in request.events] for request in (first, second)]
     assert events[0][:6] == [0, 2, 1, 0, 2, 1] and events[1][:6] == [2, 1, 0, 2, 1, 0]
@@ -117,7 +119,7 @@ def test_forced_acceptance(script, tiny_target, tiny_draft, recorded, shape) -> 
         from_draft = [token for token, flag in zip(request.output_ids, request.token_from_draft, strict=True) if flag]
         own = [token for token, flag in zip(request.output_ids, request.token_from_draft, strict=True) if not flag]
         assert set(from_draft) <= drafted and not set(own[1:]) & drafted
-    assert plain == Engine(tiny_target, max_batch=2).generate([[5, 6, 7]], params)[0].output_ids
+    assert plain == Engine(tiny_target, max_running_requests=2).generate([[5, 6, 7]], params)[0].output_ids
 
 
 def test_forced_acceptance_refuses(script, tiny_target, tiny_draft) -> None:

@@ -28,14 +28,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def engine(tiny_target, tiny_draft):
-    engine = Engine(tiny_target, tiny_draft, max_batch=1)
+    engine = Engine(tiny_target, tiny_draft, max_running_requests=1)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def conversation(engine, tiny_target):
-    return Conversation(engine, tiny_target.tokenizer, max_context=engine.max_context, max_tokens=24)
+    return Conversation(engine, tiny_target.tokenizer, max_context=engine.context_length, max_tokens=24)
 
 
 def ask(conversation, text, interrupted=lambda: False):

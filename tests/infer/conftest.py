@@ -38,8 +38,8 @@ class ScriptedEngine:
         self.script = script
         self.run = run
         self.stop_id = stop_id
-        self.max_context = 512
-        self.max_batch = 4
+        self.context_length = 512
+        self.max_running_requests = 4
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.aborted: list[Request] = []
@@ -57,11 +57,11 @@ class ScriptedEngine:
         shape: DraftShape | None = None,
         request_id: str | None = None,
     ) -> Request:
-        if len(prompt_ids) >= self.max_context:
-            raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.max_context} fit")
+        if len(prompt_ids) >= self.context_length:
+            raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.context_length} fit")
         request = Request(request_id or "r", list(prompt_ids), params, speculative, shape=shape)
         request.stop_set = frozenset([self.stop_id])
-        request.token_limit = min(params.max_tokens, self.max_context - len(prompt_ids))
+        request.token_limit = min(params.max_tokens, self.context_length - len(prompt_ids))
         self.waiting.append(request)
         return request
 
@@ -81,7 +81,7 @@ class ScriptedEngine:
         if self.fail_next_step is not None:
             error, self.fail_next_step = self.fail_next_step, None
             raise error
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and len(self.running) < self.max_running_requests:
             self.running.append(self.waiting.pop(0))
         touched = list(self.running)
         for request in touched:

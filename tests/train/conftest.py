@@ -86,7 +86,7 @@ def tiny_chat_run(tiny_run, tiny_target, tmp_path_factory) -> Path:
         for index in range(20)
     ]
     settings = RolloutSettings(max_tokens=16, held_out=0.2)
-    engine = Engine(tiny_target, max_batch=20)
+    engine = Engine(tiny_target, max_running_requests=20)
     path = folder / "rollouts" / "rollouts.jsonl"
     write_rollouts(
         asked,

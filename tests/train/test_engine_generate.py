@@ -18,7 +18,7 @@ def requests_for(target: Target, lengths: list[int]) -> list[GenerationRequest]:
 
 @pytest.fixture
 def engine(tiny_target: Target):
-    engine = Engine(tiny_target, max_batch=3)
+    engine = Engine(tiny_target, max_running_requests=3)
     yield engine
     engine.close()
 

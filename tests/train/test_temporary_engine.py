@@ -36,7 +36,7 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
 
     gc.disable()
     try:
-        written = passing_engine.with_engine(use, tiny_target, tiny_draft, max_batch=1, max_context=64)
+        written = passing_engine.with_engine(use, tiny_target, tiny_draft, max_running_requests=1, context_length=64)
         assert len(written) == 4 and not fails and emptied == [[], [False]]
     except RuntimeError as error:
         assert str(error) == "after 4 tokens" and fails and len(emptied) == 2

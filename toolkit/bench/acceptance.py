@@ -104,7 +104,7 @@ def measure_acceptance(
     kept = None if keep is None else _resume_log(keep, target, draft, chosen, settings)
     sampling = Sampling(max_tokens, temperature, seed)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    with _modes(target, draft, shapes, verify, max_batch=batch, torch_compile=torch_compile) as modes:
+    with _modes(target, draft, shapes, verify, max_running_requests=batch, torch_compile=torch_compile) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
     return make_record(
         "acceptance",

@@ -57,7 +57,7 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     conversation = Conversation(
         loaded.engine,
         loaded.target.tokenizer,
-        max_context=loaded.engine.max_context,
+        max_context=loaded.engine.context_length,
         system=args.system,
         temperature=args.temperature,
         top_p=args.top_p,

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             model_name=args.served_model_name or short_name(loaded.target.name),
             tokenizer=loaded.target.tokenizer,
             engine=loaded.engine,
-            max_context=loaded.engine.max_context,
+            max_context=loaded.engine.context_length,
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
             defaults=defaults,
@@ -72,7 +72,7 @@ def announcement(loaded: LoadedEngine, model_name: str, host: str, port: int, de
     return (
         f"ready at {address}\n"
         f"  model     {model_name} ({target.precision}; on {target.device}, "
-        f"context {loaded.engine.max_context} tokens)\n"
+        f"context {loaded.engine.context_length} tokens)\n"
         f"  draft     {describe(loaded)}\n"
         f"  sampling  {defaults.text} unless a request says otherwise\n"
         f"try it:\n  {curl}\n"

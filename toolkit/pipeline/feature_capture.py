@@ -33,7 +33,7 @@ def captured_features(
     """
     target = engine.target
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
-    longest = min(settings.data.max_length, engine.max_context)
+    longest = min(settings.data.max_length, engine.context_length)
     most = sorted(most_positions(target, one, max_tokens, longest) for one in conversations)
     store = FeatureStore.start(folder, spec, sum(most))
     # Which texts are stored is known when they are written: the shortest are taken to be.

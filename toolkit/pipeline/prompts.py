@@ -49,7 +49,7 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
 
 
 def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
-    engine = Engine(target, max_batch=settings.batch_size, memory=MemorySettings(prefix_cache=False))
+    engine = Engine(target, max_running_requests=settings.batch_size, memory=MemorySettings(prefix_cache=False))
     try:
         with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
             stats = synthesise_prompts(

@@ -74,7 +74,9 @@ def answer_prompts(
         draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
     # A prefix that the cache holds is not computed again, so it has no features.
     memory = MemorySettings(prefix_cache=capture is None)
-    engine = Engine(target, draft, max_batch=settings.batch_size, memory=memory, torch_compile=settings.torch_compile)
+    engine = Engine(
+        target, draft, max_running_requests=settings.batch_size, memory=memory, torch_compile=settings.torch_compile
+    )
     keeping = nullcontext() if capture is None else capture(engine, conversations)
     try:
         with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
@@ -86,7 +88,7 @@ def answer_prompts(
                 out,
                 target=target.name,
                 seed=seed,
-                max_context=engine.max_context,
+                max_context=engine.context_length,
                 on_progress=show,
             )
     finally:

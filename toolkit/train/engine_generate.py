@@ -27,7 +27,7 @@ def engine_generate(
         running: dict[int, tuple[int, Request]] = {}
         try:
             # One more than the engine has rows for, so that it never steps with a free one.
-            while _fill(engine, waiting, running, engine.max_batch + 1):
+            while _fill(engine, waiting, running, engine.max_running_requests + 1):
                 for request in engine.step():
                     if request.finish_reason is not None:
                         index, _ = running.pop(id(request))

@@ -133,13 +133,13 @@ class FreshRollouts:
                 self._share_path(step, self.accelerator.process_index),
                 target=self.target.name,
                 seed=derived_seed(self.recipe.seed, "fresh rollouts", step),
-                max_context=engine.max_context,
+                max_context=engine.context_length,
                 temperatures=temperatures,
                 more_provenance={"step": step},
                 may_be_empty=True,
             )
 
-        with_engine(write, self.target, draft, self.shape, max_batch=settings.batch_size, adaptive=True)
+        with_engine(write, self.target, draft, self.shape, max_running_requests=settings.batch_size, adaptive=True)
         if speed:  # a session that found all written keeps the speed of the one that wrote
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 

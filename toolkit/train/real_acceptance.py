@@ -82,7 +82,7 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
             f"({draft_vocabulary}); set train.evaluation.real_shapes to narrower ones"
         )
     try:
-        Engine(target, max_batch=1, max_context=min(64, target.max_context), memory=FORGETFUL).close()
+        Engine(target, max_running_requests=1, context_length=min(64, target.max_context), memory=FORGETFUL).close()
     except ValueError as error:
         raise TrainError(
             f"{error}; train.evaluation.real_every=null and train.on_policy.every=null train without the engine"
@@ -129,8 +129,8 @@ class Measurement:
             self.target,
             draft,
             DraftShape.covering(self.shapes),
-            max_batch=len(asked),
-            max_context=max(map(len, asked)) + self.max_tokens,
+            max_running_requests=len(asked),
+            context_length=max(map(len, asked)) + self.max_tokens,
             memory=FORGETFUL,
         )
 

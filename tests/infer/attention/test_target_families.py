@@ -165,7 +165,7 @@ def test_family_is_exact(family, small_target, reference, oracle):
     wanted = [reference(target, prompt, 24) for prompt in prompts]
     assert len({token for answer in wanted for token in answer}) > 12, "the answers hardly vary"
     params = SamplingParams(max_tokens=24)
-    engine = Engine(target, max_batch=2)
+    engine = Engine(target, max_running_requests=2)
     assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     for tree in (False, True):
@@ -208,7 +208,7 @@ def test_heads_on_family_are_exact(family, small_target):
         draft = HEADS[head](target)
         for shape in ("3,1,4", "3,4,14"):
             memory, count, tokens = (LITTLE, 4, 36) if shape == little else (AMPLE, 16, 10)
-            engine = Engine(target, draft, DraftShape.parse(shape), max_context=80, memory=memory)
+            engine = Engine(target, draft, DraftShape.parse(shape), context_length=80, memory=memory)
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             done = engine.generate(prompts[:1], params) + engine.generate(prompts[:count], params)
             engine.check_integrity()
@@ -234,7 +234,9 @@ def test_family_is_exact_with_little_memory(family, scattered, small_target, ref
     other = (NgramLookup(), "3,1,4", 224) if scattered else (build_head(target), "3,1,4", 208)  # each once is enough
     for draft, shape, room in ((build_head(target), "3,4,14", 240), other):
         memory = MemorySettings(room, chunked_prefill_size=7, scattered_pages=scattered)
-        engine = Engine(target, draft, DraftShape.parse(shape), max_batch=5, max_context=128, memory=memory)
+        engine = Engine(
+            target, draft, DraftShape.parse(shape), max_running_requests=5, context_length=128, memory=memory
+        )
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
         while engine.has_work():
             engine.step()
@@ -261,7 +263,9 @@ def test_family_is_exact_in_compiled_rounds(family, small_target, reference):
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5)]
     graphs = GraphSettings(2, again, CompileSettings(2, "eager"))
     memory = MemorySettings(scattered_pages=True)
-    engine = Engine(target, build_head(target), DraftShape.parse("3,4,14"), max_batch=2, graphs=graphs, memory=memory)
+    engine = Engine(
+        target, build_head(target), DraftShape.parse("3,4,14"), max_running_requests=2, graphs=graphs, memory=memory
+    )
     requests = engine.generate(prompts, SamplingParams(max_tokens=24))
     engine.close()
     assert [request.output_ids for request in requests] == [reference(target, prompt, 24) for prompt in prompts]
@@ -289,7 +293,7 @@ def test_family_is_exact_on_a_gpu(family, small_target, reference):
     head = build_head(target)
     head.head.to("cuda")
     memory = MemorySettings(464, chunked_prefill_size=12)
-    engine = Engine(target, head, DraftShape.chain(3), max_batch=5, max_context=128, memory=memory)
+    engine = Engine(target, head, DraftShape.chain(3), max_running_requests=5, context_length=128, memory=memory)
     assert not engine._cache.pool.contiguous
     accepted = 0
     for shape in ("3,1,4", "3,4,14"):
@@ -317,7 +321,7 @@ def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypat
             monkeypatch.setattr(module, "ops_for", lambda device, ops=ops: ops)
         head = build_head(target)
         head.head.to("cuda")
-        engine = Engine(target, head, DraftShape.parse("3,4,14"), max_batch=5)
+        engine = Engine(target, head, DraftShape.parse("3,4,14"), max_running_requests=5)
         answers.append([request.output_ids for request in engine.generate(prompts, SamplingParams(max_tokens=48))])
         engine.close()
 
@@ -373,8 +377,8 @@ def test_length_dependent_rope_limits_the_context(small_target):
     """Dynamic ropes change all positions once a length is passed, which cached keys cannot follow."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     target = build("llama", {"rope_parameters": rope}, small_target.tokenizer)
-    assert Engine(target).max_context == 64
+    assert Engine(target).context_length == 64
     # transformers asks for the longest position in every forward: a capture would fail, and take the stream with it.
     graphs = GraphSettings(1, lambda run: pytest.fail("a round was recorded"))
-    engine = Engine(target, max_batch=1, graphs=graphs, memory=MemorySettings(scattered_pages=True))
+    engine = Engine(target, max_running_requests=1, graphs=graphs, memory=MemorySettings(scattered_pages=True))
     assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].output_ids) == 4

@@ -42,7 +42,7 @@ def test_oracle_drafts_change_nothing(quantized, reference, oracle, tree, max_ba
     """Long accepted runs, verified in chains and trees, against Hugging Face's generate on the same quantised model."""
     asked = prompts(quantized.vocab_size)
     wanted = [reference(quantized, prompt, 32) for prompt in asked]
-    engine = Engine(quantized, max_batch=max_batch)
+    engine = Engine(quantized, max_running_requests=max_batch)
     answers = dict(zip(map(tuple, asked), wanted, strict=True))
     engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle(answers, quantized.vocab_size, right=0.8, tree=tree)
@@ -56,7 +56,7 @@ def test_a_random_head_changes_nothing(quantized, tiny_draft, tiny_target):
     """Nearly every draft is rejected; the answers are not those of the target before it was quantised."""
     asked = prompts(quantized.vocab_size)
     plain = [request.output_ids for request in Engine(quantized).generate(asked, PARAMS)]
-    engine = Engine(quantized, tiny_draft, DraftShape.parse("4,4,16"), max_batch=3)
+    engine = Engine(quantized, tiny_draft, DraftShape.parse("4,4,16"), max_running_requests=3)
     assert [request.output_ids for request in engine.generate(asked, PARAMS)] == plain
     engine.close()
     assert [request.output_ids for request in Engine(tiny_target).generate(asked, PARAMS)] != plain
@@ -71,7 +71,7 @@ def test_heads_that_share_the_output_matrix(small_target, shared_draft, name, ke
     target = load_target(tmp_path, quantization="int8")
     draft: DraftCheckpoint = shared_draft(name, kept)
     asked = prompts(24)
-    engine = Engine(target, draft, DraftShape.parse("3,2,6"), max_batch=3)
+    engine = Engine(target, draft, DraftShape.parse("3,2,6"), max_running_requests=3)
     got = engine.generate(asked, PARAMS)
     engine.close()
     assert [one.output_ids for one in got] == [one.output_ids for one in Engine(target).generate(asked, PARAMS)]

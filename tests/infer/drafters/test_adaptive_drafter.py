@@ -77,7 +77,7 @@ PATTERNS = {
 def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, pattern, batch):
     """fp32, exact, greedy and sampled, rows that join and leave while nothing is drafted, plain rows between them."""
     monkeypatch.setattr(head_drafter, "CATCH_UP", 4)
-    engine = Engine(small_target, build(name), MOST, max_batch=batch, adaptive=True)
+    engine = Engine(small_target, build(name), MOST, max_running_requests=batch, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(PATTERNS[pattern])
     some = slice(None) if batch > 1 else slice(0, 5)
     cases = list(zip(ragged_prompts(), settings(), strict=True))[some]
@@ -101,7 +101,7 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
     """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
     has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
     monkeypatch.setattr(head_drafter, "CATCH_UP", catch_up)
-    engine = Engine(small_target, build(name), MOST, max_batch=4, adaptive=True)
+    engine = Engine(small_target, build(name), MOST, max_running_requests=4, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(
         MOST if step in drafted else LOOK if step in looks else None for step in range(14)
     )
@@ -116,7 +116,7 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         together = engine.drafter.inner.propose(requests, engine._rounds.stand(requests)[0])
     engine.close()
     for row, request in enumerate(requests):
-        fresh = Engine(small_target, build(name), shape, max_batch=1)
+        fresh = Engine(small_target, build(name), shape, max_running_requests=1)
         twin = fresh.add_request(request.prompt_ids + request.output_ids[:-1], params)
         with torch.inference_mode():
             fresh._schedule()
@@ -132,7 +132,7 @@ def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
 
     (An n-gram that is not found says nothing of one row alone: no rank is seen, and nothing is drafted.)"""
     wide, params = DraftShape(1, 3, 4), SamplingParams(max_tokens=40, ignore_eos=True)
-    engine = Engine(small_target, build(name), wide, max_batch=1, adaptive=True)
+    engine = Engine(small_target, build(name), wide, max_running_requests=1, adaptive=True)
     engine.drafter.chooser = chooser = ScriptedChoice([None] * 9 + [LOOK])
     request = engine.generate([[5, 6, 7, 8, 5, 6]], params)[0]
     engine.close()
@@ -142,7 +142,7 @@ def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
             ranks.setdefault(None, []).extend(of_row)
         else:
             ranks |= {length - len(of_row) + i: rank for i, rank in enumerate(of_row)}
-    every = Engine(small_target, build(name), wide, max_batch=1)
+    every = Engine(small_target, build(name), wide, max_running_requests=1)
     wanted = {}
     for length in range(request.length - len(request.output_ids) + 1, request.length):
         text = (request.prompt_ids + request.output_ids)[:length]
@@ -172,7 +172,7 @@ def paths(tree: DraftTree, row: int) -> list[list[int]]:
 
 def test_pending_positions_stay_bounded(small_target, small_draft):
     """A head that is not asked for thousands of tokens must not keep the features of all of them."""
-    engine = Engine(small_target, small_draft, MOST, max_batch=2, adaptive=True)
+    engine = Engine(small_target, small_draft, MOST, max_running_requests=2, adaptive=True)
     engine.drafter.chooser = ScriptedChoice([None])
     engine.generate(ragged_prompts()[:2], SamplingParams(max_tokens=200, ignore_eos=True))
     pending = engine.drafter.inner.inputs
@@ -186,7 +186,7 @@ def test_any_clock_writes_the_same_tokens(small_target, build, plain, name, shap
     """Seconds drawn at random lead the real chooser anywhere; the answers do not depend on it."""
     dice = random.Random(1)
     ticks = itertools.accumulate(dice.expovariate(1.0) for _ in itertools.count())
-    engine = Engine(small_target, build(name), shape, max_batch=4)
+    engine = Engine(small_target, build(name), shape, max_running_requests=4)
     engine.drafter = AdaptiveDrafter(engine.drafter, shape, clock=lambda: next(ticks))
     engine.set_shape(shape)  # rounds in which nothing is drafted need more room
     depths = set()
@@ -216,7 +216,7 @@ def test_a_head_that_is_left_alone_adds_few_operations(small_target, small_draft
     """To follow the target, a plain round hands its features over and notes the token: no product, no reading back."""
     counts = []
     for draft in (None, small_draft):
-        engine = Engine(small_target, draft, None if draft is None else MOST, max_batch=batch, adaptive=True)
+        engine = Engine(small_target, draft, None if draft is None else MOST, max_running_requests=batch, adaptive=True)
         if draft is not None:
             engine.drafter.chooser = ScriptedChoice([None])
         for _ in range(batch):
@@ -265,7 +265,7 @@ class Priced:
 @pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
 def test_an_untrained_head_is_soon_left_alone(tiny_target, tiny_draft, shape):
     """The whole way from the target's choices to the chooser: a head that is nearly always wrong stops drafting."""
-    engine = Engine(tiny_target, tiny_draft, shape, max_batch=2)
+    engine = Engine(tiny_target, tiny_draft, shape, max_running_requests=2)
     priced = Priced(engine.drafter)
     engine.drafter = AdaptiveDrafter(priced, shape, clock=priced.clock)
     engine.set_shape(shape)  # rounds in which nothing is drafted need more room

@@ -45,7 +45,7 @@ def finished(engine: Engine, requests) -> list[list[int]]:
 @pytest.mark.parametrize("batch", [1, 16])
 def test_drafts_change_nothing(small_target, build, plain, name, shape, batch):
     """fp32, exact. On 24 tokens drafts are often right, so accepted paths, compaction and late rows run for real."""
-    engine = Engine(small_target, build(name), DraftShape.parse(shape), max_batch=batch)
+    engine = Engine(small_target, build(name), DraftShape.parse(shape), max_running_requests=batch)
     some = slice(None) if batch > 1 else slice(0, 6)
     requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
     assert finished(engine, requests) == plain[some]
@@ -56,7 +56,7 @@ def test_drafts_change_nothing(small_target, build, plain, name, shape, batch):
 def test_requests_of_one_batch_have_shapes_of_their_own(small_target, build, plain, name):
     """Chain, tree and plain rows side by side: each is offered what it asked for, and all answers stay."""
     shapes = [None, DraftShape.chain(2), DraftShape(2, 2, 4), DraftShape.chain(5), DraftShape(5, 3, 12)]
-    engine = Engine(small_target, build(name), DraftShape(5, 3, 12), max_batch=6)
+    engine = Engine(small_target, build(name), DraftShape(5, 3, 12), max_running_requests=6)
     requests = []
     for i, (prompt, params) in enumerate(zip(ragged_prompts(), settings(), strict=True)):
         shape, drafted = shapes[i % 5], i % 7 != 6

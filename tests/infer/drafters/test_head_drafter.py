@@ -49,7 +49,7 @@ class Dense:
 
 def engine_after_steps(target, draft, shape: str, steps: int, lengths=(6, 13)) -> Engine:
     generator = torch.Generator().manual_seed(5)
-    engine = Engine(target, draft, DraftShape.parse(shape), max_batch=4)
+    engine = Engine(target, draft, DraftShape.parse(shape), max_running_requests=4)
     for length in lengths:
         prompt = torch.randint(1, target.vocab_size, (length,), generator=generator).tolist()
         engine.add_request(prompt, SamplingParams(max_tokens=100, ignore_eos=True))

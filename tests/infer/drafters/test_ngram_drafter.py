@@ -94,7 +94,7 @@ def test_repetition_is_drafted(small_target):
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     prompts = [[3, 9, 4, 17, 8, 3, 9, 4, 17, 8, 3, 9], [5, 6]]
     for shape in ("6,1,7", "6,2,13"):
-        engine = Engine(target, NgramLookup(), DraftShape.parse(shape), max_batch=2)
+        engine = Engine(target, NgramLookup(), DraftShape.parse(shape), max_running_requests=2)
         plain = engine.generate(prompts, params, speculative=False)
         got = engine.generate(prompts, params)
         engine.close()
@@ -107,7 +107,7 @@ def test_a_row_that_takes_anothers_place_keeps_its_text(small_target):
     """Rows end at different times; drafts from another request's text would still be exact, but never right. A row has
     indexed what its request had before the newest round, and nothing before its first one."""
     lookup = NgramLookup(3, 1)
-    engine = Engine(small_target, lookup, DraftShape.chain(3), max_batch=3)
+    engine = Engine(small_target, lookup, DraftShape.chain(3), max_running_requests=3)
     params = [SamplingParams(max_tokens=10 + 9 * (i % 3), ignore_eos=True) for i in range(7)]
     requests = [engine.add_request([3 + i, 9, 4], one) for i, one in enumerate(params)]
     while engine.has_work():

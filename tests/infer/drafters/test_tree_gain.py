@@ -33,7 +33,7 @@ def trained_draft(small_target, small_draft) -> DraftCheckpoint:
     torch.manual_seed(5)
     head = Eagle3Head(Eagle3Config.from_dict({**small_draft.head.config.to_dict(), "draft_vocab_size": 24}))
     prompts, params = sampled(0, 96, 48)
-    engine = Engine(small_target, max_batch=96)
+    engine = Engine(small_target, max_running_requests=96)
     answers = [request.output_ids for request in engine.generate(prompts, params)]
     engine.close()
     model, side = TrainedHead(head, 0.8), TargetSide(small_target, token_map, (1, 2, 3), "fp32")
@@ -59,7 +59,7 @@ def test_a_tree_commits_more_than_a_chain_of_as_many_nodes(small_target, trained
     prompts, params = sampled(1000, 64, 40)
     accepted = []
     for shape in ("7,1,8", "3,4,8"):
-        engine = Engine(small_target, trained_draft, DraftShape.parse(shape), max_batch=64)
+        engine = Engine(small_target, trained_draft, DraftShape.parse(shape), max_running_requests=64)
         requests = engine.generate(prompts, params)
         engine.close()
         accepted.append([float(e.accepted) for one in requests for e in one.events if not e.truncated])

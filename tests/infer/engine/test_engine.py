@@ -33,7 +33,7 @@ def run_checked(engine: Engine, prompts, params, **kwargs) -> list:
 
 
 def oracle_engine(target, oracle, answers, **options) -> Engine:
-    engine = Engine(target, max_batch=options.pop("max_batch", 3))
+    engine = Engine(target, max_running_requests=options.pop("max_batch", 3))
     engine._memory.slack = 16  # the oracle's trees have up to 13 nodes
     engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle({tuple(p): a for p, a in answers}, target.vocab_size, **options)
@@ -45,7 +45,7 @@ def test_plain_decoding_equals_hugging_face(tiny_target, reference):
     prompts = ragged_prompts(tiny_target.vocab_size)
     params = SamplingParams(max_tokens=40)
     wanted = [reference(tiny_target, prompt, 40) for prompt in prompts]
-    got = run_checked(Engine(tiny_target, max_batch=3), prompts, params)
+    got = run_checked(Engine(tiny_target, max_running_requests=3), prompts, params)
     assert [request.output_ids for request in got] == wanted
     assert [request.finish_reason for request in got] == [
         "stop" if w[-1] in tiny_target.stop_ids else "length" for w in wanted
@@ -56,7 +56,7 @@ def test_plain_decoding_equals_hugging_face(tiny_target, reference):
 def test_random_head_changes_nothing(tiny_target, tiny_draft, reference, shape, max_batch):
     """A head that is nearly always wrong: rejected nodes must leave no trace in the caches."""
     prompts = ragged_prompts(tiny_target.vocab_size)
-    engine = Engine(tiny_target, tiny_draft, DraftShape.parse(shape), max_batch=max_batch)
+    engine = Engine(tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=max_batch)
     got = run_checked(engine, prompts, SamplingParams(max_tokens=24))
     engine.close()
     assert [request.output_ids for request in got] == [reference(tiny_target, prompt, 24) for prompt in prompts]
@@ -70,7 +70,7 @@ def test_often_right_head_changes_nothing(small_target, small_draft, shape, temp
     params = [
         SamplingParams(max_tokens=60, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(prompts))
     ]
-    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=3)
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_running_requests=3)
     plain = run_checked(engine, prompts, params, speculative=False)
     got = run_checked(engine, prompts, params)
     engine.close()
@@ -103,7 +103,7 @@ def test_cache_after_accepted_trees_equals_sequential_decoding(tiny_target, orac
         spec.step()
     assert max(event.accepted for request in requests for event in request.events) > 1
     for row, request in enumerate(requests):
-        plain = Engine(tiny_target, max_batch=1)
+        plain = Engine(tiny_target, max_running_requests=1)
         twin = plain.add_request(request.prompt_ids, SamplingParams(max_tokens=40, ignore_eos=True))
         while twin.length < request.length:
             plain.step()
@@ -118,7 +118,7 @@ def test_mixed_batch_of_plain_and_speculative(small_target, small_draft):
     """A plain row beside speculative ones is padded with nodes that must not count, nor be seen."""
     prompts = ragged_prompts(24)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    engine = Engine(small_target, small_draft, DraftShape.parse("4,3,12"), max_batch=4)
+    engine = Engine(small_target, small_draft, DraftShape.parse("4,3,12"), max_running_requests=4)
     wanted = [request.output_ids for request in engine.generate(prompts, params, speculative=False)]
     requests = [engine.add_request(prompt, params, speculative=i % 2 == 0) for i, prompt in enumerate(prompts)]
     while engine.has_work():
@@ -134,7 +134,7 @@ def test_shape_can_change_between_steps(small_target, small_draft):
     """What the drafter keeps between rounds must not depend on the shape."""
     prompts = ragged_prompts(24, (5, 8))
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    engine = Engine(small_target, small_draft, max_batch=2)
+    engine = Engine(small_target, small_draft, max_running_requests=2)
     wanted = [request.output_ids for request in engine.generate(prompts, params, speculative=False)]
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     for shape in ["1,1,2", "5,3,20", "6,1,7", "2,4,9"] * 20:
@@ -190,8 +190,8 @@ def test_answer_ends_at_the_context_limit(tiny_target, tiny_draft):
     """Drafted nodes past the context must not be committed, and positions stay in range."""
     prompt = ragged_prompts(tiny_target.vocab_size, (10,))[0]
     params = SamplingParams(max_tokens=500, ignore_eos=True)
-    plain = Engine(tiny_target, max_context=24).generate([prompt], params)[0]
-    engine = Engine(tiny_target, tiny_draft, max_context=24)
+    plain = Engine(tiny_target, context_length=24).generate([prompt], params)[0]
+    engine = Engine(tiny_target, tiny_draft, context_length=24)
     spec = engine.generate([prompt], params)[0]
     engine.close()
     assert plain.output_ids == spec.output_ids and len(spec.output_ids) == 14 and spec.finish_reason == "length"
@@ -199,7 +199,7 @@ def test_answer_ends_at_the_context_limit(tiny_target, tiny_draft):
 
 def test_bad_requests_are_refused(tiny_target):
     """Each message names what came and what is possible; nothing is queued."""
-    engine = Engine(tiny_target, max_context=20)
+    engine = Engine(tiny_target, context_length=20)
     with pytest.raises(PromptTooLongError, match="25 tokens.*holds 20.*at most 19"):
         engine.add_request([1] * 25, SamplingParams())
     with pytest.raises(EngineError, match="no tokens"):
@@ -215,7 +215,7 @@ def test_bad_requests_are_refused(tiny_target):
 
 def test_generate_leaves_nothing_behind_when_the_callback_raises(tiny_target):
     """An interrupted bulk run must free its rows and its queue."""
-    engine = Engine(tiny_target, max_batch=2)
+    engine = Engine(tiny_target, max_running_requests=2)
 
     def fail(_request):
         raise KeyboardInterrupt
@@ -229,7 +229,7 @@ def test_prompts_beyond_the_token_budget_are_read_in_groups(tiny_target, referen
     """Groups are cut by padded tokens; a single prompt above the budget is read in chunks."""
     prompts = ragged_prompts(tiny_target.vocab_size)
     got = run_checked(
-        Engine(tiny_target, max_batch=8, memory=MemorySettings(chunked_prefill_size=12)),
+        Engine(tiny_target, max_running_requests=8, memory=MemorySettings(chunked_prefill_size=12)),
         prompts,
         SamplingParams(max_tokens=8),
     )
@@ -240,7 +240,7 @@ def test_logit_rows_are_split_without_a_trace(small_target, small_draft, monkeyp
     """Many nodes at a large vocabulary are scored in parts."""
     prompts = ragged_prompts(24)
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)
-    engine = Engine(small_target, small_draft, DraftShape.parse("4,4,16"), max_batch=3)
+    engine = Engine(small_target, small_draft, DraftShape.parse("4,4,16"), max_running_requests=3)
     wanted = [request.output_ids for request in engine.generate(prompts, params)]
     monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 10)
     got = [request.output_ids for request in engine.generate(prompts, params)]

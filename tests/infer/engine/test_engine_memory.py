@@ -64,7 +64,7 @@ def asked(small_target) -> tuple[list[list[int]], list[SamplingParams], list[lis
         SamplingParams(max_tokens=chance.randint(1, 40), temperature=chance.choice((0.0, 0.9)), seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    plain = Engine(small_target, max_batch=4, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=4, memory=NO_PREFIXES)
     return prompts, params, [one.output_ids for one in plain.generate(prompts, params)]
 
 
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, la
     prompts, params, wanted = asked
     for shape in ("3,1,4", "3,3,8") if name != "none" else (None,):
         options = {"draft": build(name), "shape": DraftShape.parse(shape)} if shape else {}
-        options |= {"max_batch": 4, "max_context": 130}
+        options |= {"max_running_requests": 4, "context_length": 130}
         engine = Engine(small_target, **options, memory=LAYOUTS[layout])
         requests = run_checked(engine, prompts, params, at_once=6)
         engine.close()
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_plain_decoding(small_target, build, asked, name, la
 
 def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
     """The conversation so far, answer included, is found again: all whole pages but those the head had not read."""
-    engine = Engine(small_target, small_draft, DraftShape.chain(3), max_batch=2)
+    engine = Engine(small_target, small_draft, DraftShape.chain(3), max_running_requests=2)
     prompt = families(2, 1, random.Random(1))[0][:1] * 3 + [5, 6, 7] * 12
     first = engine.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]
     turn = prompt + first.output_ids + [3, 4]
@@ -102,7 +102,7 @@ def test_a_second_turn_reads_only_what_is_new(small_target, small_draft):
     engine.close()
     assert first.cached_tokens == 0
     assert second.cached_tokens >= (len(turn) - 2 - 5) // 16 * 16 > len(prompt)
-    plain = Engine(small_target, max_batch=1, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=1, memory=NO_PREFIXES)
     assert second.output_ids == plain.generate([turn], SamplingParams(max_tokens=20, ignore_eos=True))[0].output_ids
 
 
@@ -111,10 +111,10 @@ def test_drafts_after_a_reused_prefix_are_those_of_a_fresh_one(small_target, sma
     stem = [(7 * i) % 23 + 1 for i in range(48)]
     prompts = [stem + [1, 2, 3], stem + [9, 8, 7]]
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    shared = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1)
+    shared = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=1)
     ours = [shared.generate([prompt], params)[0] for prompt in prompts]
     shared.close()
-    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=1, memory=NO_PREFIXES)
+    fresh = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=1, memory=NO_PREFIXES)
     wanted = [fresh.generate([prompt], params)[0] for prompt in prompts]
     fresh.close()
     assert [one.cached_tokens for one in ours] == [0, 32]  # the third page's successor differs
@@ -128,7 +128,8 @@ def test_requests_without_drafts_share_prefixes(small_target, build, name, scatt
     memory = MemorySettings(scattered_pages=scattered)
     stem, params = [(7 * i) % 23 + 1 for i in range(64)], SamplingParams(max_tokens=30, ignore_eos=True)
     engine, fresh = (
-        Engine(small_target, build(name), DraftShape.chain(3), max_batch=2, memory=one) for one in (memory, NO_PREFIXES)
+        Engine(small_target, build(name), DraftShape.chain(3), max_running_requests=2, memory=one)
+        for one in (memory, NO_PREFIXES)
     )
     # (what follows the stem, whether drafts are wanted, tokens found)
     turns = [
@@ -155,7 +156,7 @@ def test_requests_without_drafts_share_prefixes(small_target, build, name, scatt
 
 def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
     """Chunked: between two rounds of the first request at most 8 tokens of the second's prompt are read."""
-    engine = Engine(small_target, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
+    engine = Engine(small_target, max_running_requests=2, memory=MemorySettings(chunked_prefill_size=8))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = engine.add_request([5, 6, 7], params)
     engine.step()
@@ -172,7 +173,7 @@ def test_running_answers_go_on_while_a_long_prompt_is_read(small_target):
 
 def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
     """Its row and pages are free at once, and nothing half-read is ever found again."""
-    engine = Engine(small_target, small_draft, max_batch=2, memory=MemorySettings(chunked_prefill_size=8))
+    engine = Engine(small_target, small_draft, max_running_requests=2, memory=MemorySettings(chunked_prefill_size=8))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     engine.add_request([5, 6, 7], params)
     engine.step()
@@ -193,8 +194,8 @@ def test_a_prompt_may_be_aborted_while_it_is_read(small_target, small_draft):
 def test_memory_that_holds_no_whole_request_is_refused(small_target, small_draft):
     """Else a request could stop for ever; the message says what to change."""
     with pytest.raises(EngineError, match="the cache holds 96.*max_total_tokens"):
-        Engine(small_target, max_context=128, memory=MemorySettings(100))
-    engine = Engine(small_target, small_draft, max_context=128, memory=MemorySettings(288))
+        Engine(small_target, context_length=128, memory=MemorySettings(100))
+    engine = Engine(small_target, small_draft, context_length=128, memory=MemorySettings(288))
     with pytest.raises(EngineError, match="draft less"):
         engine.set_shape(DraftShape.parse("8,20,200"))
     assert engine.shape == DraftShape.chain(4)
@@ -206,7 +207,7 @@ def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
     monkeypatch.setattr(kv_memory, "usable_memory", lambda: 8 * 2**20)
     held = []
     for fraction in (None, 0.25, 0.5):
-        engine = Engine(small_target, max_batch=64, memory=MemorySettings(mem_fraction_static=fraction))
+        engine = Engine(small_target, max_running_requests=64, memory=MemorySettings(mem_fraction_static=fraction))
         assert engine._cache.shape.bytes_per_token == 1024
         held.append(engine._cache.pool.capacity * 16)
     assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
@@ -222,7 +223,11 @@ def test_a_failing_forward_is_heard_and_leaves_the_engine_usable(small_target, b
     prompts = families(4, 6, random.Random(2))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     engine = Engine(
-        small_target, build(name), DraftShape.chain(3), max_batch=3, memory=MemorySettings(prefix_cache=False)
+        small_target,
+        build(name),
+        DraftShape.chain(3),
+        max_running_requests=3,
+        memory=MemorySettings(prefix_cache=False),
     )
     wanted = [request.output_ids for request in engine.generate(prompts, params)]
     forward, calls = engine._prompts._forward, iter(range(100))
@@ -250,7 +255,7 @@ def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
     plain = Engine(small_target, memory=NO_PREFIXES)
     answer = plain.generate([prompt], params)[0].output_ids
     memory = MemorySettings(prefix_cache=False, chunked_prefill_size=8, scattered_pages=scattered)
-    engine = Engine(small_target, max_batch=2, memory=memory)
+    engine = Engine(small_target, max_running_requests=2, memory=memory)
     engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle({tuple(prompt): answer, (5,): [1] * 60}, 24, right=1.0, tree=False)
     engine.drafter.levels = 36
@@ -269,7 +274,7 @@ def test_a_larger_shape_while_a_prompt_is_read(small_target, oracle, scattered):
 
 def test_a_request_that_does_not_fit_costs_no_prefix(small_target):
     """While it waits for room that evicting cannot make, what is kept stays."""
-    engine = Engine(small_target, max_batch=2, max_context=200, memory=MemorySettings(224))
+    engine = Engine(small_target, max_running_requests=2, context_length=200, memory=MemorySettings(224))
     engine.generate([[7] * 40], SamplingParams(max_tokens=1, ignore_eos=True))
     engine.add_request([5] * 150, SamplingParams(max_tokens=20, ignore_eos=True))
     engine.step()
@@ -374,7 +379,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     chance, widest = random.Random(11), DraftShape.parse(shape)
     prompts = families(3, count, chance)
     params = [any_settings(chance, i) for i in range(len(prompts))]
-    plain = Engine(small_target, max_batch=64, memory=NO_PREFIXES)
+    plain = Engine(small_target, max_running_requests=64, memory=NO_PREFIXES)
     wanted = plain.generate(prompts, params)
     if verify == "auto":
         seeds = iter(range(count))
@@ -382,7 +387,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
         params = [dataclasses.replace(one, seed=None) if i % 4 < 2 else one for i, one in enumerate(params)]
     monkeypatch.setattr(head_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
     engine = Engine(
-        small_target, small_draft, widest, max_batch=16, max_context=168, adaptive=True, verify=verify,
+        small_target, small_draft, widest, max_running_requests=16, context_length=168, adaptive=True, verify=verify,
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
     engine.drafter.chooser = AnyChoice(chance, widest)

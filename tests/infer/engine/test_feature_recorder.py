@@ -37,7 +37,7 @@ def test_states_of_whole_texts(small_target, build, name, shape, room):
     draft = None if name == "none" else build(name)
     # Prompts in chunks, and fewer pages than the rows want: requests are preempted and read again.
     memory = MemorySettings(max_total_tokens=room, chunked_prefill_size=7, prefix_cache=False)
-    options = {"max_batch": 4, "max_context": 100, "memory": memory}
+    options = {"max_running_requests": 4, "context_length": 100, "memory": memory}
     engine = Engine(small_target, draft, None if shape is None else DraftShape.parse(shape), **options)
     recorder = record_features(engine, LAYERS)
     requests = [
@@ -72,7 +72,7 @@ def test_states_of_whole_texts(small_target, build, name, shape, room):
 
 def test_a_text_out_of_the_prefix_cache_has_none(small_target):
     """Its first pages were not read anew; states that begin in the middle would stand at wrong positions."""
-    engine = Engine(small_target, max_batch=1)
+    engine = Engine(small_target, max_running_requests=1)
     recorder = record_features(engine, LAYERS)
     prompt = [(7 * i) % 23 + 1 for i in range(40)]
     first, second = (engine.generate([prompt], SamplingParams(max_tokens=5, ignore_eos=True))[0] for _ in range(2))
@@ -84,7 +84,7 @@ def test_a_text_out_of_the_prefix_cache_has_none(small_target):
 def test_an_engine_with_graphs_is_refused(small_target):
     """A replayed round calls no hook: most states would be missing, and nobody would be told."""
     engine = Engine(
-        small_target, max_batch=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
+        small_target, max_running_requests=2, graphs=GraphSettings(2, lambda run: run, at_start=False),
         memory=MemorySettings(scattered_pages=True),
     )  # fmt: skip
     with pytest.raises(EngineError, match="without cuda_graph_max_bs"):

@@ -24,7 +24,7 @@ def test_greedy_tokens_are_the_targets(small_target, build, reference, name, bat
     params = SamplingParams(max_tokens=24)
     wanted = [reference(small_target, prompt, 24) for prompt in prompts]
     for shape in ("4,1,5", "3,3,10"):
-        engine = Engine(small_target, build(name), DraftShape.parse(shape), max_batch=batch)
+        engine = Engine(small_target, build(name), DraftShape.parse(shape), max_running_requests=batch)
         requests = engine.generate(prompts, params)
         engine.close()
         assert [request.output_ids for request in requests] == wanted

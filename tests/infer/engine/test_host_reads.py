@@ -63,7 +63,7 @@ def check_one_read_a_round(
     target, monkeypatch, draft, shape, settings, verify="target", scattered=False, seeds=(1, 1, 1)
 ) -> int:
     engine = Engine(
-        target, draft, None if draft is None else DraftShape.parse(shape), max_batch=3, verify=verify,
+        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=3, verify=verify,
         memory=MemorySettings(scattered_pages=scattered),
     )  # fmt: skip
     params = [

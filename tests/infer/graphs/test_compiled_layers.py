@@ -57,7 +57,7 @@ def engine_with(target, draft, shape, compiled, capture=again) -> Engine:
     memory = MemorySettings(scattered_pages=True, chunked_prefill_size=16)
     graphs = GraphSettings(4, capture, compiled)
     wanted = None if draft is None else DraftShape.parse(shape)
-    return Engine(target, draft, wanted, max_batch=4, graphs=graphs, memory=memory)
+    return Engine(target, draft, wanted, max_running_requests=4, graphs=graphs, memory=memory)
 
 
 def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
@@ -181,12 +181,12 @@ def test_eager_rounds_by_compiled_layers_write_the_same(traced_layers, own_targe
     with the engine: compiled while it serves, a request would wait for seconds."""
     draft = None if name == "none" else build(name)
     wanted = None if draft is None else DraftShape.parse(shape)
-    engine = Engine(own_target, draft, wanted, max_batch=max_batch, torch_compile=True)
+    engine = Engine(own_target, draft, wanted, max_running_requests=max_batch, torch_compile=True)
     made = len(traced_layers)
     assert made >= (4 if max_batch > 1 else 2)
     compiled = answers(engine)
     assert len(traced_layers) == made, "something was compiled while it served"
-    assert compiled == answers(Engine(own_target, draft, wanted, max_batch=max_batch))
+    assert compiled == answers(Engine(own_target, draft, wanted, max_running_requests=max_batch))
     assert all("forward" not in vars(layer) for layer in own_target.layers)
 
 

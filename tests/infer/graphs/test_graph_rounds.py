@@ -53,9 +53,9 @@ def answers(engine: Engine, settings: str, seed: int = 1, tokens: int = 12) -> l
 
 def engine_with(target: Any, draft: Any, shape: str, graphs: GraphSettings | None, tokens: int | None = None) -> Engine:
     return Engine(
-        target, draft, None if draft is None else DraftShape.parse(shape), max_batch=ROWS, graphs=graphs,
+        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=ROWS, graphs=graphs,
         memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
-        max_context=None if tokens is None else 128,
+        context_length=None if tokens is None else 128,
     )  # fmt: skip
 
 
@@ -130,7 +130,12 @@ def test_a_second_engine_on_the_same_head_leaves_recordings_alone(small_target, 
     wanted = answers(first, "greedy")
     longer = MemorySettings(chunked_prefill_size=4096, scattered_pages=True)
     second = Engine(
-        small_target, draft, DraftShape.parse("3,3,8"), max_batch=2, graphs=GraphSettings(1, recording), memory=longer
+        small_target,
+        draft,
+        DraftShape.parse("3,3,8"),
+        max_running_requests=2,
+        graphs=GraphSettings(1, recording),
+        memory=longer,
     )
     assert len(draft.head.rope._outgrown) == 1
     assert answers(first, "greedy") == wanted

@@ -95,7 +95,7 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
 def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | None = None, **settings: Any) -> Watch:
     watch = Watch()
     watch.engine = Engine(
-        target, draft, None if draft is None else DraftShape.parse(shape), max_batch=ROWS, max_context=CONTEXT,
+        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=ROWS, context_length=CONTEXT,
         graphs=None if capture is None else GraphSettings(ROWS, watch.capture(capture), **settings),
         memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_round_is_launched_before_the_last_one_is_read(agreeing, recording, mo
         return lambda: (reads.found.append("launch"), replay())
 
     engine = Engine(
-        target, draft, DraftShape.parse(shape) if shape else None, max_batch=4,
+        target, draft, DraftShape.parse(shape) if shape else None, max_running_requests=4,
         graphs=GraphSettings(3, capture, overlap=overlap), memory=MemorySettings(scattered_pages=True),
     )  # fmt: skip
     settings = ({}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9})
@@ -224,7 +224,7 @@ def test_the_host_waits_for_the_last_round_alone(agreeing, shape):
     """On a GPU nothing in a step waits for the device, but the event behind the round that is read; pages grow."""
     target, draft = agreeing("eagle2")
     target, draft = replace(target, model=target.model.cuda()), replace(draft, head=draft.head.cuda())
-    engine = Engine(target, draft, DraftShape.parse(shape), max_batch=ROWS, graphs=GraphSettings(ROWS))
+    engine = Engine(target, draft, DraftShape.parse(shape), max_running_requests=ROWS, graphs=GraphSettings(ROWS))
     requests = [
         engine.add_request([5 + i] * (3 + 4 * i), SamplingParams(max_tokens=200, ignore_eos=True)) for i in range(4)
     ]
@@ -235,7 +235,7 @@ def test_the_host_waits_for_the_last_round_alone(agreeing, shape):
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    plain = Engine(target, max_batch=ROWS).generate([one.prompt_ids for one in requests], requests[0].params)
+    plain = Engine(target, max_running_requests=ROWS).generate([one.prompt_ids for one in requests], requests[0].params)
     assert all(
         40 < len(one.output_ids) and one.output_ids == two.output_ids[: len(one.output_ids)]
         for one, two in zip(requests, plain, strict=True)
@@ -258,7 +258,7 @@ def test_all_rounds_are_recorded_at_the_start(small_target, build, recording, ca
     assert recording.recorded == 13
     engine.close()
     drawing = Engine(
-        small_target, build("eagle3"), DraftShape.chain(3), max_batch=2, verify="block",
+        small_target, build("eagle3"), DraftShape.chain(3), max_running_requests=2, verify="block",
         graphs=GraphSettings(2, recording), memory=MemorySettings(scattered_pages=True),
     )  # fmt: skip
     assert recording.recorded == 13 + 2

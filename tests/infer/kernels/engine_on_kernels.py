@@ -71,7 +71,7 @@ def target_and_head() -> tuple[Target, DraftCheckpoint]:
 def answers(target: Target, draft: DraftCheckpoint, accepted: list[int]) -> list[list[int]]:
     """Ragged prompts, one read in chunks, a chain and then a tree."""
     memory = MemorySettings(256, chunked_prefill_size=12, scattered_pages=True)
-    engine = Engine(target, draft, DraftShape.chain(2), max_batch=2, memory=memory)
+    engine = Engine(target, draft, DraftShape.chain(2), max_running_requests=2, memory=memory)
     found = []
     for shape in ("2,1,3", "3,3,8"):
         engine.set_shape(DraftShape.parse(shape))

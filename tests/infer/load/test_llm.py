@@ -167,7 +167,7 @@ def test_each_prompt_may_have_a_draft_shape_of_its_own(llm):
 def test_a_closed_llm_leaves_the_target_as_it_was(tiny_draft_directory):
     """Hooks that stay would make every later forward of the target slower, and keep the head alive."""
     with LLM(draft=tiny_draft_directory, shape=DraftShape.chain(2), context_length=64) as opened:
-        assert opened.shape == DraftShape.chain(2) and opened.engine.max_context == 64
+        assert opened.shape == DraftShape.chain(2) and opened.engine.context_length == 64
         opened.generate([5, 6, 7], SamplingParams(max_tokens=3))
     opened.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in opened.target.model.modules())

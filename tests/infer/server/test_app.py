@@ -33,7 +33,9 @@ class Scripted:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def served(self):
-        return Served(NAME, self.tokenizer, self.engine, self.engine.max_context, "fp_x", "chain 4", DefaultSampling())
+        return Served(
+            NAME, self.tokenizer, self.engine, self.engine.context_length, "fp_x", "chain 4", DefaultSampling()
+        )
 
     def client(self):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)

@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "count apples"}]
 @pytest.fixture(scope="module")
 def engine(tiny_target, tiny_draft):
     """The server's engine."""
-    served = Engine(tiny_target, tiny_draft, DraftShape.parse("3,2,6"), max_batch=4)
+    served = Engine(tiny_target, tiny_draft, DraftShape.parse("3,2,6"), max_running_requests=4)
     yield served
     served.close()
 
@@ -29,7 +29,7 @@ def engine(tiny_target, tiny_draft):
 @pytest.fixture(scope="module")
 def url(tiny_target, engine, running):
     shape = DraftShape.parse("3,2,6").name
-    served = Served(NAME, tiny_target.tokenizer, engine, engine.max_context, "fp_x", shape, DefaultSampling())
+    served = Served(NAME, tiny_target.tokenizer, engine, engine.context_length, "fp_x", shape, DefaultSampling())
     with running(served) as address:
         yield address
 

@@ -98,7 +98,7 @@ def test_speculation_changes_nothing_with_all_settings_on(small_target, small_dr
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 24, (n,), generator=generator).tolist() for n in (5, 9, 1, 17, 3, 30, 2, 4)] * 3
     params = mixed_settings(len(prompts), temperature)
-    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_batch=5)
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape), max_running_requests=5)
     plain = engine.generate(prompts, params, speculative=False)
     spec = engine.generate(prompts, params)
     alone = [engine.generate([prompts[i]], params[i])[0] for i in (6, 14)]
@@ -120,7 +120,7 @@ def test_penalties_inside_long_accepted_runs(small_target, oracle, tree):
     prompts = [[3, 4, 5], [8, 9, 10, 11], [20]]
     params = [SamplingParams(temperature=t, seed=7, **settings) for t in (0.0, 1.0, 1.0)]
     wanted = Engine(small_target).generate(prompts, params)
-    engine = Engine(small_target, max_batch=3)
+    engine = Engine(small_target, max_running_requests=3)
     answers = {tuple(prompt): one.output_ids for prompt, one in zip(prompts, wanted, strict=True)}
     engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
     engine.drafter = oracle(answers, 24, right=0.85, tree=tree)
@@ -140,7 +140,7 @@ def test_min_tokens_ends_inside_an_accepted_run(small_target, oracle, tree):
     for least in range(1, 14):
         params = SamplingParams(max_tokens=30, ignore_eos=True, stop_ids=(stop,), min_tokens=least)
         plain = Engine(small_target).generate([prompt], params)[0]
-        engine = Engine(small_target, max_batch=1)
+        engine = Engine(small_target, max_running_requests=1)
         engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
         engine.drafter = oracle({tuple(prompt): plain.output_ids}, 24, right=1.0, tree=tree)
         engine._memory.slack = 16  # the oracle's trees have up to 13 nodes

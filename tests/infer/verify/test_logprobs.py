@@ -28,7 +28,7 @@ def check_against_hugging_face(target, request) -> None:
 def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape, monkeypatch):
     """The entries are those of the accepted nodes, of the raw law (temperature and penalties do not show), and each
     row gets as many as it asked for; logits scored in parts must not shift them."""
-    engine = Engine(small_target, small_draft, DraftShape.parse(shape or "1,1,2"), max_batch=3)
+    engine = Engine(small_target, small_draft, DraftShape.parse(shape or "1,1,2"), max_running_requests=3)
     params = [
         SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2),
         SamplingParams(max_tokens=30, ignore_eos=True),
@@ -57,7 +57,7 @@ def test_stop_string_inside_an_accepted_run(tiny_target, oracle, reference, tree
             if "\ufffd" in text or len(text) <= len(before) or not before or text.find(stop) != len(before) - 1:
                 continue
             tried += 1
-            engine = Engine(tiny_target, max_batch=1)
+            engine = Engine(tiny_target, max_running_requests=1)
             engine.shape = DraftShape.parse("4,1,5")  # the engine drafts; what, the oracle decides
             engine.drafter = oracle({tuple(prompt): answer}, tiny_target.vocab_size, right=1.0, tree=tree)
             engine._memory.slack = 16  # the oracle's trees have up to 13 nodes

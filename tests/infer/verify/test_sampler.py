@@ -80,7 +80,7 @@ def test_law_of_sampled_continuations(small_target, small_draft):
         model(input_ids=torch.tensor([[*prompt, t] for t in range(24)])).logits[:, -1].double() / temperature, -1
     )
     law = (first[:, None] * nexts).flatten()
-    engine = Engine(small_target, small_draft, DraftShape.parse("2,4,12"), max_batch=64)
+    engine = Engine(small_target, small_draft, DraftShape.parse("2,4,12"), max_running_requests=64)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=3, ignore_eos=True) for i in range(runs)]
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0

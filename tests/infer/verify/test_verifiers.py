@@ -103,7 +103,7 @@ def test_what_does_not_go_together_is_refused(small_target, small_draft):
 def test_greedy_and_plain_rows_beside_drawn_ones(small_target, small_draft, verify):
     """In one batch: greedy rows write the target's own tokens, plain sampled rows those of their seed, and edited,
     logged and shorter-chained rows run beside them."""
-    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify=verify)
+    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify=verify)
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
     hot = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
     edited = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, presence_penalty=0.5, logprobs=2, seed=0)
@@ -133,7 +133,7 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     monkeypatch.setattr("secrets.randbits", lambda _bits: next(seeds))
     free = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)
     stated = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
-    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="auto")
+    engine = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify="auto")
     plain = [engine.generate([p], s, speculative=False)[0].output_ids for p, s in zip(PROMPTS, stated, strict=True)]
     beside = [engine.add_request(PROMPTS[i % 4], free) for i in range(60)]
     kept = engine.generate(PROMPTS, stated)
@@ -143,7 +143,7 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     engine.close()
     assert [one.output_ids for one in kept] == [one.output_ids for one in alone] == plain
     assert summarise(event for one in kept for event in one.events).accepted > 0
-    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_batch=8, verify="target")
+    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify="target")
     followed = follow.generate([PROMPTS[i % 4] for i in range(60)], free)
     follow.close()
     lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, followed)]
@@ -188,7 +188,7 @@ def test_auto_is_follow_where_nothing_can_be_drawn(small_target, small_draft):
 def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
     """Alone, in any batch and in any row: draws depend on the request only. (fp32 on a tiny model: no near-ties.)"""
     params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=i) for i in range(4)]
-    engine = Engine(small_target, small_draft, max_batch=3, verify=verify)
+    engine = Engine(small_target, small_draft, max_running_requests=3, verify=verify)
     together = [request.output_ids for request in engine.generate(PROMPTS, params)]
     alone = [engine.generate([p], s)[0].output_ids for p, s in zip(PROMPTS, params, strict=True)]
     engine.close()
@@ -238,7 +238,7 @@ def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
     free = SamplingParams(**settings)
     params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
     law = two_token_law(small_target, PROMPTS[0], SamplingParams(**settings)).flatten()
-    engine = Engine(small_target, small_draft, DraftShape.chain(2), max_batch=64, verify=verify)
+    engine = Engine(small_target, small_draft, DraftShape.chain(2), max_running_requests=64, verify=verify)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
     for request in engine.generate([PROMPTS[0]] * len(params), params):

@@ -47,9 +47,9 @@ DEFAULT_SHAPE = DraftShape.chain(4)
 class Engine:
     """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it.
 
-    draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_batch: requests running
-    at once; more wait. max_context: tokens of prompt and answer together, at most (and by default) what the target was
-    made for. verify: how drafts are accepted at a temperature above 0: "target", and for chains of a head "rejection"
+    draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_running_requests: more
+    requests wait. context_length: tokens of prompt and answer together, at most (and by default) the target's context.
+    verify: how drafts are accepted at a temperature above 0: "target", and for chains of a head "rejection"
     and "block" (see verifiers.py). All are exact in law; with "target" a seed writes the tokens of plain decoding, with
     the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
     no seed, target for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
@@ -66,8 +66,8 @@ class Engine:
         draft: Draft | None = None,
         shape: DraftShape | None = None,
         *,
-        max_batch: int = 16,
-        max_context: int | None = None,
+        max_running_requests: int = 16,
+        context_length: int | None = None,
         verify: str = "target",
         adaptive: bool = False,
         memory: MemorySettings = DEFAULT_MEMORY,
@@ -78,18 +78,18 @@ class Engine:
             raise EngineError(
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
-        if max_batch < 1:
-            raise EngineError(f"max_batch is {max_batch}; at least 1 request must be able to run")
-        if max_context is not None and max_context < 2:
-            raise EngineError(f"max_context is {max_context}; a prompt's token and one of the answer need 2")
+        if max_running_requests < 1:
+            raise EngineError(f"max_running_requests is {max_running_requests}; at least 1 request must be able to run")
+        if context_length is not None and context_length < 2:
+            raise EngineError(f"context_length is {context_length}; a prompt's token and one of the answer need 2")
         self.target = target
         use_device(target.device)
         install_native_ops(target.device)
         with torch.inference_mode():
             self._forward = TargetForward(target)
             limit = self._forward.max_context
-            self.max_context = limit if max_context is None else min(max_context, limit)
-            pool = memory.pool(self._forward.kv_shape, max_batch, self.max_context)
+            self.context_length = limit if context_length is None else min(context_length, limit)
+            pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length)
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
             self.verifier = choose_verifier(verify, draft, self.shape)
@@ -97,18 +97,18 @@ class Engine:
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
             if torch_compile:
-                self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_batch).running
+                self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests).running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
         self._memory = KVMemory(
-            pool, self.max_context, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
+            pool, self.context_length, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
         )
         even = target.device.type == "cpu"
-        self.scheduler = Scheduler(max_batch, memory.chunked_prefill_size, self._memory, even=even)
+        self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, even=even)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
-        state = RoundState(max_batch, pool, target.device)
-        context = RoundContext(self._forward, self._cache, head, self.max_context)
+        state = RoundState(max_running_requests, pool, target.device)
+        context = RoundContext(self._forward, self._cache, head, self.context_length)
         self._rounds = EagerRounds(context, state, self.verifier)
         parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
         recorded = None if graphs is None else GraphRounds(graphs, *parts)
@@ -132,7 +132,7 @@ class Engine:
         Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary,
         SamplingError if a stop id or a biased id is outside.
         """
-        prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.max_context)
+        prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.context_length)
         if shape is not None:
             shape.check_asked(self.shape, speculative)
         params.check_ids(self.target.vocab_size)
@@ -145,7 +145,7 @@ class Engine:
             shape=shape,
             arrival=next(self._arrivals),
             stop_set=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.target.stop_ids),
-            token_limit=min(params.max_tokens, self.max_context - len(prompt)),
+            token_limit=min(params.max_tokens, self.context_length - len(prompt)),
             text=self._detokenizer.stream(params.stop, unsearched=params.min_tokens) if params.stop else None,
         )
         self.scheduler.waiting.append(request)
@@ -161,7 +161,7 @@ class Engine:
             self._finish()
 
     @property
-    def max_batch(self) -> int:
+    def max_running_requests(self) -> int:
         """Requests running at once."""
         return self.scheduler.max_batch
 
@@ -309,4 +309,4 @@ class Engine:
         """Assert that queue, rows, pages and caches agree; tests call it after every step."""
         self.scheduler.check_integrity(self._launches.in_flight)
         longest = max((request.length for request in self._running), default=0)
-        assert longest <= self.max_context, "a request outgrew the context"
+        assert longest <= self.context_length, "a request outgrew the context"
