@@ -95,7 +95,8 @@ def scene(watch: Watch, abort: bool) -> list[Request]:
 def watched(target: Any, draft: Any, shape: str, capture: Any, tokens: int | None = None, **settings: Any) -> Watch:
     watch = Watch()
     watch.engine = Engine(
-        target, draft, None if draft is None else DraftShape.parse(shape), max_running_requests=ROWS, context_length=CONTEXT,
+        target, draft, None if draft is None else DraftShape.parse(shape),
+        max_running_requests=ROWS, context_length=CONTEXT,
         graphs=None if capture is None else GraphSettings(ROWS, watch.capture(capture), **settings),
         memory=MemorySettings(tokens, chunked_prefill_size=16, scattered_pages=True),
     )  # fmt: skip
