@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,12 +80,16 @@ class Kind:
         return f"{self.bucket} rows of {what}, {SAMPLING_KINDS[self.cut]}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
-    """numbers: those of the accepted paths, as the last replay left them."""
+    """A round and its recording. numbers: those of the accepted paths, as the last run or replay left them."""
 
-    numbers: Tensor
-    replay: Run
+    round: Callable[[], Tensor]
+    numbers: Tensor = field(init=False)
+    replay: Run = field(init=False)
+
+    def __call__(self) -> None:
+        self.numbers = self.round()
 
 
 @dataclass
@@ -171,22 +176,19 @@ class Recordings:
     def _record(self, kind: Kind) -> Recorded:
         """Recorded on padding rows, so that no request's pages change; what is unread in these rows is put back."""
         rows, sampler = self.state.rows(kind.bucket), StaticSampler(self.state, kind.bucket, kind.cut)
-        numbers: list[Tensor] = []
-
-        def run() -> None:
-            numbers[:] = [self.run_round(rows, self._propose(kind), sampler)]
-
+        recorded = Recorded(partial(self.run_round, rows, self._propose(kind), sampler))
         stores = [] if self.head is None else self.head.inputs.stores
         before = [store[: kind.bucket].clone() for store in stores]
         self.state.stand([], kind.bucket)
         self.state.take_pages(0, kind.bucket)
         try:
             compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
-            replay = self._capture(self.compiled.around(run) if self.compiled is not None and compiled else run)
+            run = self.compiled.around(recorded) if self.compiled is not None and compiled else recorded
+            recorded.replay = self._capture(run)
         finally:
             for store, kept in zip(stores, before, strict=True):
                 store[: kind.bucket] = kept
-        return Recorded(numbers[0], replay)
+        return recorded
 
     def _propose(self, kind: Kind) -> Propose:
         head, shape = self.head, kind.shape
