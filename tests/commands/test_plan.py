@@ -73,14 +73,14 @@ def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "either a concurrency"),
-        (["--concurrency", "4", "--gpu", "MI300X"], "state --gpu-memory GB"),
+        ([], "exactly one of concurrency"),
+        (["--concurrency", "4", "--gpu", "MI300X"], "give --gpu-memory GB"),
         (["--concurrency", "4", "--gpus", "0"], "at least 1"),
         (["--concurrency", "4", "--layout", "pp2"], "tpN"),
         (["--concurrency", "4", "--step-ms", "1:5"], "name it with --layout"),
         (["--concurrency", "4", "--layout", "tp1", "--step-ms", "1"], "REQUESTS:MS"),
-        (["--concurrency", "4", "--head", "eagle3"], "accept lengths are needed"),
-        (["--concurrency", "4", "--head", "mtp", "--accept-lengths", "1:1.5"], "no MTP layers of its own"),
+        (["--concurrency", "4", "--head", "eagle3"], "accept lengths are missing"),
+        (["--concurrency", "4", "--head", "mtp", "--accept-lengths", "1:1.5"], "has no MTP layers"),
         (["--concurrency", "4", "--layout", "tp3"], "as tp3"),
         (["--concurrency", "4", "--weight-bits", "0"], "a number above 0"),
         (["--concurrency", "4", "--published"], "TARGET, --input, --output, --concurrency, --gpus are given"),

@@ -1,4 +1,4 @@
-"""The fixed time a layer from steps that somebody measured."""
+"""Derive the fixed time per layer from measured steps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from toolkit.plan.step_time import Costs, Layout, round_s
 
 
 def calibrated(planner: Planner, layout: Layout, step_s: dict[int, float]) -> Costs:
-    """Costs whose fixed time a layer makes plain steps of `layout` as long as measured, by requests a rank.
+    """Return costs whose fixed time per layer makes plain steps of `layout` as long as measured.
 
-    With several measurements: on average. Without overlap a measured step has the host's time in it, which stays
-    `costs.host_s`.
-
-    Raises `PlanError` when a measured step is shorter than what it has to read and compute.
+    step_s: measured seconds of a step, by requests per rank; several measurements are averaged. Without overlap a
+    measured step includes the host's time, `costs.host_s`, which is not changed.
+    Raises `PlanError` when a measured step is shorter than the time of its reads and computations.
     """
     bare = replace(planner.costs, layer_s=0.0)
     context = planner.work.input + planner.work.output / 2
-    host = "" if planner.overlap else f", of which {1000 * bare.host_s:.3g} ms the host's without overlap"
+    host = "" if planner.overlap else f", including {1000 * bare.host_s:.3g} ms of the host without overlap"
     rest = []
     for requests, seconds in step_s.items():
         floor = round_s(
@@ -35,9 +34,9 @@ def calibrated(planner: Planner, layout: Layout, step_s: dict[int, float]) -> Co
         )
         if seconds < floor:
             raise PlanError(
-                f"a step of {1000 * seconds:.3g} ms with {requests} request(s) a rank is shorter than what it must "
-                f"read and compute on {planner.gpu.name} ({1000 * floor:.3g} ms{host}, {context:.0f} tokens of "
-                "context): is it of this model, GPU and layout?"
+                f"the step of {1000 * seconds:.3g} ms with {requests} request(s) per rank is shorter than its reads "
+                f"and computations on {planner.gpu.name} take ({1000 * floor:.3g} ms{host}, at {context:.0f} tokens of "
+                "context); give a step that was measured with this model, GPU and layout"
             )
         rest.append(seconds - floor)
     per_layer = sum(rest) / len(rest) / planner.size.layers / (2 if layout.two_batches else 1)

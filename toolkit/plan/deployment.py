@@ -1,13 +1,14 @@
-"""Which engines on which GPUs: layouts that fit, what each yields, and whether reading prompts elsewhere pays.
+"""Choose the engines and layouts of a deployment, with prefill and decode together or disaggregated.
 
-The queue of a rank with b requests, each reading `input` tokens (P seconds) and writing `output` tokens in rounds of
-T(b) seconds that commit a tokens:
+A rank serves b requests. Each has `input` prompt tokens (P seconds of prefill) and `output` tokens, which are decoded
+in rounds of T(b) seconds that commit a tokens:
 
-    together    requests a second = 1 / (P + output * T / (a * b))        a prompt being read stops the rank's rounds
-    split       requests a second = min(prefill ranks / P, decode ranks * a * b / (output * T))
-    TPOT        together T / a + (b - 1) * P / output: the others' prompts are pauses, its own is not; split T / a
+    together        requests per second = 1 / (P + output * T / (a * b))        prefill interrupts the rank's rounds
+    disaggregated   requests per second = min(prefill ranks / P, decode ranks * a * b / (output * T))
+    TPOT            together: T / a + (b - 1) * P / output, as prefill of other requests interrupts decoding;
+                    disaggregated: T / a
 
-Requests that come at a rate wait for a prompt reader as in an M/D/1 queue: P * load / (2 * (1 - load)).
+Requests that arrive at a rate wait for prefill as in an M/D/1 queue: P * load / (2 * (1 - load)).
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from toolkit.plan.draft_cost import Draft
+from toolkit.plan.draft_cost import DraftCost
 from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import Gpu
 from toolkit.plan.model_size import ModelSize
 from toolkit.plan.step_time import Costs, Layout, cache_bytes, prefill_s, round_s, weight_bytes
 
-MEMORY_SHARE = 0.88  # of a GPU for weights and cache; the rest is for activations and graphs
-SPLIT_MARGIN = 1.05  # two kinds of engines are more to run: they have to be worth it
+MEMORY_SHARE = 0.88  # share of GPU memory for weights and cache; the rest is for activations and graphs
+SPLIT_MARGIN = 1.05  # disaggregation must be this much better, as two kinds of engines are harder to operate
 BIGGEST_BATCH = 1024
-IDLE_RATE = 1e-9  # requests a second that keep nobody waiting
+IDLE_RATE = 1e-9  # requests per second, so few that none waits
 
 
 @dataclass(frozen=True)
 class Workload:
-    """input, output: tokens of a request. Either `concurrency`, requests in flight, or `rate`, requests a second.
-    max_tpot_s: seconds a token that a reader will wait at most, while it is written."""
+    """input, output: tokens of a request. max_tpot_s: the largest acceptable time per output token, in seconds.
+
+    Give either `concurrency`, requests in flight, or `rate`, requests per second.
+    Raises `PlanError` for numbers out of range, and unless exactly one of concurrency and rate is given.
+    """
 
     input: int
     output: int
@@ -41,17 +45,17 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.input < 1 or self.output < 1:
-            raise PlanError(f"{self.input} input and {self.output} output tokens came; at least 1 each is needed")
+            raise PlanError(f"input is {self.input} and output is {self.output} tokens; expected at least 1 each")
         if (self.concurrency is None) == (self.rate is None):
-            raise PlanError("either a concurrency (requests in flight) or a rate (requests a second) is needed")
+            raise PlanError("give exactly one of concurrency (requests in flight) and rate (requests per second)")
         for name, value in (("concurrency", self.concurrency), ("rate", self.rate), ("TPOT", self.max_tpot_s)):
             if value is not None and value <= 0:
-                raise PlanError(f"{name} is {value}; a number above 0 is needed")
+                raise PlanError(f"{name} is {value}; expected a number above 0")
 
 
 @dataclass(frozen=True)
 class Engines:
-    """So many engines of one layout."""
+    """`count` engines of one layout."""
 
     layout: Layout
     count: int
@@ -66,8 +70,11 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a decoding rank does with so many requests: the draft length that yields most, and a round of it."""
+class DecodeBatch:
+    """A decode batch of one rank, with its best draft length.
+
+    committed: tokens per request and round. round_s, plain_s: seconds of a round and of a plain step.
+    """
 
     requests: int
     drafts: int
@@ -81,17 +88,17 @@ class Batch:
 
     @property
     def gain(self) -> float:
-        """Over plain decoding of as many requests."""
+        """Speedup over plain decoding of as many requests."""
         return self.committed * self.plain_s / self.round_s
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """prefill: engines that only read prompts; None: `decode` does both. tpot_s: with the pauses for prompts."""
+    """prefill: engines for prefill only; None: `decode` does both. tpot_s includes interruptions by prefill."""
 
     decode: Engines
     prefill: Engines | None
-    batch: Batch
+    batch: DecodeBatch
     most_requests: int
     requests_per_s: float
     tpot_s: float
@@ -104,11 +111,14 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Planner:
-    """Everything a deployment is judged by. overlap: the engine's host work runs beside the GPU's. only: the one layout
-    of decoding engines to consider (GPUs, data parallel)."""
+    """The inputs of a plan.
+
+    overlap: the engine overlaps host and GPU work. only: the only layout to consider for decode engines, as (GPUs, data
+    parallel).
+    """
 
     size: ModelSize
-    draft: Draft | None
+    draft: DraftCost | None
     gpu: Gpu
     work: Workload
     costs: Costs
@@ -117,19 +127,19 @@ class Planner:
     only: tuple[int, bool] | None = None
 
     def most_requests(self, layout: Layout) -> int:
-        """Requests of full length whose cache fits a rank beside the weights; 0 where not even the weights fit."""
+        """Return how many requests of full length fit into a rank's memory; 0 if the weights do not fit."""
         head = self.draft.size if self.draft else None
         weights = weight_bytes(self.size, layout) + (weight_bytes(head, layout) if head else 0.0)
         context = self.work.input + self.work.output
         cache = cache_bytes(self.size, layout, context) + (cache_bytes(head, layout, context) if head else 0.0)
         return max(0, min(BIGGEST_BATCH, int((self.gpu.memory * MEMORY_SHARE - weights) / cache)))
 
-    def batch(self, layout: Layout, requests: int) -> Batch:
-        """With the draft length that yields most tokens a second."""
+    def batch(self, layout: Layout, requests: int) -> DecodeBatch:
+        """Return the batch of `requests` with the draft length that gives the most tokens per second."""
         plain = self._round_s(layout, requests, 0)
-        best = Batch(requests, 0, 1.0, plain, plain)
+        best = DecodeBatch(requests, 0, 1.0, plain, plain)
         for drafts in self.draft.accept_length if self.draft else ():
-            one = Batch(requests, drafts, self._committed(drafts), self._round_s(layout, requests, drafts), plain)
+            one = DecodeBatch(requests, drafts, self._committed(drafts), self._round_s(layout, requests, drafts), plain)
             best = max(best, one, key=lambda found: found.tokens_per_s)
         return best
 
@@ -151,7 +161,7 @@ class Planner:
         )
 
     def layouts(self, gpus: int) -> Iterator[Layout]:
-        """Layouts that divide so many GPUs, and nodes or whole ones of them, and hold at least one request."""
+        """Yield the layouts that divide the GPUs, fit a node or several nodes, and have memory for a request."""
         for n in (n for n in range(1, gpus + 1) if gpus % n == 0 and (self.node % n == 0 or n % self.node == 0)):
             found = [Layout(n, node=self.node)] if self.size.heads % n == 0 else []
             if self.size.n_experts and n > 1:
@@ -162,9 +172,9 @@ class Planner:
                     yield layout
 
     def best(self, gpus: int) -> tuple[Deployment, Deployment | None]:
-        """The best deployment, and what it is better than: the best of the other kind (together or split).
+        """Return the best deployment, and the best one of the other kind (together or disaggregated).
 
-        Raises `PlanError` when the model does not fit, or the limits cannot be kept.
+        Raises `PlanError` when the model does not fit, or the limits cannot be met.
         """
         together, split = self._found(gpus)
         if not together and not split:
@@ -180,21 +190,21 @@ class Planner:
         return best, other
 
     def _found(self, gpus: int) -> tuple[list[Deployment], list[Deployment]]:
-        """Those that keep the limits: together, and split."""
+        """Return the deployments that meet the limits: together, and disaggregated."""
         together = (
             one for layout in self.layouts(gpus) for one in self._together(Engines(layout, gpus // layout.gpus))
         )
         return list(together), list(self._splits(gpus))
 
     def _worth(self, deployment: Deployment) -> tuple[float, float]:
-        """Most requests; among those that serve the whole rate, the quickest."""
+        """Return the sort key: most requests per second, then the shortest time per token."""
         return round(deployment.requests_per_s, 9), -deployment.tpot_s
 
     def _check_rate(self, best: Deployment) -> None:
         if self.work.rate is not None and best.requests_per_s < self.work.rate * (1 - 1e-9):
             raise PlanError(
-                f"{best.gpus} GPUs serve {best.requests_per_s:.3g} requests a second at most, {self.work.rate:g} are "
-                f"asked for: about {math.ceil(best.gpus * self.work.rate / best.requests_per_s)} GPUs are needed"
+                f"{best.gpus} GPUs serve at most {best.requests_per_s:.3g} requests per second, but the rate is "
+                f"{self.work.rate:g}; use about {math.ceil(best.gpus * self.work.rate / best.requests_per_s)} GPUs"
             )
 
     def _together(self, engines: Engines) -> Iterator[Deployment]:
@@ -205,13 +215,13 @@ class Planner:
             rate = engines.ranks / (reads + writes)
             if work.concurrency is not None:
                 rate = min(rate, work.concurrency / (batch.requests * (reads + writes)))
-            tpot = (batch.requests * (reads + writes) - reads) / work.output  # its own prompt is no pause
+            tpot = (batch.requests * (reads + writes) - reads) / work.output  # its own prefill does not count
             yield from self._judged(engines, None, batch, rate, tpot, reads, reads + batch.round_s / 2)
 
     def _splits(self, gpus: int) -> Iterator[Deployment]:
         work = self.work
-        anyhow = replace(self, only=None)
-        readers = [layout for n in range(1, gpus) for layout in anyhow.layouts(n) if layout.gpus == n]
+        unrestricted = replace(self, only=None)
+        readers = [layout for n in range(1, gpus) for layout in unrestricted.layouts(n) if layout.gpus == n]
         smallest = sorted({layout.gpus for layout in readers})[:2]
         for reader in (layout for layout in readers if layout.gpus in smallest and not layout.two_batches):
             reads = prefill_s(self.size, self.gpu, reader, self.costs, work.input)
@@ -227,7 +237,7 @@ class Planner:
                             rate = min(rate, work.concurrency / (reads + carried + work.output * tpot))
                         yield from self._judged(decode, prefill, batch, rate, tpot, reads, reads + carried)
 
-    def _batches(self, engines: Engines) -> Iterator[Batch]:
+    def _batches(self, engines: Engines) -> Iterator[DecodeBatch]:
         most = self.most_requests(engines.layout)
         if self.work.concurrency is not None:
             most = min(most, math.ceil(self.work.concurrency / engines.ranks))
@@ -240,13 +250,13 @@ class Planner:
         self,
         decode: Engines,
         prefill: Engines | None,
-        batch: Batch,
+        batch: DecodeBatch,
         rate: float,
         tpot: float,
         reads: float,
         ttft: float,
     ) -> Iterator[Deployment]:
-        """The deployment, unless its readers would wait too long; requests cannot be served faster than they come."""
+        """Yield the deployment if it meets the limits; at most the requests that arrive are served."""
         work = self.work
         if work.max_tpot_s is not None and tpot > work.max_tpot_s:
             return
@@ -259,30 +269,30 @@ class Planner:
         yield Deployment(decode, prefill, batch, self.most_requests(decode.layout), rate, tpot, ttft)
 
     def _why_not(self, gpus: int) -> str:
-        """The limit that cannot be kept, else the layout that was asked for, else memory."""
+        """Explain why there is no deployment: the limit that cannot be met, else the given layout, else memory."""
         work, there = self.work, f"{gpus} {self.gpu.name}"
-        limit = "" if work.max_tpot_s is None else f"{1000 * work.max_tpot_s:g} ms a token"
+        limit = "" if work.max_tpot_s is None else f"{1000 * work.max_tpot_s:g} ms per token"
         idle = work if work.rate is None else replace(work, rate=IDLE_RATE)
         if any(replace(self, work=idle)._found(gpus)):
             return (
-                f"{there} cannot serve {work.rate:g} requests a second{limit and f' within {limit}'}; lower rates they "
-                f"can: lower the rate, {limit and 'allow more time a token, '}or add GPUs"
+                f"{there} cannot serve {work.rate:g} requests per second{limit and f' within {limit}'}, only lower "
+                f"rates; lower the rate, {limit and 'allow more time per token, '}or add GPUs"
             )
         if any(replace(self, work=replace(idle, max_tpot_s=None))._found(gpus)):
-            return f"no layout of {there} keeps {limit}, even with one request a rank; allow more, or add GPUs"
+            return f"no layout of {there} reaches {limit}, even with one request per rank; allow more, or add GPUs"
         others = dict.fromkeys(layout.name for layout in replace(self, only=None).layouts(gpus))
         if self.only is not None and others:
             return (
-                f"{self.size.name} cannot run on {there} as {Layout(*self.only).name}: a layout divides the GPUs, a "
-                f"node and the {self.size.heads} heads (or spreads experts), and holds the weights and one request. "
-                f"Name another --layout ({', '.join(others)}), or none"
+                f"{self.size.name} cannot run on {there} as {Layout(*self.only).name}: a layout must divide the GPUs, "
+                f"a node and the {self.size.heads} heads (or distribute experts), and have memory for the weights and "
+                f"one request. Give another --layout ({', '.join(others)}), or omit it"
             )
         weights = self.size.body_bytes + self.size.expert_bytes + 2 * (self.size.head + self.size.embedding)
         context, room = work.input + work.output, gpus * self.gpu.memory * MEMORY_SHARE
         return (
             f"{self.size.name} does not fit {there}: {weights / 1e9:.1f} GB of weights and "
-            f"{self.size.cache.bytes(context) / 1e9:.2f} GB of cache a request of {context:,} tokens; {room / 1e9:.0f} "
-            f"GB are there, and layouts divide {self.size.heads} heads"
-            f"{' or spread experts' if self.size.n_experts else ''}. More GPUs, larger ones or fewer bits a weight are "
-            "needed"
+            f"{self.size.cache.bytes(context) / 1e9:.2f} GB of cache per request of {context:,} tokens; "
+            f"{room / 1e9:.0f} GB are available, and layouts divide {self.size.heads} heads"
+            f"{' or distribute experts' if self.size.n_experts else ''}. Use more or larger GPUs, or fewer bits per "
+            "weight"
         )

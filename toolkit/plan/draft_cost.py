@@ -1,4 +1,4 @@
-"""A head as a plan sees it: how many tokens a round commits by draft length, and what a pass of it costs."""
+"""The draft head in a plan: its accept_length by draft length, and its size, which determines the cost of a pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 
 
 @dataclass(frozen=True)
-class Draft:
-    """kind: its name in heads/registry.py. size: the head as a model. accept_length: by tokens drafted in a chain.
-    source: where those are from. path: what a launch line calls its directory; None: the target's own layers.
+class DraftCost:
+    """kind: the head's name in heads/registry.py. size: the head as a model. accept_length: by drafts in a chain.
+
+    source: the origin of accept_length. path: the head's directory in launch lines; None: the target's own MTP layers.
     """
 
     kind: str
@@ -26,12 +27,12 @@ class Draft:
     path: str | None = None
 
     def committed(self, drafts: int) -> float:
-        """Tokens a round of so many drafts commits; a plain step one."""
+        """Return the tokens that a round with so many drafts commits; 1 for a plain step."""
         return self.accept_length[drafts] if drafts else 1.0
 
 
 def parse_accept_lengths(text: str) -> dict[int, float]:
-    """`1:1.7,2:2.18` -> {1: 1.7, 2: 2.18}. Raises `PlanError` for lengths that cannot be."""
+    """Parse `1:1.7,2:2.18` to {1: 1.7, 2: 2.18}. Raises `PlanError` for impossible lengths."""
     found: dict[int, float] = {}
     for pair in text.split(","):
         length, colon, value = pair.partition(":")
@@ -41,23 +42,26 @@ def parse_accept_lengths(text: str) -> dict[int, float]:
             drafts, committed = 0, 0.0
         if not colon or drafts < 1 or not 1 <= committed <= drafts + 1 or drafts in found:
             raise PlanError(
-                f"accept lengths {pair!r}: DRAFTS:TOKENS is needed, each length once, tokens from 1 to DRAFTS + 1, "
+                f"accept length is {pair!r}; expected DRAFTS:TOKENS, each DRAFTS once, TOKENS from 1 to DRAFTS + 1, "
                 "such as 1:1.7,2:2.18,3:2.44"
             )
         found[drafts] = committed
     ordered = [found[drafts] for drafts in sorted(found)]
     if ordered != sorted(ordered):
-        raise PlanError(f"accept lengths {text}: a longer chain commits no fewer tokens; these fall")
+        raise PlanError(f"accept lengths {text} decrease; a longer chain must commit at least as many tokens")
     return dict(sorted(found.items()))
 
 
 def measured_accept_lengths(measured: Any) -> tuple[dict[int, float], str]:
-    """By draft length, from the chain with most steps in measured.json: a shorter chain commits what the longer one
-    does up to its depth. Raises `PlanError` when no chain was measured."""
+    """Return the accept_length by draft length, and its source, from the content of measured.json.
+
+    The values come from the measured chain with the most steps: a shorter chain commits what the longer one does up to
+    its depth. Raises `PlanError` when no chain was measured.
+    """
     rows = (measured or {}).get("rows") or [] if isinstance(measured, dict) else []
     chains = [row for row in rows if row.get("top_k") == 1 and row.get("accept_rate")]
     if not chains:
-        raise PlanError("no chain was measured with this head; give --accept-lengths, or `toolkit bench acceptance`")
+        raise PlanError("no chain was measured with this head; give --accept-lengths or run `toolkit bench acceptance`")
     row = max(chains, key=lambda row: row["num_steps"])
     found, reached, committed = {}, 1.0, 1.0
     for depth, rate in enumerate(row["accept_rate"], start=1):
@@ -69,9 +73,12 @@ def measured_accept_lengths(measured: Any) -> tuple[dict[int, float], str]:
 
 
 def native_mtp(size: ModelSize) -> ModelSize:
-    """The target's own MTP layer: one of its layers (with experts where it has them), and two widths into one."""
+    """Return the size of the target's own MTP layer: one of its layers and a projection from 2 * hidden_size.
+
+    Raises `PlanError` when the target has none.
+    """
     if not size.native_mtp:
-        raise PlanError(f"{size.name} states no MTP layers of its own (num_nextn_predict_layers); choose another head")
+        raise PlanError(f"{size.name} has no MTP layers (num_nextn_predict_layers); choose another head")
     layers = size.layers
     experts = size.experts / size.moe_layers if size.moe_layers else 0.0
     return replace(
@@ -88,7 +95,7 @@ def native_mtp(size: ModelSize) -> ModelSize:
 
 
 def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
-    """An EAGLE-3 head of the usual form for the target of this text configuration: no directory is at hand."""
+    """Return the size of a typical EAGLE-3 head for the target of this text configuration."""
     heads = config.num_attention_heads
     latent = size.cache.shards == 1 and getattr(config, "kv_lora_rank", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -96,23 +103,22 @@ def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
     return _eagle3(size, config.intermediate_size, heads, kv_heads, head_dim, 3 * size.hidden_size, USUAL_VOCABULARY)
 
 
-# By kind, a head of which no directory is at hand: its size, and what a launch line calls its directory (None: the
-# target's own layers).
+# Heads without a directory, by kind: the size, and the directory in launch lines (None: the target's own layers).
 USUAL: dict[str, tuple[Callable[[Any, ModelSize], ModelSize], str | None]] = {
     "eagle3": (usual_eagle3, "HEAD"),
     "mtp": (lambda _config, size: native_mtp(size), None),
 }
 
 
-def usual_draft(kind: str | None, config: Any, size: ModelSize, accept_length: Mapping[int, float]) -> Draft:
-    """A head of this kind for the target of this text configuration; None: its own MTP layers, or else EAGLE-3."""
+def usual_draft(kind: str | None, config: Any, size: ModelSize, accept_length: Mapping[int, float]) -> DraftCost:
+    """Return a head of this kind for the target of this text configuration; None: its MTP layers, else EAGLE-3."""
     kind = kind or ("mtp" if size.native_mtp else "eagle3")
     build, path = USUAL[kind]
-    return Draft(kind, build(config, size), accept_length, "as stated", path)
+    return DraftCost(kind, build(config, size), accept_length, "as stated", path)
 
 
 def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
-    """A loaded head as a model; its output matrix may be the target's."""
+    """Return the size of a loaded head; its output matrix may be the target's."""
     config = head.config
     own = sum(parameter.numel() for parameter in head.parameters())
     matrix = config.output_size * config.hidden_size if config.own_vocabulary else 0
@@ -137,7 +143,7 @@ def _eagle3(
     hidden = size.hidden_size
     attention = 2 * hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
     return ModelSize(
-        name="an EAGLE-3 head of the usual form",
+        name="a typical EAGLE-3 head",
         hidden_size=hidden,
         heads=heads,
         layers=1,

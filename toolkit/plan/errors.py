@@ -1,7 +1,7 @@
-"""What can be wrong with a plan."""
+"""Errors of planning."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A deployment cannot be planned: its configuration is not modelled, it does not fit, a figure is missing."""
+    """A deployment cannot be planned: the configuration is not supported, does not fit, or lacks a figure."""

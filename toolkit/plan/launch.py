@@ -1,7 +1,7 @@
-"""The lines that start a planned deployment with SGLang or vLLM: one a node, for the first engine of each kind.
+"""Commands that start a planned deployment with SGLang or vLLM: one per node, for one engine of each kind.
 
-Names in capitals are to be filled in: NODE0 is the first node of an engine, K a further node's number from 1,
-OUT the folder a head was exported to, HEAD one that is yet to be trained.
+Users replace the names in capitals: NODE0 is the first node of an engine, K the number of a further node from 1,
+OUT the folder of an exported head, HEAD the folder of a head that is not trained yet.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import shlex
 from collections.abc import Sequence
 
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.plan.deployment import MEMORY_SHARE, Batch, Deployment, Engines
-from toolkit.plan.draft_cost import Draft
+from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment, Engines
+from toolkit.plan.draft_cost import DraftCost
 
 
 def launch_lines(
-    engine: str, model: Sequence[str], deployment: Deployment, draft: Draft | None, table: Sequence[Batch]
+    engine: str, model: Sequence[str], deployment: Deployment, draft: DraftCost | None, table: Sequence[DecodeBatch]
 ) -> list[str]:
-    """Comments and commands in order. model: the target's path or hub id, with further words (--revision R).
+    """Return comments and commands in order. model: the target's path or hub id, with further options (--revision R).
 
-    table: the best draft length by requests a rank, of which vLLM makes a schedule.
+    table: the best draft length by requests per rank, which becomes vLLM's schedule.
     """
     lines: list[str] = []
     for role, engines in (("prefill", deployment.prefill), ("decode", deployment.decode)):
@@ -34,14 +34,14 @@ def launch_lines(
             words += _speculation(engine, draft, deployment.batch.drafts, table)
         start = ["python", "-m", "sglang.launch_server", "--model-path"] if engine == "sglang" else ["vllm", "serve"]
         lines.append(
-            f"# {engines.count} {part and part + ' '}engine(s) of {engines.layout.gpus} GPU(s), each started so:"
+            f"# {engines.count} {part and part + ' '}engine(s) of {engines.layout.gpus} GPU(s); start each with:"
         )
         lines += [shlex.join([*start, *model, *words, *rank]) for rank in _ranks(engine, engines)]
     return [*lines, *_router(engine, deployment)]
 
 
-def _speculation(engine: str, draft: Draft, drafts: int, table: Sequence[Batch]) -> list[str]:
-    """One draft length, the best for the planned batch; vLLM takes one for each size of batch."""
+def _speculation(engine: str, draft: DraftCost, drafts: int, table: Sequence[DecodeBatch]) -> list[str]:
+    """Return the options for the best draft length of the planned batch; vLLM gets one per batch size."""
     shape = Shape(drafts, 1, drafts + 1)
     if engine == "sglang":
         return sglang_speculation(draft.kind, draft.path, shape)
@@ -96,7 +96,7 @@ def _nodes(engines: Engines) -> int:
 
 
 def _ranks(engine: str, engines: Engines) -> list[list[str]]:
-    """Further words of the first node, and of each further one."""
+    """Return further options of the first node, and of each further node."""
     layout, nodes = engines.layout, _nodes(engines)
     if nodes == 1:
         return [[]]
@@ -111,8 +111,8 @@ def _ranks(engine: str, engines: Engines) -> list[list[str]]:
     return [words, [*words, "--data-parallel-start-rank", f"{layout.node}xK", "--headless"]]
 
 
-def draft_schedule(table: Sequence[Batch]) -> list[tuple[int, int, int]]:
-    """(from, to, drafts) by requests a rank, without gaps."""
+def draft_schedule(table: Sequence[DecodeBatch]) -> list[tuple[int, int, int]]:
+    """Return (from, to, drafts) by requests per rank, without gaps."""
     found: list[tuple[int, int, int]] = []
     for batch in table:
         if found and found[-1][2] == batch.drafts:
@@ -123,16 +123,17 @@ def draft_schedule(table: Sequence[Batch]) -> list[tuple[int, int, int]]:
 
 
 def _router(engine: str, deployment: Deployment) -> list[str]:
-    """What stands in front of several engines."""
+    """Return the router or load balancer for several engines."""
     if deployment.prefill is None and deployment.decode.count == 1:
         return []
     if engine == "vllm":
-        kind = "the prefill and decode engines, a router that hands requests on" if deployment.prefill else "them, any"
-        return [f"# in front of {kind} load balancer" if not deployment.prefill else f"# in front of {kind}"]
+        if deployment.prefill:
+            return ["# in front of the prefill and decode engines: a router for disaggregated prefill"]
+        return ["# in front of the engines: any load balancer"]
     words = "python -m sglang_router.launch_router"
     if deployment.prefill is None:
         urls = [f"http://ENGINE{number}:30000" for number in range(deployment.decode.count)]
-        return ["# in front of them:", f"{words} --worker-urls {' '.join(urls)}"]
+        return ["# in front of the engines:", f"{words} --worker-urls {' '.join(urls)}"]
     prefill = [f"--prefill http://PREFILL{number}:30000" for number in range(deployment.prefill.count)]
     decode = [f"--decode http://DECODE{number}:30000" for number in range(deployment.decode.count)]
-    return ["# in front of them:", f"{words} --pd-disaggregation {' '.join(prefill + decode)}"]
+    return ["# in front of the engines:", f"{words} --pd-disaggregation {' '.join(prefill + decode)}"]

@@ -1,4 +1,4 @@
-"""From a request to the text of a plan: the target's size, the head, the best deployment, its launch lines."""
+"""Make a plan: the target's size, the head, the best deployment and its launch lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.open_head import open_head
 from toolkit.plan.calibrate import calibrated
 from toolkit.plan.deployment import Planner, Workload
-from toolkit.plan.draft_cost import Draft, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
+from toolkit.plan.draft_cost import DraftCost, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
 from toolkit.plan.errors import PlanError
 from toolkit.plan.launch import launch_lines
 from toolkit.plan.model_size import ModelSize, target_size
@@ -18,11 +18,11 @@ from toolkit.plan.plan_request import PlanRequest
 from toolkit.plan.plan_text import draft_table, plan_text
 from toolkit.plan.step_time import Costs, Layout
 
-EXPORTED = "OUT"  # where the printed export line puts the head, and launch lines look for it
+EXPORTED = "OUT"  # folder of the exported head in the printed export and launch lines
 
 
 def make_plan(request: PlanRequest) -> str:
-    """The plan with its launch lines, as it is printed. Raises `PlanError`, `TargetError`, `DraftDirError`."""
+    """Return the text of the plan with its launch lines. Raises `PlanError`, `TargetError`, `DraftDirError`."""
     planner, model = _planner(request)
     best, other = planner.best(request.gpus)
     table = draft_table(planner, best)
@@ -36,7 +36,7 @@ def make_plan(request: PlanRequest) -> str:
 
 
 def _planner(request: PlanRequest) -> tuple[Planner, list[str]]:
-    """Everything that is planned with, and the target's words on a launch line."""
+    """Return the inputs of the plan, and the target's arguments in a launch line."""
     work = Workload(request.input, request.output, request.concurrency, request.rate, request.max_tpot_s)
     size, config, source, revision = target_size(request.target, request.weight_bits)
     draft = _draft(request, size, config, source, revision)
@@ -47,8 +47,8 @@ def _planner(request: PlanRequest) -> tuple[Planner, list[str]]:
     return planner, [source, *([] if revision is None else ["--revision", revision])]
 
 
-def _draft(request: PlanRequest, size: ModelSize, config: Any, source: str, revision: str | None) -> Draft | None:
-    """The head that is planned with, if any. source, revision: the target's, on which a head's layers may depend."""
+def _draft(request: PlanRequest, size: ModelSize, config: Any, source: str, revision: str | None) -> DraftCost | None:
+    """Return the head of the plan, if any. source, revision: the target's, on which a head's layers may depend."""
     lengths = None if request.accept_lengths is None else parse_accept_lengths(request.accept_lengths)
     if request.draft is not None:
         found = open_head(request.draft, target=source, revision=revision)
@@ -65,9 +65,9 @@ def _draft(request: PlanRequest, size: ModelSize, config: Any, source: str, revi
                     f"the head in {request.draft} has {what} {own}, {size.name} {theirs}: it belongs to another target"
                 )
         stated = (lengths, "as stated") if lengths else measured_accept_lengths(found.meta.get("measured"))
-        return Draft(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
+        return DraftCost(found.kind, head_size(found.head, size), *stated, path=EXPORTED)
     if lengths is None:
         if request.head is not None:
-            raise PlanError(f"--head {request.head}: its accept lengths are needed too, --accept-lengths 1:A,2:B")
+            raise PlanError(f"--head is {request.head}, but accept lengths are missing; give --accept-lengths 1:A,2:B")
         return None
     return usual_draft(request.head, config, size, lengths)

@@ -1,7 +1,7 @@
-"""How large a model is, where it counts: weights by part, cache a token, operations a token.
+"""The size of a model: weights by part, and cache bytes and operations per token.
 
-Parameters are counted on the model that transformers builds from the configuration, without memory: no formula of ours
-can drift from it. What a token's cache and attention cost is by formula, for the attentions named below.
+Parameters are counted on the model that transformers builds from the configuration on the meta device. Cache and
+attention are computed by formulas for the supported kinds of attention.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ NATIVE_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 @dataclass(frozen=True)
 class Cache:
-    """Attention of all layers. token_bytes: what one token adds to the cache in layers that see everything;
-    window_bytes: in layers that see the last `window` tokens only. shards: over how many GPUs a token's cache can be
-    split (1: multi-head latent attention keeps one vector for all heads). flops, window_flops: operations of one query
-    token for each token of context, while decoding; prefill_flops: the same while a prompt is read.
+    """Cache and attention of all layers.
+
+    token_bytes: cache bytes per token in layers with full attention. window_bytes: the same in layers that attend to
+    the last `window` tokens. shards: the number of GPUs over which the cache of a token can be split (1 for multi-head
+    latent attention, which stores one vector for all heads). flops, window_flops: operations of one query token per
+    token of context in decode. prefill_flops: the same in prefill.
     """
 
     token_bytes: float
@@ -41,20 +43,22 @@ class Cache:
     window_flops: float = 0.0
 
     def bytes(self, context: float) -> float:
-        """Cache of one request with so many tokens."""
+        """Return the cache bytes of one request with `context` tokens."""
         return self.token_bytes * context + self.window_bytes * min(context, self.window)
 
     def operations(self, context: float) -> float:
-        """Attention's operations of one query token behind so many."""
+        """Return the attention operations of one query token after `context` tokens."""
         return self.flops * context + self.window_flops * min(context, self.window)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """body: parameters of the layers without routed experts. experts: all routed experts' parameters, of which a token
-    is sent to `chosen` of `n_experts` in each of `moe_layers`. head: the output matrix; embedding: 0 where it is tied.
-    bits: of the weights of body and experts; head and embedding have 16. shared_head: the output matrix is the
-    target's, read in every pass and not stored again. max_context: positions its configuration states.
+    """Parameters by part.
+
+    body: the layers without routed experts. experts: all routed experts; a token uses `chosen` of `n_experts` in each
+    of `moe_layers`. head: the output matrix. embedding: 0 if tied to it. bits: per weight of body and experts; head and
+    embedding have 16. shared_head: the output matrix is the target's, which is read in every pass but not stored again.
+    max_context: max_position_embeddings of the configuration.
     """
 
     name: str
@@ -81,7 +85,7 @@ class ModelSize:
 
     @property
     def active(self) -> float:
-        """Parameters that one token is multiplied with."""
+        """Parameters that one token uses."""
         return self.body + self.head + self.active_experts
 
     @property
@@ -98,33 +102,33 @@ class ModelSize:
 
 
 def target_size(name: str, weight_bits: float | None = None) -> tuple[ModelSize, Any, str, str | None]:
-    """Size, text configuration, source and revision of a target by its hub id (org/name@revision) or directory.
+    """Return size, text configuration, source and revision of a target.
 
-    A path of its config.json does too. weight_bits: of its layers' weights, in place of what the configuration says.
-    Raises `PlanError` for attention or a quantisation that is not modelled and for bits that cannot be, `TargetError`
-    for what is no causal LM.
+    name: a hub id (org/name@revision), a directory, or the path of a config.json. weight_bits: bits of the layers'
+    weights, which override the configuration. Raises `PlanError` for attention or quantization that is not supported
+    and for bits out of range, `TargetError` when it is no causal LM.
     """
     if weight_bits is not None and not 0 < weight_bits <= 32:
-        raise PlanError(f"--weight-bits {weight_bits:g}: a number above 0, up to 32, is needed, such as 4, 8 or 16")
+        raise PlanError(f"--weight-bits is {weight_bits:g}; expected a number above 0 and up to 32, such as 4, 8 or 16")
     path = Path(name).expanduser()
     if path.suffix == ".json":
         if path.name != "config.json":
-            raise PlanError(f"{name}: a model's config.json, its directory or its hub id is needed")
+            raise PlanError(f"target is {name}; expected a model's config.json, its directory or its hub id")
         name = str(path.parent)
     name, revision = split_revision(name)
-    whole, source, resolved = load_config(name, revision)
-    config: Any = whole.get_text_config(decoder=True)
-    quantization = getattr(whole, "quantization_config", None) or getattr(config, "quantization_config", None)
+    full_config, source, resolved = load_config(name, revision)
+    config: Any = full_config.get_text_config(decoder=True)
+    quantization = getattr(full_config, "quantization_config", None) or getattr(config, "quantization_config", None)
     bits = (weight_bits, None) if weight_bits is not None else weight_bits_of(quantization, name)
     return size_of_config(config, name, *bits), config, source, None if Path(source).is_dir() else resolved
 
 
 def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float | None = None) -> ModelSize:
-    """Size of a text model's configuration whose layers' weights have so many bits. Raises `PlanError`."""
+    """Return the size of a text configuration whose layers' weights have `bits`. Raises `PlanError`."""
     counts = _count(config)
     stated = {key: next((n for one in names if (n := getattr(config, one, None))), 0) for key, names in MOE.items()}
     if counts["experts"] and not all(stated.values()):
-        raise PlanError(f"{name} has experts, and its configuration does not say how many a token is sent to")
+        raise PlanError(f"{name} has experts, but its configuration lacks their number or the number per token")
     return ModelSize(
         name=name,
         hidden_size=config.hidden_size,
@@ -140,7 +144,7 @@ def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float
 
 
 def _count(config: Any) -> dict[str, int]:
-    """Parameters by part, of the model that transformers builds for this configuration on no device."""
+    """Count parameters by part, on the model that transformers builds for this configuration on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -162,9 +166,9 @@ def _count(config: Any) -> dict[str, int]:
 
 
 def cache_of(config: Any, name: str) -> Cache:
-    """Cache and attention of a text configuration. Raises `PlanError` for attention that is not modelled."""
+    """Return cache and attention of a text configuration. Raises `PlanError` for attention that is not supported."""
     if getattr(config, "index_topk", None):
-        raise PlanError(f"{name} chooses what it attends to (index_topk): sparse attention is not modelled")
+        raise PlanError(f"{name} has sparse attention (index_topk), which is not supported; plan another target")
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     rank = getattr(config, "kv_lora_rank", None)
     if rank:
@@ -174,7 +178,7 @@ def cache_of(config: Any, name: str) -> Cache:
     kinds = list(kinds or ["sliding_attention" if window else "full_attention"] * layers)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise PlanError(f"{name} has layers of {', '.join(unknown)}; full and sliding attention and MLA are modelled")
+        raise PlanError(f"{name} has layers of {', '.join(unknown)}; supported are full and sliding attention and MLA")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
@@ -191,8 +195,10 @@ def cache_of(config: Any, name: str) -> Cache:
 
 
 def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
-    """Multi-head latent attention (arXiv 2405.04434): one latent and one rotated key for all heads. While decoding, all
-    heads read the latent itself as key and value; a prompt's keys and values are expanded."""
+    """Return the cache of multi-head latent attention (arXiv 2405.04434): one latent and one rotary key for all heads.
+
+    In decode, all heads read the latent as key and value; in prefill, keys and values are expanded.
+    """
     rope = config.qk_rope_head_dim
     expanded = config.qk_nope_head_dim + rope + config.v_head_dim
     return Cache(
@@ -204,7 +210,7 @@ def _latent_cache(config: Any, layers: int, heads: int, rank: int) -> Cache:
 
 
 def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
-    """Bits of a weight in the layers, and of experts where those differ. Raises `PlanError` for an unknown method."""
+    """Return the bits per weight of the layers, and of experts if they differ. Raises `PlanError` if unknown."""
     if quantization is None:
         return 16, None
     stated = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -214,5 +220,5 @@ def weight_bits_of(quantization: Any, name: str) -> tuple[float, float | None]:
     if method in ("gptq", "awq") and stated.get("bits"):
         return float(stated["bits"]), None
     if method == "mxfp4":
-        return 16, 4.25  # OCP microscaling: a shared 8-bit scale for 32 values; attention stays bf16
-    raise PlanError(f"{name}: how many bits its {method!r} weights have is not known here; give --weight-bits")
+        return 16, 4.25  # OCP microscaling: one 8-bit scale per 32 values; attention stays in bf16
+    raise PlanError(f"{name}: the number of bits of {method!r} weights is unknown; give --weight-bits")

@@ -1,4 +1,4 @@
-"""What a user asks of a plan, in the user's units."""
+"""The user's request for a plan, in the user's units."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from toolkit.plan.gpus import Gpu
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """target: hub id (org/name@revision), directory or config.json. input, output: tokens of a request. concurrency:
-    requests in flight, or rate: requests a second. max_tpot_s: longest seconds a token.
+    """target: hub id (org/name@revision), directory or config.json. input, output: tokens of a request.
 
-    node: GPUs of a node. layout: the one layout of decoding engines to consider (GPUs, data parallel). step_s: measured
-    plain decode steps of that layout, seconds by requests a rank. weight_bits: None: as the configuration states.
+    concurrency: requests in flight; or rate: requests per second. max_tpot_s: the largest acceptable seconds per token.
+    node: GPUs per node. layout: the only layout to consider for decode engines, as (GPUs, data parallel). step_s:
+    measured plain decode steps of that layout, in seconds, by requests per rank. weight_bits None: as in the
+    configuration.
 
-    draft: a head's directory or hub id. head: without one, `eagle3` or `mtp` (None: the target's MTP layers if it has
-    any). accept_lengths: by tokens drafted, as text (1:1.7,2:2.18); None: those measured with `draft`.
+    draft: a head's directory or hub id. head: the kind of head if there is no `draft`, `eagle3` or `mtp` (None: the
+    target's MTP layers if it has any). accept_lengths: by draft length, as text (1:1.7,2:2.18); None: those measured
+    with `draft`.
     """
 
     target: str

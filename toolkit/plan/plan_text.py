@@ -1,10 +1,10 @@
-"""A plan in words: what fits, what is started, what it is predicted to yield, and how far that is to be trusted."""
+"""The text of a plan: what fits, the engines to start, their predicted performance, and the accuracy of predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.plan.deployment import MEMORY_SHARE, Batch, Deployment, Engines, Planner
+from toolkit.plan.deployment import MEMORY_SHARE, DecodeBatch, Deployment, Engines, Planner
 from toolkit.plan.published import CASES, PREDICTED_WITHIN, SOURCES, predictions
 from toolkit.plan.step_time import Costs, cache_bytes, weight_bytes
 
@@ -12,15 +12,15 @@ TABLE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 GB = 1e9
 
 
-def draft_table(planner: Planner, deployment: Deployment) -> list[Batch]:
-    """The best draft length by requests a rank, of the decoding engines."""
+def draft_table(planner: Planner, deployment: Deployment) -> list[DecodeBatch]:
+    """Return the best draft length of the decode engines, by requests per rank."""
     layout, most = deployment.decode.layout, deployment.most_requests
     sizes = sorted({n for n in (*TABLE_SIZES, deployment.batch.requests) if n <= most})
     return [planner.batch(layout, requests) for requests in sizes]
 
 
-def plan_text(planner: Planner, best: Deployment, other: Deployment | None, table: Sequence[Batch]) -> str:
-    """Everything but the launch lines."""
+def plan_text(planner: Planner, best: Deployment, other: Deployment | None, table: Sequence[DecodeBatch]) -> str:
+    """Return the plan without the launch lines."""
     return "\n\n".join((_what(planner, best), _deployment(planner, best, other), _table(table), _trust(planner)))
 
 
@@ -92,7 +92,7 @@ def _engines(engines: Engines) -> str:
     return f"{engines.count} x {layout.gpus} GPU(s) ({how}{more}{', two batches' if layout.two_batches else ''})"
 
 
-def _table(table: Sequence[Batch]) -> str:
+def _table(table: Sequence[DecodeBatch]) -> str:
     lines = ["requests a rank  drafts  decoded tokens/s a rank  of plain  ms a token"]
     for one in table:
         lines.append(
@@ -117,13 +117,13 @@ def _trust(planner: Planner) -> str:
 
 
 def published_text() -> str:
-    """The published figures, what the model says, and which of them chose its costs."""
-    said = predictions(Costs())
+    """Return a table of the published figures, the model's values, and which figures its costs were fitted to."""
+    predicted = predictions(Costs())
     lines = [f"{'case':<66} {'published':>9} {'model':>9} {'error':>7}  how"]
     for case in CASES:
         how = f"fitted ({case.fitted})" if case.fitted else "predicted"
-        error = f"{100 * (said[case.name] / case.published - 1):+.1f} %"
-        numbers = f"{_number(case.published):>9} {_number(said[case.name]):>9} {error:>7}"
+        error = f"{100 * (predicted[case.name] / case.published - 1):+.1f} %"
+        numbers = f"{_number(case.published):>9} {_number(predicted[case.name]):>9} {error:>7}"
         lines.append(f"{case.name:<66} {numbers}  {how}, {case.unit} [{case.source}]")
     return "\n".join([*lines, "", *(f"[{key}] {text}" for key, text in SOURCES.items())])
 

@@ -1,4 +1,4 @@
-"""Published figures that the model of a step is held against: which were fitted, which predicted, and how far off."""
+"""Published figures to check the model of a step: some are used to fit its costs, the others are predicted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A published figure. fitted: the cost that was chosen so that the model says it; empty: the model predicts it."""
+    """A published figure. fitted: the cost that was fitted to this figure; empty: the model predicts the figure."""
 
     name: str
     source: str
@@ -35,7 +35,7 @@ class Case:
     fitted: str = ""
 
 
-# The predicted figures' largest error; `plan` prints it with every plan.
+# The largest error of the predicted figures, which every plan prints.
 PREDICTED_WITHIN = 0.14
 
 # One accept_length is not published: that of [mtp]'s chain of 1. With a conditional acceptance that falls by the same
@@ -66,14 +66,14 @@ CASES = (
 
 @lru_cache(maxsize=1)
 def deepseek_v3() -> ModelSize:
-    """transformers' default configuration of its deepseek_v3 is DeepSeek-V3's; its layers are served in fp8."""
+    """Return the size of DeepSeek-V3, which is transformers' default deepseek_v3; its layers are served in fp8."""
     size = size_of_config(AutoConfig.for_model("deepseek_v3"), "DeepSeek-V3", 8)
     return replace(size, native_mtp=1)
 
 
 @lru_cache(maxsize=1)
 def llama_8b() -> tuple[ModelSize, ModelSize]:
-    """Llama-3.1-8B and an EAGLE-3 head of the usual form."""
+    """Return the sizes of Llama-3.1-8B and of a typical EAGLE-3 head."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=4096,
@@ -89,7 +89,7 @@ def llama_8b() -> tuple[ModelSize, ModelSize]:
 
 
 def predictions(costs: Costs) -> dict[str, float]:
-    """What the model says for every case, by its name."""
+    """Return the model's value for every case, by name."""
     values = [
         _llama("H100", costs, 0),
         _long(costs, 0, overlap=True),
@@ -110,7 +110,7 @@ def predictions(costs: Costs) -> dict[str, float]:
 
 
 def _llama(gpu: str, costs: Costs, drafts: int) -> float:
-    """Rounds a second of one request; MT-Bench's texts are short."""
+    """Return rounds per second of one request, at a context of 512 tokens since MT-Bench's texts are short."""
     size, head = llama_8b()
     return 1 / round_s(size, head, GPUS[gpu], Layout(1), costs, requests=1, drafts=drafts, context=512)
 
@@ -120,7 +120,7 @@ def _bundle(costs: Costs, drafts: int) -> float:
 
 
 def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
-    """Tokens a second of a rank with 2 requests, in the middle of 4,096 tokens behind 65,536."""
+    """Return tokens per second of a rank with 2 requests, in the middle of 4,096 tokens after a prompt of 65,536."""
     size, layout = deepseek_v3(), Layout(16, data_parallel=True, redundant=32)
     seconds = round_s(
         size,
@@ -139,7 +139,7 @@ def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
 def _large(
     gpu: str, gpus: int, costs: Costs, requests: int, drafts: int, two_batches: bool = False, overlap: bool = False
 ) -> float:
-    """Tokens a second of a rank, in the middle of 100 tokens behind 2,000."""
+    """Return tokens per second of a rank, in the middle of 100 tokens after a prompt of 2,000."""
     size, layout = deepseek_v3(), Layout(gpus, data_parallel=True, redundant=32, two_batches=two_batches)
     seconds = round_s(
         size,
@@ -161,9 +161,9 @@ def _prefill(costs: Costs, tokens: int) -> float:
 
 
 def fit(start: Costs) -> Costs:
-    """The fitted costs, so that the model says the figures they were fitted to, by Newton's steps.
+    """Return costs with which the model gives exactly the figures to fit, by Newton's method.
 
-    Times, and one over a share of a rate, enter a step's seconds in a straight line but for the roofline's corners.
+    Seconds of a step are linear in the times and in 1 / prefill_share, except at the corners of the roofline.
     """
     cases = [case for case in CASES if case.fitted]
     costs = start
@@ -181,5 +181,5 @@ def fit(start: Costs) -> Costs:
 
 
 def _residuals(costs: Costs, cases: list[Case]) -> np.ndarray:
-    said = predictions(costs)
-    return np.array([case.published / said[case.name] - 1 for case in cases])
+    predicted = predictions(costs)
+    return np.array([case.published / predicted[case.name] - 1 for case in cases])

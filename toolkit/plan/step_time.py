@@ -1,14 +1,14 @@
-"""How long a step takes: a roofline with a fixed time a layer, so small that it can be checked by hand.
+"""The time of a step: a roofline with a fixed time per layer, simple enough to check by hand.
 
     forward = max(weights / bandwidth, products / rate)      linear layers and experts
             + max(cache / bandwidth, operations / rate)      attention
             + layers * layer_s                               kernels that are too small to fill a GPU
-            + exchange                                       tensor parallel sums, or experts' dispatch and combine
-    round   = target's forward over 1 + k tokens a request
+            + exchange                                       all-reduce (TP), or dispatch and combine of experts
+    round   = target's forward over 1 + k tokens per request
             + head's forward over 1 + k tokens, and k - 1 forwards over one
-            + round_s + k * pass_s + host                    host: only where the engine does not schedule ahead
+            + round_s + k * pass_s + host                    host: only without overlapped scheduling
 
-Shapes of words: a rank is a data-parallel rank of attention: one GPU, or all of a tensor-parallel group.
+A rank is a data-parallel rank of attention: one GPU, or all GPUs of a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from toolkit.plan.gpus import Gpu
 from toolkit.plan.model_size import ModelSize
 
-# Below this many rows a rank two batches are slower than one (SGLang's large-scale EP report, ablation study).
+# Below this many rows per rank, two batches are slower than one (SGLang's large-scale EP report, ablation study).
 TWO_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What data sheets do not say. The five times and prefill_share are fitted to as many published figures, by
-    `published.fit`; the rest are assumptions.
+    """Costs that data sheets do not give: times in seconds, and shares of the data sheet's rates.
 
-    bandwidth_share, product_share: what large kernels reach of the data sheet. attention_share: FlashMLA's published
-    660 of 989 TFLOPS. network_share: DeepEP's published 40 of 50 GB/s; link_share: its 110 of 450 GB/s within a node.
-    sum_s: one small all-reduce within a node; ring_share: what the ring of a large one reaches of a node's links.
-    layer_s: fixed time of a layer. exchange_s: of dispatch and combine in one layer with experts. host_s: the host's
-    work between two steps. pass_s: of one pass of a head, beside its layer; round_s: of a round that drafts, beside its
-    passes. prefill_share: of the data sheet's rate.
+    `published.fit` fits the first six to published figures; the rest are assumptions.
+    layer_s: fixed time per layer. exchange_s: dispatch and combine in one layer with experts. host_s: host work between
+    two steps. pass_s: fixed time per pass of a head, besides its layer. round_s: fixed time per round with drafts,
+    besides its passes. prefill_share: share of the peak rate in prefill.
+    bandwidth_share, product_share: reached by large kernels. attention_share: FlashMLA's published 660 of 989 TFLOPS.
+    network_share: DeepEP's published 40 of 50 GB/s; link_share: its 110 of 450 GB/s within a node. ring_share: share of
+    a node's links that a large ring all-reduce reaches; sum_s: time of a small one.
     """
 
     layer_s: float = 21.56e-6
@@ -52,10 +52,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Layout:
-    """One engine. gpus: how many it runs on. data_parallel: attention is replicated and every GPU serves its own
-    requests, experts are spread over all GPUs; otherwise all tensors are split over all GPUs. redundant: copies of
-    experts beside the first. two_batches: one half of a rank's requests computes while the other half's rows are
-    exchanged (SGLang's two-batch overlap); each half reads the weights and pays the fixed times."""
+    """The parallel layout of one engine on `gpus` GPUs.
+
+    data_parallel: attention is replicated, each GPU serves its own requests, and experts are distributed over all GPUs;
+    otherwise all tensors are split over all GPUs (tensor parallel). node: GPUs per node. redundant: additional copies
+    of experts. two_batches: one half of a rank's requests computes while the rows of the other half are exchanged
+    (SGLang's two-batch overlap); each half reads the weights and has the fixed times.
+    """
 
     gpus: int
     data_parallel: bool = False
@@ -65,7 +68,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """As `--layout` has it."""
+        """The name used by `--layout`."""
         return f"{'dp' if self.data_parallel else 'tp'}{self.gpus}"
 
     @property
@@ -74,28 +77,28 @@ class Layout:
 
     @property
     def split(self) -> int:
-        """Over how many GPUs the weights of attention are split."""
+        """Number of GPUs over which the attention weights are split."""
         return 1 if self.data_parallel else self.gpus
 
 
 def weight_bytes(size: ModelSize, layout: Layout) -> float:
-    """Weights on one GPU; a shared output matrix is counted where it belongs."""
+    """Return the bytes of weights on one GPU; a shared output matrix counts for the target only."""
     copies = 1 + (layout.redundant / size.n_experts if size.n_experts and layout.data_parallel else 0)
-    whole = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
-    return whole / layout.split + size.expert_bytes * copies / layout.gpus
+    dense = size.body_bytes + 2 * ((0.0 if size.shared_head else size.head) + size.embedding)
+    return dense / layout.split + size.expert_bytes * copies / layout.gpus
 
 
 def cache_bytes(size: ModelSize, layout: Layout, context: float) -> float:
-    """One request's cache on each GPU of its rank."""
+    """Return the cache bytes of one request on each GPU of its rank."""
     return size.cache.bytes(context) / min(layout.split, size.cache.shards)
 
 
 def forward_s(
     size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, *, requests: float, tokens: int, context: float
 ) -> float:
-    """Seconds of one forward: `requests` a rank, `tokens` of each, behind `context` tokens."""
+    """Return the seconds of one forward over `tokens` of each of `requests` per rank, after `context` tokens."""
     parts = 2 if layout.two_batches and requests * tokens >= TWO_BATCH_ROWS else 1
-    rows = requests * tokens / parts  # of a rank, in one batch
+    rows = requests * tokens / parts  # per rank and batch
     compute = _linear_s(size, gpu, layout, costs, rows) + size.layers * costs.layer_s
     cache = requests / parts * cache_bytes(size, layout, context)
     operations = rows * size.cache.operations(context) / layout.split
@@ -105,7 +108,7 @@ def forward_s(
 
 
 def _linear_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
-    """Weights are read once; of the experts those that some row of all ranks is sent to, at random."""
+    """Return the seconds of linear layers and experts. Rows choose experts at random; only those chosen are read."""
     touched = 1 - (1 - size.chosen / size.n_experts) ** (rows * layout.ranks) if size.n_experts else 0.0
     read = (size.body_bytes + 2 * size.head) / layout.split + size.expert_bytes / layout.gpus * touched
     products = 2 * rows * size.active / layout.split
@@ -114,8 +117,11 @@ def _linear_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: flo
 
 
 def _exchange_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, rows: float) -> float:
-    """What the bytes on the way take. Experts: each row goes out in 8 bits and comes back in 16, once a chosen expert.
-    Tensor parallel: two sums a layer of every row in 16 bits (a ring sends 2 (n-1)/n of it)."""
+    """Return the seconds of communication.
+
+    Experts: each row is sent in 8 bits and returned in 16 bits, once per chosen expert. Tensor parallel: two
+    all-reduces per layer over every row in 16 bits (a ring sends 2 (n-1)/n of it).
+    """
     n, width = layout.gpus, size.hidden_size
     if n == 1:
         return 0.0
@@ -140,8 +146,10 @@ def round_s(
     context: float,
     overlap: bool = True,
 ) -> float:
-    """Seconds of one round that drafts so many tokens for every request; 0: a plain step. overlap: the engine's host
-    work runs beside the GPU's."""
+    """Return the seconds of one round with `drafts` drafted tokens per request; 0 drafts: a plain step.
+
+    overlap: the engine overlaps host and GPU work.
+    """
     seconds = forward_s(size, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
     if drafts and head is not None:
         first = forward_s(head, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
@@ -151,10 +159,10 @@ def round_s(
 
 
 def prefill_s(size: ModelSize, gpu: Gpu, layout: Layout, costs: Costs, tokens: float) -> float:
-    """Seconds in which one rank reads a prompt, all ranks reading at the same time: half a causal square, in
-    sliding layers (window w) half a square of w and w keys for each further token.
+    """Return the seconds of prefill for one prompt per rank, on all ranks at the same time.
 
-    Experts' exchange is part of prefill_share, whose figure has it; tensor parallel sums come on top.
+    Full attention computes half of a causal square. Sliding layers (window w) compute half of a square of w, and w keys
+    per further token. prefill_share includes the communication of experts; tensor-parallel all-reduces are added.
     """
     linear = 2 * (size.active - size.head) * tokens / gpu.rate(size.bits)
     window = min(tokens, size.cache.window)
