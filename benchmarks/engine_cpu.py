@@ -34,7 +34,7 @@ from results_folder import leave
 from rich.console import Console
 from time_left import TimeLeft
 
-from toolkit.bench.near_tie import NOISE_RULE, Divergence, compare, plain_logits
+from toolkit.bench.near_tie import NOISE_RULE, Divergence, find_divergence, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
 from toolkit.bench.records import make_record
 from toolkit.bench.side_by_side import BenchError, rotated
@@ -142,7 +142,7 @@ def judge_of(target_settings: Mapping[str, Any], prompts: Sequence[Sequence[int]
         if list(plain) == list(other):
             return None
         exact = target(REFERENCES[reference])
-        return compare(plain, other, lambda ids: plain_logits(exact, [*prompts[place], *ids]), exact.dtype)
+        return find_divergence(plain, other, lambda ids: plain_logits(exact, [*prompts[place], *ids]), exact.dtype)
 
     return judge
 

@@ -98,19 +98,19 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"shapes": []}, BenchError, "no draft shape"),
-        ({"shapes": [SHAPES[0], SHAPES[0]]}, BenchError, "came twice"),
+        ({"shapes": []}, BenchError, "list of draft shapes is empty"),
+        ({"shapes": [SHAPES[0], SHAPES[0]]}, BenchError, "is repeated"),
         ({"batch": 0}, BenchError, "batch is 0"),
         ({"warmup": -1}, BenchError, "warmup is -1"),
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
-        ({"prompts": []}, PromptsError, "no prompts"),
+        ({"prompts": []}, PromptsError, "list of prompts is empty"),
         ({"verify": "block"}, DraftShapeError, "needs a chain"),
         ({"verify": "guess"}, EngineError, 'verify="guess"'),
         ({"limit": -1}, PromptsError, "limit is -1"),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )
-def test_settings_that_measure_nothing_are_refused(tiny_target, tiny_draft, changes, error, message):
+def test_invalid_settings_are_refused(tiny_target, tiny_draft, changes, error, message):
     settings = {"prompts": PROMPTS, "shapes": SHAPES, **changes}
     with pytest.raises(error, match=message):
         measure_acceptance(tiny_target, tiny_draft, settings.pop("prompts"), settings.pop("shapes"), **settings)

@@ -39,5 +39,5 @@ def test_one_unit_has_no_interval():
 
 
 def test_lists_of_two_lengths_are_refused():
-    with pytest.raises(ValueError, match="2 numerators came with 1"):
+    with pytest.raises(ValueError, match="2 numerators but 1"):
         ratio_interval([1, 2], [1])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from toolkit.bench.near_tie import (
-    compare,
+    find_divergence,
     first_divergence,
     greedy_near_tie,
     logit_noise,
@@ -42,22 +42,22 @@ def test_noise_is_stated_per_dtype():
 
 def test_equal_answers_ask_the_target_nothing():
     logits_after, asked = scripted([0.0])
-    assert compare([1, 2], [1, 2], logits_after, BF16) is None
+    assert find_divergence([1, 2], [1, 2], logits_after, BF16) is None
     assert asked == []
 
 
 def test_gap_within_noise_is_a_near_tie_in_bf16_and_an_error_in_fp32():
     """Row of magnitude 16: bf16 noise 0.5. The same gap in fp32 cannot come from rounding."""
     logits_after, asked = scripted([1.0, 16.0, 15.75, -3.0])
-    found = compare([7, 8, 1, 5], [7, 8, 2, 6], logits_after, BF16)
+    found = find_divergence([7, 8, 1, 5], [7, 8, 2, 6], logits_after, BF16)
     assert found.near_tie and found.position == 2 and asked == [[7, 8]]
     assert (found.plain_logit, found.speculative_logit, found.top_logit, found.noise) == (16.0, 15.75, 16.0, 0.5)
-    assert not compare([7, 8, 1, 5], [7, 8, 2, 6], logits_after, FP32).near_tie
+    assert not find_divergence([7, 8, 1, 5], [7, 8, 2, 6], logits_after, FP32).near_tie
 
 
 def test_gap_beyond_noise_is_an_error():
     logits_after, _ = scripted([1.0, 16.0, 15.4])
-    assert not compare([1], [2], logits_after, BF16).near_tie
+    assert not find_divergence([1], [2], logits_after, BF16).near_tie
 
 
 def test_two_close_tokens_far_below_the_best_are_an_error():
@@ -68,7 +68,7 @@ def test_two_close_tokens_far_below_the_best_are_an_error():
 def test_an_answer_that_just_stops_is_an_error():
     """A lost tail has no second token, so no rounding can explain it."""
     logits_after, asked = scripted([0.0, 1.0])
-    found = compare([1, 2, 3], [1, 2], logits_after, BF16)
+    found = find_divergence([1, 2, 3], [1, 2], logits_after, BF16)
     assert not found.near_tie and found.plain_token == 3 and found.speculative_token is None and asked == []
 
 
@@ -100,7 +100,9 @@ def test_compare_at_a_temperature_uses_the_random_number_of_the_position():
         asked.append(position)
         return 0.5
 
-    found = compare([5, 0], [5, 1], lambda written: torch.zeros(2), FP32, temperature=0.7, uniform_at=uniform_at)
+    found = find_divergence(
+        [5, 0], [5, 1], lambda written: torch.zeros(2), FP32, temperature=0.7, uniform_at=uniform_at
+    )
     assert found.near_tie and asked == [1]
 
 

@@ -41,7 +41,7 @@ def test_line_separators_inside_a_string_do_not_end_the_row(tmp_path):
     ("row", "message"),
     [
         ("{not json", "not valid JSON"),
-        ([1], "a JSON list came"),
+        ([1], "is a JSON list; expected an object"),
         ({**GOOD, "turns": []}, "list of user turns"),
         ({**GOOD, "turns": "hello"}, "list of user turns, not 'hello'"),
         ({**GOOD, "turns": ["ok", " "]}, "turn 1 must be a non-empty string"),
@@ -51,7 +51,7 @@ def test_line_separators_inside_a_string_do_not_end_the_row(tmp_path):
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, message):
-    """Nobody finds the bad one of 480 rows without its number."""
+    """Users cannot find the invalid one of 480 rows without its number."""
     path = write(tmp_path / "p.jsonl", GOOD, row)
     with pytest.raises(PromptsError, match=message) as caught:
         read_prompts(path)
@@ -69,7 +69,7 @@ def test_absent_and_empty_files_are_refused(tmp_path):
 
 
 def test_limit_takes_from_every_task_before_it_takes_twice():
-    """The first ten of forty would be two kinds of task only."""
+    """The first ten of forty prompts have only two kinds of task."""
     few = limited(builtin_prompts(), 10)
     assert sorted(Counter(prompt.task for prompt in few).values()) == [1] * 6 + [2] * 2
     assert [int(prompt.question_id) for prompt in few] == sorted(int(prompt.question_id) for prompt in few)

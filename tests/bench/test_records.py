@@ -31,7 +31,7 @@ def test_incomplete_and_foreign_records_are_refused(tmp_path):
     with pytest.raises(RecordError, match="date cannot be given twice"):
         make_record("kernels", "c", {}, [], date="yesterday")
     write_record(tmp_path / "k.json", make_record("kernels", "c", {}, []))
-    with pytest.raises(RecordError, match="'kernels'; one of 'acceptance'"):
+    with pytest.raises(RecordError, match="'kernels'; expected a record of 'acceptance'"):
         read_record(tmp_path / "k.json", "acceptance")
 
 

@@ -109,7 +109,7 @@ def test_date_and_machine_are_the_measurements(run_folder):
     ],
 )
 def test_a_missing_part_is_named_on_the_page(run_folder, gone, named, pictures):
-    """An absent picture without a word would look like a finished report."""
+    """A figure that is missing without a note would look like a finished report."""
     shutil.rmtree(run_folder / gone)
     json_path, html_path = write_report(run_folder)
     html = html_path.read_text()
@@ -142,12 +142,12 @@ def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
         "real_accept_length_best": None,
         "real_best_step": None,
     }
-    assert any("cut short" in sentence for sentence in record["missing"])
+    assert any("is incomplete" in sentence for sentence in record["missing"])
     assert any("no forecast" in sentence for sentence in record["missing"])
 
 
 def test_damaged_files_are_errors_and_named(run_folder):
-    """Half a report from a damaged file would pass for a whole one."""
+    """Part of a report from a damaged file would look complete."""
     (run_folder / "train" / "metrics.jsonl").write_text('{"step": 1, "loss": 3\n{"step": 2, "loss": 2.0}\n')
     with pytest.raises(RecordError, match="metrics.jsonl:1"):
         write_report(run_folder)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from toolkit.bench import rows as rows_module
-from toolkit.bench.answers import Answer, Question, Round
+from toolkit.bench.answers import LoggedAnswer, Question, Round
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import RecordError
 from toolkit.bench.rows import best_row, tabulate
@@ -22,7 +22,7 @@ def step(accepted, truncated=False, batch=1):
 
 def answer(question_id, task, tokens, events=()):
     question = Question(Prompt(question_id, task, ("x",)), 0, (5,), SamplingParams())
-    return Answer(question, tuple(tokens), tuple(events))
+    return LoggedAnswer(question, tuple(tokens), tuple(events))
 
 
 def rounds_of(plain, speculative, plain_s=2.0, speculative_s=1.0):

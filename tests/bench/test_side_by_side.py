@@ -38,7 +38,7 @@ def test_order_rotates_from_prompt_to_prompt():
 
 
 def test_modes_are_interleaved_in_rotating_order(scripted, words):
-    """Running one mode after the other over all prompts would measure the machine's mood."""
+    """Running the modes one after the other would compare different states of the machine."""
     modes, log = two_engines(scripted)
     run_side_by_side(modes, words, prompts(("p",), ("q",), ("r",)), SAMPLING, warmup=0)
     names = ["plain", CHAIN.name, TREE.name]
@@ -91,7 +91,7 @@ def test_seeds_differ_by_question_and_not_by_mode(scripted, words):
 
 
 def test_prefill_and_decode_are_timed_apart(scripted, words):
-    """A long prompt would hide what speculation saves. Sleeps: 40 ms before the first token, 3 x 10 ms after.
+    """A long prompt would hide the gain of speculation. Sleeps: 40 ms before the first token, 3 x 10 ms after.
 
     Sleeping only ever takes longer, and the upper bounds are loose.
     """

@@ -35,7 +35,7 @@ def test_numbers_survive_a_narrow_terminal(record):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "54 of 88 speculative answers of 2 draft shapes equal plain decoding's; 34 first part from it"),
+        ({}, "54 of 88 speculative answers of 2 draft shapes equal plain decoding's; 34 first differ from it"),
         ({"near_ties": 0}, "All 88 speculative answers of 2 draft shapes equal plain decoding's"),
         ({"tokens_equal": False, "unequal": 3}, "NOT LOSSLESS"),
         ({"tokens_equal": None, "near_ties": None, "unequal": None}, "were not compared"),

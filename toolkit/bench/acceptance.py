@@ -1,7 +1,7 @@
-"""Tokens committed per verify step, speed against plain decoding, and whether both wrote the same tokens.
+"""Measure accept_length, the speed relative to plain decoding, and whether both write the same tokens.
 
-Everything in a row comes from one run: acceptance from the engine's event log (`infer.request.acceptance`), speed
-from the clock around each engine step, equality from plain decoding's tokens.
+All values of a row come from one run: acceptance from the engine's event log (`infer.request.acceptance`), speed from
+timing each engine step, equality from a comparison with the tokens of plain decoding.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.load import Target
 from toolkit.weights import sha256_file
 
-FORGETFUL = MemorySettings(prefix_cache=False)  # each method reads the same prompts, and none for the other
+# Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
+NO_PREFIX_CACHE = MemorySettings(prefix_cache=False)
 
 DEFINITIONS = {
-    "accept_length": "tokens committed per verify step, bonus token included; truncated steps are left out",
-    "interval": f"95 % percentile bootstrap over prompts (both turns of a prompt together), {RESAMPLES} resamples",
+    "accept_length": "tokens committed per verify step, bonus token included; truncated steps are not counted",
+    "interval": f"95 % percentile bootstrap over prompts (all turns of a prompt together), {RESAMPLES} resamples",
     "accept_rate": "share of the verify steps that reached depth i and accepted it (conditional)",
     "accept_rate_unconditional": "share of all verify steps that offered depth i and accepted it",
-    "tokens_per_s": "tokens of the decode phase / its seconds; reading the prompt and the first token are in neither",
-    "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the ratio of plain's decode time to this one's",
-    "speedup_with_prefill": "the same with prefill and first tokens counted on both sides",
-    "tokens_equal": "every answer equals plain decoding's, or first parts from it at a near-tie; null: not compared",
-    "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the law is plain's",
+    "tokens_per_s": "tokens of the decode phase / its seconds; prefill and the first token are excluded from both",
+    "speedup": "tokens_per_s / plain_tokens_per_s: for equal tokens, the decode time of plain / that of this mode",
+    "speedup_with_prefill": "the same with prefill and first tokens included for both modes",
+    "tokens_equal": "every answer equals plain decoding's, or first differs at a near-tie; null: not compared",
+    "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the distribution "
+    "equals plain decoding's",
     "near_ties": NOISE_RULE,
 }
 
@@ -69,15 +71,15 @@ def measure_acceptance(
 ) -> dict[str, Any]:
     """Measure every shape against plain decoding.
 
-    Returns a record of kind "acceptance": for every shape a row over all prompts (task "all") and one per task.
+    Returns a record of kind "acceptance": for every shape one row over all prompts (task "all") and one row per task.
 
-    Load the target in float32 to make the comparison of tokens the exact test. `limit` takes fewer prompts, evenly over
-    tasks. `keep` names a file for finished prompts, from which a killed measurement goes on. `on_progress(done, total)`
-    counts answers. torch_compile: plain and drafted, both with the target's layers compiled. verify: how drafts are
-    accepted at a temperature above 0 (Engine); where that is not "target" tokens are no plain decoding's, and are not
-    compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
-    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`,
-    and for a verifier that does not go with draft or shapes `EngineError`, `DraftShapeError`.
+    Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
+    names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
+    counts answers. torch_compile: compile the target's layers in all modes. verify: how drafts are accepted at a
+    temperature above 0 (see Engine); other verifiers than "target" write other tokens than plain decoding, so tokens
+    are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
+    `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
     _check_settings(shapes, batch, warmup)
     _check_verifier(verify, draft, shapes)
@@ -85,7 +87,7 @@ def measure_acceptance(
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
     if not chosen:
-        raise PromptsError("no prompts came; at least one is needed")
+        raise PromptsError("the list of prompts is empty; at least one prompt is required")
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
@@ -121,9 +123,9 @@ def measure_acceptance(
 def _modes(
     target: Target, draft: Draft, shapes: Sequence[DraftShape], verify: str, **options: Any
 ) -> Iterator[list[Mode]]:
-    """Plain decoding, in an engine without a head so that it pays for none of the head's work, and every shape."""
-    speculative = Engine(target, draft, shapes[0], verify=verify, memory=FORGETFUL, **options)
-    plain = Engine(target, memory=FORGETFUL, **options)
+    """Yield plain decoding and every shape. Plain decoding has its own engine, without the cost of a head."""
+    speculative = Engine(target, draft, shapes[0], verify=verify, memory=NO_PREFIX_CACHE, **options)
+    plain = Engine(target, memory=NO_PREFIX_CACHE, **options)
     try:
         yield [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     finally:
@@ -132,7 +134,7 @@ def _modes(
 
 
 def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
-    """What a draft directory keeps of a measurement (measured.json): the best shape, and every shape's "all" row."""
+    """Return the content of measured.json in a draft directory: the best shape, and the "all" row of every shape."""
     best = best_row(record)
     kept = ("date", "commit", "hardware", "versions", "settings", "target")
     return {
@@ -145,7 +147,7 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
 def _resume_log(
     path: Path, target: Target, draft: Draft, prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> ResumeLog:
-    """Other weights of target or head are the caller's to notice (its manifest has their hashes)."""
+    """Open the log. Callers must detect changed weights of target or head themselves (by the hashes in a manifest)."""
     made_of = {
         "settings": settings,
         "prompts": [asdict(prompt) for prompt in prompts],
@@ -164,13 +166,13 @@ def _check_verifier(verify: str, draft: Draft, shapes: Sequence[DraftShape]) -> 
 
 def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> None:
     if not shapes:
-        raise BenchError("no draft shape came; at least one such as 4,1,5 is needed")
+        raise BenchError("the list of draft shapes is empty; give at least one, such as 4,1,5")
     if len({shape.name for shape in shapes}) != len(shapes):
-        raise BenchError(f"a draft shape came twice in {', '.join(shape.name for shape in shapes)}; give each once")
+        raise BenchError(f"a draft shape is repeated in {', '.join(shape.name for shape in shapes)}; give each once")
     if batch < 1:
-        raise BenchError(f"batch is {batch}; at least 1 prompt at a time is needed")
+        raise BenchError(f"batch is {batch}; expected at least 1 prompt")
     if warmup < 0:
-        raise BenchError(f"warmup is {warmup}; 0 or more prompts are needed")
+        raise BenchError(f"warmup is {warmup}; expected 0 or more prompts")
 
 
 def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: Path | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a measurement asks and gets: questions, answers with their logs, and rounds with their times."""
+"""Data of a measurement: questions, answers with their verify steps, and rounds with their times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from toolkit.bench.prompts import Prompt
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import VerifyEvent
 
-PLAIN = "plain"  # the name of the mode without a draft shape
+PLAIN = "plain"  # name of the mode without a draft shape
 
 
 @dataclass(frozen=True)
 class Question:
-    """One turn of one conversation, rendered."""
+    """One rendered turn of one conversation."""
 
     prompt: Prompt
     turn: int
@@ -23,8 +23,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one mode wrote to one question, with its log of verify steps."""
+class LoggedAnswer:
+    """One mode's answer to one question, with its verify steps."""
 
     question: Question
     output_ids: tuple[int, ...]
@@ -33,14 +33,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """One mode's answers to one group of questions, decoded together.
+    """One mode's answers to a group of questions that were decoded together.
 
-    prefill_s: seconds of reading the prompts, until their first tokens. decode_s: seconds of everything else, in which
-    the decode_tokens, all but the first of each answer, were written.
+    prefill_s: seconds until the first token of each answer. decode_s: all other seconds. decode_tokens: the tokens
+    written in decode_s, that is all but the first token of each answer.
     """
 
     mode: str
-    answers: tuple[Answer, ...]
+    answers: tuple[LoggedAnswer, ...]
     prefill_s: float
     decode_s: float
     decode_tokens: int
@@ -48,13 +48,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a measurement that are the same for every question."""
+    """Sampling settings that are the same for every question."""
 
     max_tokens: int
     temperature: float
     seed: int
 
     def params(self, prompt: Prompt, turn: int) -> SamplingParams:
-        """Parameters of one question; every mode gets the same seed, and every question another one."""
+        """Return the parameters of one question. The seed differs between questions and is equal for all modes."""
         seed = zlib.crc32(f"{self.seed}/{prompt.question_id}/{turn}".encode())
         return SamplingParams(temperature=self.temperature, seed=seed, max_tokens=self.max_tokens)

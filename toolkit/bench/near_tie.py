@@ -1,18 +1,18 @@
-"""Where two runs of the same target part: was it a near-tie, or is one of them wrong?
+"""Decide whether the first difference between two runs of one target is a near-tie or an error of the engine.
 
-A verify of n rows adds the same products in another order than a step of one row, so its logits differ by rounding. A
-divergence is a near-tie iff, in one plain forward over the shared prefix, both runs' tokens could have been chosen
-within that rounding; otherwise it is an error of the engine.
+A verify step over n rows sums the same products in another order than a step over one row, so the logits differ by
+rounding. A divergence is a near-tie iff both tokens are within that rounding of being chosen, judged by the logits of
+one plain forward over the shared prefix. Otherwise it is an error.
 
-The noise of a gap between two logits of one row, run against run, is bounded by
+The difference between runs of the gap between two logits of a row is bounded by
 
     noise = factor(dtype) * eps(dtype) * max |logit of the row|
 
-16-bit types, factor 4: a logit is rounded to the type when it is written, by at most eps/2 of itself; two logits in
-each of two runs make 2 * eps * max. The hidden state that they are read from is rounded in every layer and adds as
-much again. float32, factor 16: there the write is exact against the sums before it, whose errors grow with the root of
-(layers x terms). Observed on the demo target, one-row steps against one forward, gaps between the 8 best logits of 120
-rows: bfloat16 rms 0.5 and at most 2.8, float32 rms 3.2 and at most 10.5 (in units of eps * max |logit|).
+16-bit types have factor 4: storing a logit rounds it by at most eps/2 of its size; two logits in each of two runs make
+2 * eps * max. The hidden state is rounded in every layer and adds as much again. float32 has factor 16: storing is
+exact compared with the sums before it, whose errors grow with the square root of (layers x terms). Observed on the demo
+target (one-row steps against one forward, gaps between the 8 largest logits of 120 rows): bfloat16 rms 0.5 and at most
+2.8, float32 rms 3.2 and at most 10.5, in units of eps * max |logit|.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NOISE_RULE = (
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token at which a speculative answer parts from plain decoding's.
+    """The first token at which a speculative answer differs from plain decoding's.
 
-    `position` counts output tokens; the logits and `noise` are None when one answer just ends where the other goes on,
-    which rounding cannot explain.
+    `position` is an index into the output tokens. The logits and `noise` are None when one answer ends where the other
+    continues, which rounding cannot explain.
     """
 
     position: int
@@ -51,7 +51,7 @@ class Divergence:
 
 
 def first_divergence(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
-    """Index of the first differing token, or of the shorter one's end; None when the sequences are equal."""
+    """Return the index of the first different token, or the length of the shorter sequence; None if they are equal."""
     for index, (left, right) in enumerate(zip(plain, speculative, strict=False)):
         if left != right:
             return index
@@ -59,17 +59,17 @@ def first_divergence(plain: Sequence[int], speculative: Sequence[int]) -> int | 
 
 
 def logit_noise(dtype: torch.dtype | None, magnitude: float) -> float:
-    """Largest difference, from run to run, of the gap between two logits in a row whose largest |logit| is `magnitude`.
+    """Return the bound on the difference between runs of a gap between two logits.
 
-    Raises ValueError for a dtype without a stated bound.
+    magnitude: the largest |logit| of the row. Raises ValueError for a dtype without a known bound.
     """
     if dtype is None or dtype not in NOISE_FACTOR:
         known = ", ".join(str(known) for known in NOISE_FACTOR)
-        raise ValueError(f"no rounding bound is known for {dtype}; one of {known} is needed")
+        raise ValueError(f"dtype is {dtype}, which has no known rounding bound; expected one of {known}")
     return NOISE_FACTOR[dtype] * torch.finfo(dtype).eps * magnitude
 
 
-def compare(
+def find_divergence(
     plain: Sequence[int],
     speculative: Sequence[int],
     logits_after: Callable[[Sequence[int]], torch.Tensor],
@@ -77,10 +77,11 @@ def compare(
     temperature: float = 0.0,
     uniform_at: Callable[[int], float] | None = None,
 ) -> Divergence | None:
-    """First divergence of two answers, judged; None when they are equal.
+    """Find the first divergence of two answers and decide whether it is a near-tie; None when they are equal.
 
-    `logits_after(output_ids)` gives the target's logits [V] after the prompt and these output tokens. At temperature >
-    0 `uniform_at(position)` is the number in [0, 1) that picked the token at that output position in both runs.
+    `logits_after(output_ids)` returns the target's logits [V] after the prompt and these output tokens. At a
+    temperature above 0, `uniform_at(position)` is the random number in [0, 1) that drew the output token at `position`
+    in both runs.
     """
     position = first_divergence(plain, speculative)
     if position is None:
@@ -94,23 +95,24 @@ def compare(
     if temperature == 0.0:
         near = greedy_near_tie(row, (left, right), noise)
     else:
-        assert uniform_at is not None, "a sampled answer is judged by the random number that picked its tokens"
+        assert uniform_at is not None, "a temperature above 0 needs the random numbers that drew the tokens"
         near = sampled_near_tie(row / temperature, (left, right), noise / temperature, uniform_at(position))
     return Divergence(position, left, right, row[left].item(), row[right].item(), row.max().item(), noise, near)
 
 
 def greedy_near_tie(row: torch.Tensor, tokens: Sequence[int], noise: float) -> bool:
-    """True when each of `tokens` is within `noise` of the largest logit of `row` [V]: rounding may put it first."""
+    """Return whether each of `tokens` is within `noise` of the largest logit of `row` [V]."""
     top = row.max().item()
     return all(top - row[token].item() <= noise for token in tokens)
 
 
 def sampled_near_tie(row: torch.Tensor, tokens: Sequence[int], noise: float, uniform: float) -> bool:
-    """True when rounding may make the inverse CDF of softmax(`row` [V]), in token-id order, give each of `tokens`.
+    """Return whether each of `tokens` may be drawn from softmax(`row` [V]) by `uniform`, within rounding.
 
-    Gaps moved by at most `noise` multiply the odds of any set of tokens by at most e^noise, so a token may be picked
-    when the odds of `uniform` lie within that factor of the ends of its interval of the CDF. In 16 bit this is wide
-    (the noise of 1 that a logit of 32 has moves a probability of 1/2 to 0.73): only float32 makes it a sharp test.
+    Tokens are drawn by the inverse CDF in token-id order. Changing gaps by at most `noise` multiplies the odds of any
+    set of tokens by at most e^noise. So a token may be drawn when the odds of `uniform` are within that factor of the
+    ends of its interval of the CDF. In 16 bit this is wide (a logit of 32 has a noise of 1, which moves a probability
+    of 1/2 to 0.73); only float32 gives a sharp test.
     """
     cdf = torch.softmax(row, dim=-1).cumsum(dim=-1).clamp(max=1.0)
     for token in tokens:
@@ -122,14 +124,14 @@ def sampled_near_tie(row: torch.Tensor, tokens: Sequence[int], noise: float, uni
 
 
 def _with_odds(probability: float, log_factor: float) -> float:
-    """The probability whose odds are e^log_factor times those of `probability`."""
+    """Return the probability whose odds are e^log_factor times those of `probability`."""
     raised = probability * math.exp(log_factor)
     return raised / (raised + 1 - probability)
 
 
 @torch.inference_mode()
 def plain_logits(target: Target, ids: Sequence[int]) -> torch.Tensor:
-    """Logits [V] after `ids`, from one forward of the target without a cache."""
+    """Compute the logits [V] after `ids` by one forward of the target without a cache."""
     batch = torch.tensor([list(ids)], dtype=torch.long, device=target.device)
     hidden = target.body(input_ids=batch, use_cache=False).last_hidden_state[0, -1]
     return target.logits(hidden)

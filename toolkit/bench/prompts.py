@@ -1,7 +1,7 @@
-"""Prompts to measure on: a file in MT-bench's field style, or the forty built-in ones.
+"""Benchmark prompts: files in MT-bench's format, or the forty built-in prompts.
 
-One JSON object a line: `{"question_id": 7, "category": "math", "turns": ["first user turn", "second user turn"]}`.
-Other keys (`reference`, ...) may be there and are not used.
+One JSON object per line: `{"question_id": 7, "category": "math", "turns": ["first user turn", "second user turn"]}`.
+Other keys (`reference`, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BUILTIN_FILE = "builtin_prompts.jsonl"
 
 
 class PromptsError(ValueError):
-    """A prompts file is absent, empty, or holds a row that is no prompt."""
+    """A prompts file is missing or empty, or has a row that is no prompt."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to answer turn by turn. `task` is the file's `category`."""
+    """One conversation to answer turn by turn. `task` is the row's `category`."""
 
     question_id: str
     task: str
@@ -31,32 +31,32 @@ class Prompt:
 
 
 def builtin_prompts() -> list[Prompt]:
-    """The forty prompts that come with the package: five of each of eight kinds of task."""
+    """Read the forty prompts of the package: five of each of eight kinds of task."""
     text = resources.files("toolkit.bench").joinpath(BUILTIN_FILE).read_text(encoding="utf-8")
     return _parse(text, BUILTIN_FILE, default_task="builtin")
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a prompts file. A row whose category is empty or absent belongs to the task named like the file.
+    """Read a prompts file. The task of a row without a category is the name of the file.
 
-    Raises `PromptsError` with file:line for a row that cannot be used, and when there is no row at all.
+    Raises `PromptsError` with file:line for an invalid row, and for a file without rows.
     """
     path = Path(path)
     if not path.is_file():
         raise PromptsError(
-            f"{path} is not a file; give a .jsonl file with question_id, category and turns in each line"
+            f"{path} is not a file; give a .jsonl file with question_id, category and turns on each line"
         )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise PromptsError(f"{path} is not UTF-8 text ({error}); a plain .jsonl file is needed") from error
+        raise PromptsError(f"{path} is not UTF-8 text ({error}); expected a plain .jsonl file") from error
     return _parse(text, str(path), default_task=path.stem)
 
 
 def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
-    """One file as `read_prompts` reads it; of several files each is a task of its own, whatever categories it has.
+    """Read one file as `read_prompts` does; of several files, each is one task, and categories are ignored.
 
-    A task is named like its file, or like the folder where files of one name lie in several. Raises `PromptsError`.
+    The task has the name of its file, or of its folder when several files have that name. Raises `PromptsError`.
     """
     if len(paths) == 1:
         return read_prompts(paths[0])
@@ -66,7 +66,7 @@ def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
         stem if stems.count(stem) == 1 else file.resolve().parent.name for file, stem in zip(files, stems, strict=True)
     ]
     if len(set(names)) < len(names):
-        raise PromptsError(f"two of the files {', '.join(map(str, files))} would be one task; give them other names")
+        raise PromptsError(f"two of the files {', '.join(map(str, files))} would be one task; rename one of them")
     return [
         Prompt(f"{name}/{prompt.question_id}", name, prompt.turns)
         for name, file in zip(names, files, strict=True)
@@ -75,14 +75,14 @@ def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
 
 
 def limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """At most `limit` prompts, taken in turn from each task, so that a short run still sees every kind.
+    """Return at most `limit` prompts (None: all), taken evenly from the tasks, in the order of the file.
 
-    The order of the file is kept. None means all. Raises `PromptsError` when `limit` is below 1.
+    Raises `PromptsError` when `limit` is below 1.
     """
     if limit is None or limit >= len(prompts):
         return list(prompts)
     if limit < 1:
-        raise PromptsError(f"limit is {limit}; at least 1 prompt is needed")
+        raise PromptsError(f"limit is {limit}; expected at least 1 prompt")
     rank: dict[str, int] = {}
     rounds = []
     for index, prompt in enumerate(prompts):
@@ -95,7 +95,7 @@ def limited(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 def _parse(text: str, where: str, default_task: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    # Only "\n" ends a row: JSON strings may hold U+2028 and its like, at which str.splitlines would cut.
+    # Only "\n" ends a row: JSON strings may contain U+2028 and the like, where str.splitlines would split.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -103,12 +103,12 @@ def _parse(text: str, where: str, default_task: str) -> list[Prompt]:
         if prompt.question_id in seen:
             raise PromptsError(
                 f"{where}:{number}: question_id {prompt.question_id} was already used in line "
-                f"{seen[prompt.question_id]}; give each prompt an id of its own"
+                f"{seen[prompt.question_id]}; give each prompt its own id"
             )
         seen[prompt.question_id] = number
         prompts.append(prompt)
     if not prompts:
-        raise PromptsError(f"{where} has no rows; at least one prompt is needed")
+        raise PromptsError(f"{where} has no rows; at least one prompt is required")
     return prompts
 
 
@@ -116,10 +116,10 @@ def _row(line: str, where: str, default_task: str) -> Prompt:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise PromptsError(f"{where}: not valid JSON ({error}); one JSON object a line is needed") from error
+        raise PromptsError(f"{where}: not valid JSON ({error}); expected one JSON object per line") from error
     if not isinstance(row, dict):
         raise PromptsError(
-            f"{where}: a JSON {type(row).__name__} came; an object with question_id, category and turns is needed"
+            f"{where}: is a JSON {type(row).__name__}; expected an object with question_id, category and turns"
         )
     if (
         "question_id" not in row

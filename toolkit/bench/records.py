@@ -1,4 +1,4 @@
-"""One shape for every kept measurement: what, date, commit, hardware, versions, command, settings, rows."""
+"""Records: the common JSON format of all stored measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "
 
 
 class RecordError(ValueError):
-    """A record lacks a key that every record has, or is of another kind than asked for."""
+    """A record lacks a required key, or is of another kind than requested."""
 
 
 def make_record(
@@ -34,10 +34,13 @@ def make_record(
     rows: Sequence[Mapping[str, Any]],
     **more: Any,
 ) -> dict[str, Any]:
-    """A record of kind `what` ("acceptance", "training", ...) about this machine, now. `more` adds top-level keys."""
+    """Make a record of kind `what` ("acceptance", "training", ...) on this machine, now. `more` adds top-level keys.
+
+    Raises `RecordError` when `more` has a key that every record has.
+    """
     clash = sorted(set(more) & set(RECORD_KEYS))
     if clash:
-        raise RecordError(f"{', '.join(clash)} cannot be given twice: every record has them already")
+        raise RecordError(f"{', '.join(clash)} cannot be given twice: every record has these keys; use other names")
     return {
         "what": what,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -52,35 +55,39 @@ def make_record(
 
 
 def command_line() -> str:
-    """What was typed, without the folder the program lies in: a record says nothing about somebody's machine."""
+    """Return the command line without the folder of the program, since records are published."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def write_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, atomically. Raises `RecordError` when a key that every record has is missing."""
+    """Write a record as JSON, atomically. Raises `RecordError` when a required key is missing."""
     _check(record, str(path))
     write_json(path, record)
 
 
 def read_record(path: str | Path, what: str | None = None) -> dict[str, Any]:
-    """Read a record, of kind `what` if given. Raises `RecordError`, FileNotFoundError, or `WeightsError` (no JSON)."""
+    """Read a record.
+
+    Raises `RecordError` for a missing key or another kind than `what`, `WeightsError` when the file is no JSON, and
+    FileNotFoundError.
+    """
     record = read_json(path)
     _check(record, str(path))
     if what is not None and record["what"] != what:
-        raise RecordError(f"{path} is a record of {record['what']!r}; one of {what!r} is needed")
+        raise RecordError(f"{path} is a record of {record['what']!r}; expected a record of {what!r}")
     return record
 
 
 def _check(record: Any, where: str) -> None:
     missing = [key for key in RECORD_KEYS if key not in record] if isinstance(record, Mapping) else list(RECORD_KEYS)
     if missing:
-        raise RecordError(f"{where} is not a record: {', '.join(missing)} missing; `make_record` builds one")
+        raise RecordError(f"{where} is not a record: {', '.join(missing)} missing; build it with `make_record`")
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, "+changes" behind it if tracked files differ; else None."""
+    """Return the commit of this package's checkout, None if it has none; "+changes" marks changed tracked files."""
     root = Path(__file__).resolve().parents[2]
-    # An installed copy may lie inside somebody else's repository: only our own checkout counts.
+    # An installed copy may be inside another repository, whose commit must not be recorded.
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
@@ -98,7 +105,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, threads of torch, memory in bytes, and the GPUs (names) of this machine."""
+    """Return CPU model, usable cores, torch threads, memory in bytes, and names of GPUs of this machine."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_model(),
@@ -110,7 +117,7 @@ def hardware() -> dict[str, Any]:
 
 
 def machine_name(hardware: Mapping[str, Any]) -> str:
-    """The GPU of a record's hardware, else the CPU, as a part of a file's name."""
+    """Return the GPU of a record's hardware, else the CPU, as part of a file name."""
     name = (hardware["gpus"] or [hardware["cpu"]])[0]
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -133,9 +140,9 @@ def _memory_bytes() -> int | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of python, this package and those it computes and stores with; None for one that is not installed.
+    """Return the versions of Python, this package and its main dependencies, without importing them.
 
-    None of them is imported for it.
+    A package that is not installed has None.
     """
     return {
         "python": platform.python_version(),

@@ -14,9 +14,9 @@ from toolkit.weights import atomic_write
 
 
 def write_report(run_dir: str | Path) -> tuple[Path, Path]:
-    """Write `<run>/report.json` and `<run>/report.html` from what the stages left; returns both paths.
+    """Write `<run>/report.json` and `<run>/report.html` from the outputs of the stages; return both paths.
 
-    Parts that are absent are named in both. Raises FileNotFoundError for a folder that is not there, `RecordError` or
+    Both list the parts that are missing. Raises FileNotFoundError when the folder does not exist, `RecordError` or
     `WeightsError` for a damaged file in it.
     """
     data = read_run(run_dir)
@@ -29,7 +29,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, Path]:
 
 
 def report_record(data: RunData) -> dict[str, Any]:
-    """A record of kind "acceptance". Date, commit, hardware and versions are the measurement's, where there is one."""
+    """Make a record of kind "acceptance". Date, commit, hardware and versions are those of the measurement, if any."""
     record = data.acceptance or make_record("acceptance", command_line(), {}, [])
     return {
         **record,

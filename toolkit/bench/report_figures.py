@@ -1,4 +1,4 @@
-"""The four pictures of the report, as SVG that stands inside the page."""
+"""The four figures of the report, as inline SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMOOTHING = 0.9
 
 
 def draw_all(data: RunData) -> dict[str, str]:
-    """SVG text by name (training, depth, coverage, speed); a picture without data is left out."""
+    """Return SVG text by name (training, depth, coverage, speed); figures without data are omitted."""
     rows = [row for row in (data.acceptance or {}).get("rows", []) if row["task"] == ALL]
     timed = [row for row in rows if row["tokens_per_s"] is not None]
     pictures: dict[str, str] = {}
@@ -40,7 +40,7 @@ def draw_all(data: RunData) -> dict[str, str]:
 
 
 def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
-    """Exponential moving average with its start-up bias taken out (as Adam does)."""
+    """Return the exponential moving average with bias correction, as in Adam."""
     mean, share, out = 0.0, 1.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
@@ -52,15 +52,14 @@ def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
 def _training(
     training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]
 ) -> str:
-    """Loss above, forecast and what the engine measured (dotted, each shape and temperature) below, over the same
-    steps."""
+    """Draw the loss above; below, the forecast and the engine's measurements (dotted, by shape and temperature)."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
     figure.set_layout_engine("constrained", h_pad=0.12)
     if training:
         axis = axes.pop(0)
-        # The first step's: the sum over steps jumps where a curriculum adds one.
+        # Loss of the first step only: the sum over steps jumps when a curriculum adds a step.
         steps, losses = (
             [row["step"] for row in training],
             [row.get("loss_by_step", [row["loss"]])[0] for row in training],
@@ -95,13 +94,13 @@ def _training(
             fontsize=9,
         )
         _style(axis, ylabel="forecast\naccept_length")
-    last.set_xlabel("optimiser step", color=QUIET, fontsize=9)
+    last.set_xlabel("optimizer step", color=QUIET, fontsize=9)
     last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    return _svg(figure, "Training loss and forecast accept_length over optimiser steps")
+    return _svg(figure, "Training loss and forecast accept_length over optimizer steps")
 
 
 def _depth(rows: Sequence[dict[str, Any]]) -> str:
-    """Conditional (solid) and unconditional (dashed) acceptance at each depth, a colour a shape."""
+    """Draw conditional (solid) and unconditional (dashed) acceptance at each depth, one colour per shape."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axis = figure.subplots()
     for place, row in enumerate(rows):
@@ -120,7 +119,7 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
                 markersize=4,
                 label=label,
             )
-    axis.plot([], [], "-", color=QUIET, label="of the steps that got this far")
+    axis.plot([], [], "-", color=QUIET, label="of the steps that reached this depth")
     axis.plot([], [], "--", color=QUIET, linewidth=1.4, label="of all steps")
     axis.set_ylim(0, 100)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -130,7 +129,7 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _coverage(token_map: dict[str, Any]) -> str:
-    """Share of response tokens inside the map against its size; the chosen size marked."""
+    """Draw the share of response tokens in the map over its size, and mark the chosen size."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axis = figure.subplots()
     rows = token_map["rows"]
@@ -151,7 +150,7 @@ def _coverage(token_map: dict[str, Any]) -> str:
         axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
     if size is not None and coverage is not None:
         axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
-        # The curves lie above and to the left of the marker; near the right edge there is no other place.
+        # The curves are above and to the left of the marker; near the right edge only the left side has space.
         right = size <= sizes[-1] / 4
         axis.annotate(
             f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
@@ -168,7 +167,7 @@ def _coverage(token_map: dict[str, Any]) -> str:
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> str:
-    """Tokens per second: plain decoding, then each shape, on the same prompts."""
+    """Draw tokens per second of plain decoding and of each shape, on the same prompts."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axis = figure.subplots()
     names = ["plain", *(shape_name(row) for row in rows)]
@@ -195,7 +194,7 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def octaves(sizes: Sequence[int], most: int) -> list[int]:
-    """Powers of two from the smallest to the largest size; every 2nd or 4th where there are more than `most`."""
+    """Return powers of two from the smallest to the largest size; every 2nd or 4th if there are more than `most`."""
     powers = [1 << bits for bits in range((sizes[0] - 1).bit_length(), sizes[-1].bit_length())]
     stride = 1
     while len(powers[::stride]) > most:
@@ -225,7 +224,7 @@ def _svg(figure: Figure, description: str) -> str:
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # Fixed width and height would not shrink on a narrow screen; the viewBox keeps the proportions.
+    # Without fixed width and height the figure can shrink on narrow screens; the viewBox keeps the proportions.
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

@@ -1,4 +1,4 @@
-"""The page of the report: one HTML file with its style and pictures inside."""
+"""The page of the report: one HTML file with embedded style and figures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import decimal, equal_text, length_text, prompts_phrase, rates_text, shape_name, verdict_line
 
 CAPTIONS = {
-    "training": ("Training", "Loss of each optimiser step (thin) and smoothed (thick), and the accept_length that "
-                 "a teacher-forced replay of held-out rollouts forecasts for a chain; dotted: the engine's own."),
-    "depth": ("Acceptance by depth", "How often the target agrees with the draft at each depth. Solid: of the verify "
-              "steps that got this far. Dashed: of all verify steps."),
-    "coverage": ("Draft vocabulary", "Share of the target's own response tokens that a draft vocabulary of each size "
-                 "covers, of the counted text and of held-out text. What is not covered can never be drafted."),
-    "speed": ("Plain against speculative", "Tokens per second in the decode phase, same prompts, interleaved in one "
-              "run. Prefill is in neither."),
+    "training": ("Training", "Loss of each optimizer step (thin) and smoothed (thick), and the accept_length of a "
+                 "chain, forecast by a teacher-forced replay of held-out rollouts; dotted: measured by the engine."),
+    "depth": ("Acceptance by depth", "How often the target accepts the draft at each depth. Solid: of the verify "
+              "steps that reached this depth. Dashed: of all verify steps."),
+    "coverage": ("Draft vocabulary", "Share of the target's response tokens that a draft vocabulary of each size "
+                 "covers, for the counted text and for held-out text. Other tokens can never be drafted."),
+    "speed": ("Plain and speculative decoding", "Tokens per second in the decode phase, on the same prompts, "
+              "interleaved in one run. Prefill is excluded from both."),
 }  # fmt: skip
 
 
 def page(record: Mapping[str, Any], data: RunData, pictures: Mapping[str, str]) -> str:
-    """The whole page as text."""
+    """Return the HTML of the page."""
     has_rows = any(row["task"] == ALL for row in record["rows"])
     title = f"{record['run']}: acceptance report"
     parts = [_head(record), _missing(record["missing"])]
@@ -60,7 +60,7 @@ def _missing(missing: Sequence[str]) -> str:
 
 def _cards(best: Mapping[str, Any]) -> str:
     low, high = best["interval"]
-    between = "interval needs two prompts" if low is None else f"95 % interval {low:.2f} to {high:.2f}"
+    between = "an interval needs two prompts" if low is None else f"95 % interval {low:.2f} to {high:.2f}"
     speed = "not timed" if best["tokens_per_s"] is None else (
         f"{best['tokens_per_s']:.1f} against {best['plain_tokens_per_s']:.1f} tokens/s"
     )  # fmt: skip
@@ -70,9 +70,9 @@ def _cards(best: Mapping[str, Any]) -> str:
     )  # fmt: skip
     cards = (
         ("Tokens per verify step", decimal(best["accept_length"]), between, ""),
-        ("Speed of plain decoding", "-" if best["speedup"] is None else f"{best['speedup']:.2f}x", speed, ""),
+        ("Speedup over plain decoding", "-" if best["speedup"] is None else f"{best['speedup']:.2f}x", speed, ""),
         ("Same tokens as plain", equal, ties, "bad" if best["tokens_equal"] is False else ""),
-        ("Best draft shape", shape_name(dict(best)), f"{best['num_draft_tokens']} nodes a verify step", ""),
+        ("Best draft shape", shape_name(dict(best)), f"{best['num_draft_tokens']} nodes per verify step", ""),
     )
     divs = (
         f"<div class='card {tone}'><span>{name}</span>"
@@ -120,13 +120,13 @@ def _pictures(pictures: Mapping[str, str]) -> str:
 
 
 def _measured(record: Mapping[str, Any]) -> list[str]:
-    """The tables of one temperature: every shape, and the best one's tasks."""
-    best, heat = best_row(dict(record)), f"temperature {record['settings']['temperature']:g}"
+    """Return the tables of one temperature: all shapes, and the tasks of the best shape."""
+    best, temperature = best_row(dict(record)), f"temperature {record['settings']['temperature']:g}"
     shapes = [(shape_name(row), row) for row in record["rows"] if row["task"] == ALL]
     name = shape_name(dict(best))
     tasks = [(row["task"], row) for row in record["rows"] if row["task"] != ALL and shape_name(row) == name]
-    parts = [f"<h2>By draft shape, {heat}</h2>", _table("draft", shapes, best)]
-    return [*parts, f"<h2>By task, {heat}, {escape(name)}</h2>", _table("task", tasks, None)] if tasks else parts
+    parts = [f"<h2>By draft shape, {temperature}</h2>", _table("draft", shapes, best)]
+    return [*parts, f"<h2>By task, {temperature}, {escape(name)}</h2>", _table("task", tasks, None)] if tasks else parts
 
 
 def _table(first: str, rows: Sequence[tuple[str, dict[str, Any]]], best: Mapping[str, Any] | None) -> str:
@@ -150,10 +150,10 @@ def _table(first: str, rows: Sequence[tuple[str, dict[str, Any]]], best: Mapping
 def _next(record: Mapping[str, Any], data: RunData) -> str:
     draft = escape(str((record.get("draft") or {}).get("path") or data.run_dir / "ckpt"))
     return (
-        "<h2>What to type next</h2><pre>"
+        "<h2>Next commands</h2><pre>"
         f"toolkit serve --draft {draft}              # OpenAI-compatible server with this head\n"
-        f"toolkit chat --draft {draft}               # talk to it; accepted draft tokens are shown apart\n"
-        f"toolkit bench acceptance --draft {draft}   # measure again, or your own prompts with --prompts FILE"
+        f"toolkit chat --draft {draft}               # chat; accepted draft tokens are highlighted\n"
+        f"toolkit bench acceptance --draft {draft}   # measure again, or on your own prompts with --prompts FILE"
         "</pre>"
     )
 

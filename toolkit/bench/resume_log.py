@@ -1,7 +1,7 @@
-"""Finished groups of a measurement on disk, so that a killed measurement goes on where it was.
+"""Finished groups of a measurement on disk, from which a killed measurement resumes.
 
-The times of a kept group stay valid: all modes answered it side by side, so that whatever the machine did to one mode
-it did to the others. A file of one JSON object a line: first what the measurement is made of, then a line a group.
+The times of a stored group stay valid, since all modes answered it side by side under the same conditions. The file has
+one JSON object per line: first a hash of the measurement's settings, then one line per group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.answers import Answer, Question, Round, Sampling
+from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.infer.request.request import VerifyEvent
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
@@ -22,9 +22,10 @@ logger = get_logger(__name__)
 
 
 class ResumeLog:
-    """The groups of one measurement. `made_of`: everything that decides its rows (settings, models, machine, versions).
+    """The stored groups of one measurement.
 
-    A file of another measurement is started over.
+    made_of: everything that determines its rows (settings, models, machine, versions). A file of another measurement is
+    deleted and started again.
     """
 
     def __init__(self, path: Path, made_of: Mapping[str, Any]) -> None:
@@ -32,20 +33,20 @@ class ResumeLog:
         self._mark = sha256_json(made_of)
 
     def read(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, list[Round]]:
-        """Finished groups by the place of their first prompt. Raises `DataError` for a damaged line but the last."""
+        """Return the finished groups by the index of their first prompt. Raises `DataError` for a damaged line."""
         if not self.path.is_file():
             return {}
         cut_torn_line(self.path)
         rows = [row for _, row in read_rows(self.path)]
         if not rows or rows[0].get("made_of") != self._mark:
-            logger.info("%s: of another measurement (settings, machine or versions); it is measured anew", self.path)
+            logger.info("%s has other settings, machine or versions; measuring again from the start", self.path)
             self.path.unlink()
             return {}
         by_id = {prompt.question_id: prompt for prompt in prompts}
         return {row["group"]: [_round(one, by_id, sampling) for one in row["rounds"]] for row in rows[1:]}
 
     def append(self, group: int, rounds: Sequence[Round]) -> None:
-        """Keep a finished group; `group` is the place of its first prompt."""
+        """Store a finished group; `group` is the index of its first prompt."""
         fresh = not self.path.is_file()
         with RowAppender(self.path) as rows:
             if fresh:
@@ -74,5 +75,5 @@ def _round(row: Mapping[str, Any], prompts: Mapping[str, Prompt], sampling: Samp
         prompt, turn = prompts[kept["question_id"]], kept["turn"]
         question = Question(prompt, turn, tuple(kept["prompt_ids"]), sampling.params(prompt, turn))
         events = tuple(VerifyEvent(*event) for event in kept["events"])
-        answers.append(Answer(question, tuple(kept["output_ids"]), events))
+        answers.append(LoggedAnswer(question, tuple(kept["output_ids"]), events))
     return Round(row["mode"], tuple(answers), row["prefill_s"], row["decode_s"], row["decode_tokens"])

@@ -1,4 +1,4 @@
-"""From finished rounds to the rows of an acceptance record."""
+"""Compute the rows of an acceptance record from finished rounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.answers import PLAIN, Answer, Round
+from toolkit.bench.answers import PLAIN, LoggedAnswer, Round
 from toolkit.bench.bootstrap import ratio_interval
-from toolkit.bench.near_tie import Divergence, compare, plain_logits
+from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
@@ -31,7 +31,7 @@ def tabulate(
     check_tokens: bool = True,
     verify: str = "target",
 ) -> dict[str, Any]:
-    """Rows, the answers one by one, and every divergence, of finished rounds."""
+    """Return the rows, one entry per answer, and all divergences of finished rounds."""
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
     rows, answers, divergences = [], [], []
     for shape in shapes:
@@ -52,22 +52,22 @@ def tabulate(
     return {"rows": rows, "answers": answers, "divergences": divergences}
 
 
-def _judge(target: Target, plain: Answer, speculative: Answer, temperature: float) -> Divergence | None:
+def _judge(target: Target, plain: LoggedAnswer, speculative: LoggedAnswer, temperature: float) -> Divergence | None:
     question = plain.question
     prompt_ids, seed = list(question.prompt_ids), question.params.seed
-    assert temperature == 0 or seed is not None, "what is drawn twice needs a seed"
-    return compare(
+    assert temperature == 0 or seed is not None, "sampled answers can be compared only with a seed"
+    return find_divergence(
         plain.output_ids,
         speculative.output_ids,
         lambda written: plain_logits(target, [*prompt_ids, *written]),
         target.dtype,
         temperature,
-        lambda position: _picked_by(seed or 0, len(prompt_ids) + position),
+        lambda position: _uniform_at(seed or 0, len(prompt_ids) + position),
     )
 
 
-def _picked_by(seed: int, position: int) -> float:
-    """The number in [0, 1) with which the engine draws the token at this index of the sequence."""
+def _uniform_at(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) with which the engine draws the token at this index of the sequence."""
     return uniform(torch.tensor(seed), torch.tensor(position)).item()
 
 
@@ -96,9 +96,9 @@ def _row(
     }
 
 
-def _interval(answers: Sequence[Answer]) -> list[float | None]:
-    """Bootstrap over prompts. A prompt's numerator is its committed tokens, its denominator its verify steps."""
-    by_prompt: dict[str, list[Answer]] = {}
+def _interval(answers: Sequence[LoggedAnswer]) -> list[float | None]:
+    """Bootstrap over prompts: the numerator is a prompt's committed tokens, the denominator its verify steps."""
+    by_prompt: dict[str, list[LoggedAnswer]] = {}
     for answer in answers:
         by_prompt.setdefault(answer.question.prompt.question_id, []).append(answer)
     steps, committed = [], []
@@ -111,18 +111,18 @@ def _interval(answers: Sequence[Answer]) -> list[float | None]:
 
 
 def _speed(rounds: Sequence[Round], shape: DraftShape, task: str) -> dict[str, float | None]:
-    """Times of the rounds of one task. None where a batch mixed it with another task: its seconds belong to both."""
+    """Return speeds and times of one task; None if a batch mixed it with other tasks, whose times are not separable."""
     ours, plain = (_clock(rounds, mode, task) for mode in (shape.name, PLAIN))
     if ours is None or plain is None:
         names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_with_prefill")
         return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
     speed, plain_speed = ours["decode_tokens"] / ours["decode_s"], plain["decode_tokens"] / plain["decode_s"]
-    whole = [clock["tokens"] / (clock["decode_s"] + clock["prefill_s"]) for clock in (ours, plain)]
+    with_prefill = [clock["tokens"] / (clock["decode_s"] + clock["prefill_s"]) for clock in (ours, plain)]
     return {
         "tokens_per_s": speed,
         "plain_tokens_per_s": plain_speed,
         "speedup": speed / plain_speed,
-        "speedup_with_prefill": whole[0] / whole[1],
+        "speedup_with_prefill": with_prefill[0] / with_prefill[1],
         "decode_s": ours["decode_s"],
         "plain_decode_s": plain["decode_s"],
         "prefill_s": ours["prefill_s"],
@@ -131,7 +131,7 @@ def _speed(rounds: Sequence[Round], shape: DraftShape, task: str) -> dict[str, f
 
 
 def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | None:
-    """Sums over the rounds of one mode; None for mixed rounds, and when nothing was decoded after the first tokens."""
+    """Return sums over the rounds of one mode; None for mixed rounds, and when only first tokens were decoded."""
     sums = {"prefill_s": 0.0, "decode_s": 0.0, "decode_tokens": 0, "tokens": 0}
     for done in (done for done in rounds if done.mode == mode):
         tasks = {answer.question.prompt.task for answer in done.answers}
@@ -146,8 +146,8 @@ def _clock(rounds: Iterable[Round], mode: str, task: str) -> dict[str, float] | 
     return sums if sums["decode_tokens"] > 0 and sums["decode_s"] > 0 else None
 
 
-def _parts(answers: Iterable[Answer]) -> dict[str, float]:
-    """Seconds by part of the steps; an event carries its batch's, so each of the batch takes its share."""
+def _parts(answers: Iterable[LoggedAnswer]) -> dict[str, float]:
+    """Return seconds by part of the steps. An event has the seconds of its batch, so they are divided by its size."""
     events = [event for answer in answers for event in answer.events]
     return {
         name: sum(getattr(event, name) / event.batch for event in events)
@@ -155,8 +155,8 @@ def _parts(answers: Iterable[Answer]) -> dict[str, float]:
     }
 
 
-def _answer_entry(shape: DraftShape, answer: Answer) -> dict[str, Any]:
-    """One answer, so that counts can be compared prompt by prompt with another engine's."""
+def _answer_entry(shape: DraftShape, answer: LoggedAnswer) -> dict[str, Any]:
+    """Return the counts of one answer, which can be compared with another engine's prompt by prompt."""
     stats = summarise(answer.events)
     return {
         "shape": shape.name,
@@ -181,16 +181,16 @@ def _shape_keys(shape: DraftShape) -> dict[str, Any]:
     }
 
 
-def _answers(rounds: Iterable[Round], mode: str) -> list[Answer]:
+def _answers(rounds: Iterable[Round], mode: str) -> list[LoggedAnswer]:
     return [answer for done in rounds if done.mode == mode for answer in done.answers]
 
 
-def _key(answer: Answer) -> Key:
+def _key(answer: LoggedAnswer) -> Key:
     return answer.question.prompt.question_id, answer.question.turn
 
 
 def best_row(record: dict[str, Any]) -> dict[str, Any]:
-    """The "all" row of the shape with the highest speedup; of the longest accept_length where speed was not had.
+    """Return the "all" row with the highest speedup, or with the longest accept_length if no speed was measured.
 
     Raises `RecordError` for a record without such rows.
     """
@@ -201,5 +201,5 @@ def best_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def number(value: float) -> float | None:
-    """JSON has no nan: a statistic over no steps is null."""
+    """Replace nan, the statistic over no steps, by None, since JSON has no nan."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a pipeline run left in its folder, read for the report. Whatever is absent is named, never invented."""
+"""Read the folder of a pipeline run for the report. Missing parts are listed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ STAGES = ("prompts", "rollouts", "token_map", "train", "bench")
 
 @dataclass
 class RunData:
-    """The parts of a run folder. `missing` has one sentence for each part that is not there."""
+    """The parts of a run folder. `missing` has one sentence for each missing part."""
 
     run_dir: Path
     acceptance: dict[str, Any] | None = None
-    further: list[dict[str, Any]] = field(default_factory=list)  # such records of other temperatures, ascending
+    further: list[dict[str, Any]] = field(default_factory=list)  # acceptance records of other temperatures, ascending
     training: list[dict[str, Any]] = field(default_factory=list)  # rows with a loss, ascending steps
     forecasts: list[dict[str, Any]] = field(default_factory=list)  # rows with forecast_accept_length, ascending steps
     real: list[dict[str, Any]] = field(default_factory=list)  # rows with real_accept_length, ascending steps
-    token_map: dict[str, Any] | None = None  # coverage.json less its forced ids
+    token_map: dict[str, Any] | None = None  # coverage.json without its forced ids
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"stage", "seconds", "sessions", "headline"}
     missing: list[str] = field(default_factory=list)
 
 
 def read_run(run_dir: str | Path) -> RunData:
-    """Read everything the report shows. Raises FileNotFoundError when there is no folder, `RecordError` or
-    `WeightsError` when a file in it is damaged."""
+    """Read all data of the report.
+
+    Raises FileNotFoundError when the folder does not exist, `RecordError` or `WeightsError` for a damaged file in it.
+    """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is not a folder; give the folder of a run, such as runs/smollm2-135m")
@@ -57,12 +59,11 @@ def read_run(run_dir: str | Path) -> RunData:
 
 
 def training_summary(data: RunData) -> dict[str, Any] | None:
-    """Steps, supervised tokens, seconds in steps, first and last loss, last and best forecast, best real accept_length
-    (a mean over draft shapes and temperatures); None without metrics.
+    """Summarize the training: steps, tokens, seconds, losses, forecasts, real accept_length; None without metrics.
 
-    The head in ckpt/ is that of `real_best_step`, or, where nothing was measured, of `forecast_best_step`.
-
-    The last loss is the mean of the last tenth of the logged rows: a single batch is noise.
+    The real accept_length is a mean over draft shapes and temperatures. The head in ckpt/ is that of `real_best_step`,
+    or of `forecast_best_step` if nothing was measured. The last loss is the mean of the last tenth of the logged rows,
+    since the loss of a single batch is noisy.
     """
     if not data.training and not data.forecasts:
         return None
@@ -70,7 +71,7 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
     tail = losses[-max(1, len(losses) // 10) :]
     seconds = [row["seconds_per_step"] for row in data.training if is_number(row.get("seconds_per_step"))]
     lengths = [row["forecast_accept_length"] for row in data.forecasts]
-    # Of equals the later one, as training chooses.
+    # Ties go to the later step, as in training.
     best = max(data.forecasts, key=lambda row: (row["forecast_accept_length"], row["step"]), default=None)
     real = max(data.real, key=lambda row: (row["real_accept_length"], row["step"]), default=None)
     return {
@@ -99,14 +100,14 @@ def _read_metrics(data: RunData, path: Path) -> None:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            # A run that was cut off may leave half a last line; anywhere else the file is damaged.
+            # A killed run may leave an incomplete last line; any other invalid line means that the file is damaged.
             if not any(rest.strip() for rest in lines[number:]):
-                data.missing.append(f"the last line of {path} is cut short; training was stopped while it wrote")
+                data.missing.append(f"the last line of {path} is incomplete; training was stopped while it wrote")
                 continue
             raise RecordError(f"{path}:{number}: not valid JSON ({error}); restore the file or train again") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise RecordError(f"{path}:{number}: an object with an integer step is needed, not {line[:60]!r}")
-        # A resumed run may log a step again: the later row holds.
+            raise RecordError(f"{path}:{number}: expected an object with an integer step, not {line[:60]!r}")
+        # A resumed run may log a step again: the later row is used.
         for name in ("loss", "forecast_accept_length", "real_accept_length"):
             if is_number(row.get(name)):
                 latest[name, row["step"]] = row
@@ -114,9 +115,9 @@ def _read_metrics(data: RunData, path: Path) -> None:
     data.forecasts = [latest[key] for key in sorted(latest) if key[0] == "forecast_accept_length"]
     data.real = [latest[key] for key in sorted(latest) if key[0] == "real_accept_length"]
     if not data.training:
-        data.missing.append(f"no loss: no row of {path} holds one")
+        data.missing.append(f"no loss: no row of {path} has one")
     if not data.forecasts:
-        data.missing.append(f"no forecast of accept_length: no row of {path} holds one")
+        data.missing.append(f"no forecast of accept_length: no row of {path} has one")
 
 
 def _read_token_map(data: RunData, directory: Path) -> None:
@@ -127,9 +128,9 @@ def _read_token_map(data: RunData, directory: Path) -> None:
     stored = read_json(path)
     rows = stored.get("rows") if isinstance(stored, dict) else None
     if not isinstance(rows, list) or not all(_is_coverage_row(row) for row in rows):
-        raise RecordError(f"{path} holds no rows of size and coverage; `toolkit build-token-map` writes it again")
+        raise RecordError(f"{path} has no rows of size and coverage; write it again with `toolkit build-token-map`")
     if not is_number(stored.get("size")):
-        data.missing.append(f"no chosen size of the token map: {path} does not hold it")
+        data.missing.append(f"no chosen size of the token map: {path} does not have it")
     kept = ("size", "coverage", "vocab_size", "tokens", "distinct", "corpus", "held_out_coverage", "held_out_tokens")
     data.token_map = {key: stored.get(key) for key in kept}
     data.token_map["rows"] = sorted(rows, key=lambda row: row["size"])
@@ -140,5 +141,5 @@ def _is_coverage_row(row: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite int or float."""
+    """Return whether `value` is a finite int or float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,13 +1,13 @@
-"""Plain and speculative decoding of the same prompts in one run, interleaved, on one clock.
+"""Time plain and speculative decoding of the same prompts in one run, interleaved.
 
-Modes take turns within each group of prompts, and the one that goes first rotates from group to group:
+Each group of prompts is decoded by every mode in turn, and the first mode rotates from group to group:
 
-    group 0   plain   chain   tree         A machine that grows slower (heat, another user) slows every mode
-    group 1   chain   tree    plain        alike, so that their ratio stays.
+    group 0   plain   chain   tree         If the machine becomes slower (heat, another user), it slows
+    group 1   chain   tree    plain        all modes alike, so that their ratio stays.
     group 2   tree    plain   chain
 
-Turn n + 1 of a conversation is asked after plain decoding's answer to turn n, in every mode, so that all modes decode
-the same prompts even where 16-bit rounding made their answers part.
+In every mode, turn n + 1 of a conversation follows plain decoding's answer to turn n. So all modes decode the same
+prompts even if 16-bit rounding makes their answers differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.bench.answers import PLAIN, Answer, Question, Round, Sampling
+from toolkit.bench.answers import PLAIN, LoggedAnswer, Question, Round, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.resume_log import ResumeLog
 from toolkit.data.chat_template import prompt_ids
@@ -34,7 +34,7 @@ class BenchError(ValueError):
 
 
 class Stepper(Protocol):
-    """What is used of the engine."""
+    """The part of the engine's interface that is used here."""
 
     def add_request(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, speculative: bool = True
@@ -46,7 +46,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class Mode:
-    """Plain decoding (no shape) or speculative decoding with a shape, on the engine that does it."""
+    """Plain decoding (no shape) or speculative decoding with a shape, and its engine."""
 
     engine: Stepper
     shape: DraftShape | None
@@ -69,9 +69,9 @@ def run_side_by_side(
 ) -> list[Round]:
     """Answer every turn of `prompts` in every mode, `batch` conversations at a time.
 
-    `warmup` prompts are decoded in every mode before the clock starts, and are not in the result. Groups that `keep`
-    has are not decoded again. `on_progress(done, total)` counts answers over all modes. Raises `BenchError` for a
-    prompt that is too long for the target, `ChatTemplateError` for one that the chat template refuses.
+    `warmup` prompts are decoded in every mode first, and are not in the result. Groups stored in `keep` are not decoded
+    again. `on_progress(done, total)` counts answers over all modes. Raises `BenchError` for a prompt that is too long
+    for the target, `ChatTemplateError` for one that the chat template rejects.
     """
     kept = {} if keep is None else keep.read(prompts, sampling)
     groups = range(0, len(prompts), batch)
@@ -107,7 +107,7 @@ def _warm_up(modes: Sequence[Mode], tokenizer: Any, prompts: Sequence[Prompt], s
 def _answer_group(
     modes: Sequence[Mode], tokenizer: Any, group: Sequence[Prompt], sampling: Sampling, place: int
 ) -> Iterator[Round]:
-    """All turns of a group in every mode; `place` counts the turns asked before it, for the order of the modes."""
+    """Answer all turns of a group in every mode. `place` is the number of earlier turns, which sets the mode order."""
     histories: dict[str, list[dict[str, str]]] = {prompt.question_id: [] for prompt in group}
     for turn in range(max(len(prompt.turns) for prompt in group)):
         questions = []
@@ -124,7 +124,7 @@ def _answer_group(
 
 
 def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
-    """The order of the modes for group number `place`."""
+    """Return the order of the modes for group number `place`."""
     first = place % len(modes)
     return [*modes[first:], *modes[:first]]
 
@@ -159,14 +159,14 @@ def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None)
         fresh = [request for request in requests if not request.output_ids]
         engine.step()
         now = time.perf_counter()
-        # A step reads waiting prompts before it decodes, so the last first token of a step divides the two.
+        # A step prefills waiting prompts before it decodes, so its last first token separates the two phases.
         first = max((request.first_token_at for request in fresh if request.first_token_at is not None), default=clock)
         prefill_s += first - clock
         decode_s += now - first
         clock = now
     decode_tokens = sum(len(request.output_ids) - 1 for request in requests)
     answers = tuple(
-        Answer(question, tuple(request.output_ids), tuple(request.events))
+        LoggedAnswer(question, tuple(request.output_ids), tuple(request.events))
         for question, request in zip(questions, requests, strict=True)
     )
     return Round(mode.name, answers, prefill_s, decode_s, decode_tokens)

@@ -1,4 +1,4 @@
-"""The tables of a measurement on the terminal."""
+"""Print the tables of a measurement on the terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from toolkit.bench.rows import ALL, best_row
 
 WIDTH_WITHOUT_TERMINAL = 118
 NONE = "-"
-BEST = " (best)"  # by speed; in words, because bold is lost where there is no terminal
+BEST = " (best)"  # by speed; as text, since bold is lost without a terminal
 
 
 def print_acceptance(record: dict[str, Any], console: Console | None = None) -> None:
-    """One row per shape, then the tasks of the best shape. Plain text of a fixed width where there is no terminal."""
+    """Print one row per shape, then the tasks of the best shape; plain text of a fixed width without a terminal."""
     if console is None:
         console = Console()
         if not console.is_terminal:
@@ -36,7 +36,7 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
 
 
 def header_line(record: dict[str, Any]) -> str:
-    """What the numbers below depend on."""
+    """Return the settings on which the numbers of the tables depend."""
     settings, rows = record["settings"], [row for row in record["rows"] if row["task"] == ALL]
     steps = " / ".join(f"{row['verify_steps']}" for row in rows)
     target = record.get("target") or {}
@@ -51,13 +51,13 @@ def header_line(record: dict[str, Any]) -> str:
 
 
 def prompts_phrase(record: dict[str, Any]) -> str:
-    """How many prompts, and whose."""
+    """Return the number of prompts and their source."""
     count, source = max(row["prompts"] for row in record["rows"]), record["settings"]["prompts"]
     return f"{count} built-in prompts" if source == BUILTIN else f"{count} prompts of {source}"
 
 
 def verdict_line(record: dict[str, Any]) -> str:
-    """In one sentence, whether speculative decoding wrote what plain decoding writes."""
+    """Return one sentence: whether speculative decoding wrote the tokens of plain decoding."""
     rows = [row for row in record["rows"] if row["task"] == ALL]
     if any(row["tokens_equal"] is None for row in rows):
         return "Tokens were not compared with plain decoding's."
@@ -71,20 +71,20 @@ def verdict_line(record: dict[str, Any]) -> str:
         return f"All {answers} speculative answers{over} equal plain decoding's, token by token."
     dtype = (record.get("target") or {}).get("dtype", "this dtype")
     return (
-        f"{answers - ties} of {answers} speculative answers{over} equal plain decoding's; {ties} first part from it "
-        f"at a near-tie, a choice within the rounding of {dtype}. Measure in float32 for the exact test."
+        f"{answers - ties} of {answers} speculative answers{over} equal plain decoding's; {ties} first differ from it "
+        f"at a near-tie, a choice within the rounding of {dtype}. Measure in float32 for an exact test."
     )
 
 
 def shape_name(row: dict[str, Any]) -> str:
-    """ "chain 4" or "tree 4x4/16", as `DraftShape.name` says it."""
+    """Return "chain 4" or "tree 4x4/16", like `DraftShape.name`."""
     if row["shape"] == "chain":
         return f"chain {row['num_steps']}"
     return f"tree {row['num_steps']}x{row['top_k']}/{row['num_draft_tokens']}"
 
 
 def equal_text(row: dict[str, Any]) -> str:
-    """Outcome of the comparison with plain decoding's tokens, in a word or two."""
+    """Return the result of the comparison with plain decoding's tokens in a few words."""
     if row["tokens_equal"] is None:
         return NONE
     if not row["tokens_equal"]:
@@ -94,19 +94,19 @@ def equal_text(row: dict[str, Any]) -> str:
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """A rounded number, or a dash where there is none."""
+    """Format a rounded number, or a dash for None."""
     return NONE if value is None else f"{value:.{digits}f}"
 
 
 def length_text(row: dict[str, Any]) -> str:
-    """accept_length with its interval."""
+    """Format accept_length with its interval."""
     low, high = row["interval"]
     between = "" if low is None else f" [{low:.2f}, {high:.2f}]"
     return decimal(row["accept_length"]) + between
 
 
 def rates_text(rates: Sequence[float | None]) -> str:
-    """Rates by depth, in percent."""
+    """Format rates by depth, in percent."""
     return " ".join(NONE if rate is None else f"{100 * rate:.0f}" for rate in rates) or NONE
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.bench.near_tie import compare
+from toolkit.bench.near_tie import find_divergence
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -332,7 +332,7 @@ def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypat
             return target.model(input_ids=ids, use_cache=False).logits[0, -1]
 
         with torch.inference_mode():
-            found = compare(plain, fast, logits_after, torch.bfloat16)
+            found = find_divergence(plain, fast, logits_after, torch.bfloat16)
         assert found is None or found.near_tie, found
         print(f"{family}: {'equal' if found is None else found}")
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.infer.graphs.test_graph_rounds import ROWS, engine_with, wrong_lengths
-from toolkit.bench.near_tie import Divergence, compare, plain_logits
+from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.params import SamplingParams
@@ -48,7 +48,7 @@ def partings(target: Target, draft: Any, shape: str, capture: Any) -> tuple[list
         def logits_after(ids: Sequence[int], prompt: list[int] = prompt) -> torch.Tensor:
             return plain_logits(target, [*prompt, *ids])
 
-        found.append(compare(eager, recorded, logits_after, target.dtype))
+        found.append(find_divergence(eager, recorded, logits_after, target.dtype))
     return [one for one in found if one is not None], accepted
 
 

@@ -11,7 +11,7 @@ import torch
 
 import toolkit
 from toolkit import LLM, SamplingParams
-from toolkit.bench.near_tie import compare, plain_logits
+from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.infer.load.config import ConfigError
 from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
@@ -132,7 +132,7 @@ def test_settings_of_a_gpu_leave_the_answers_alone(tiny_draft_directory, tiny_ta
             return plain_logits(tiny_target, [*prompt, *ids])
 
         wanted = reference(tiny_target, one.prompt_ids, 24)
-        parted = compare(wanted, one.token_ids, logits_after, torch.float32)
+        parted = find_divergence(wanted, one.token_ids, logits_after, torch.float32)
         assert parted is None or parted.near_tie, parted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.bench.near_tie import compare, plain_logits
+from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.infer.load.llm import LLM
 from toolkit.infer.request.params import SamplingParams
 
@@ -30,7 +30,7 @@ def test_two_gpus_answer_as_one_does(family, head_for, prompts, kind, dtype):
     assert places == (torch.device(DEVICE, 0 if DEVICE == "cuda" else None), 2)
     assert sum(answer.acceptance.verify_steps for answer in got) > 0
     for prompt, one, two in zip(prompts, wanted, got, strict=True):
-        parted = compare(
+        parted = find_divergence(
             one.token_ids, two.token_ids, lambda ids, prompt=prompt: plain_logits(alone.target, [*prompt, *ids]),
             alone.target.dtype,
         )  # fmt: skip
