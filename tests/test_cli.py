@@ -66,10 +66,10 @@ def test_module_and_version() -> None:
 
 
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A traceback tells a user that the program is broken; these say what to do."""
+    """A traceback suggests a bug in the program; these one-line errors say what to do."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: x\ntarget: {model: tiny}\ntrain: {max_step: 3}\n")
-    for arguments, told in (
+    for arguments, message in (
         (["run", str(recipe)], "did you mean train.max_steps?"),
         (["run", str(tmp_path / "absent.yaml")], "no recipe at"),
         (["run", str(recipe), "train={}"], "the recipe names no prompts"),
@@ -85,7 +85,7 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     ):
         assert cli.main(arguments) == 2, arguments
         error = capsys.readouterr().err
-        assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and told in error, error
+        assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and message in error, error
 
 
 def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -98,28 +98,28 @@ def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str], 
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever hunts a bug needs the place, not the sentence."""
+    """Debugging needs the traceback."""
     monkeypatch.setenv("TOOLKIT_LOG", "debug")
     with pytest.raises(FileNotFoundError):
         cli.main(["run", "absent.yaml"])
 
 
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain ValueError is no message for users: hiding where it came from would hide a bug."""
+    """A plain ValueError is no user error: without the traceback, a bug would be hidden."""
     monkeypatch.setattr(run_command, "run", lambda args: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main(["run", "r.yaml"])
 
 
 def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Scripts tell Ctrl-C from failure by 130."""
+    """Scripts distinguish Ctrl-C from failure by the status 130."""
 
     def interrupted(args: SimpleNamespace) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_command, "run", interrupted)
     assert cli.main(["run", "r.yaml"]) == 130
-    assert "what was written so far is kept" in capsys.readouterr().err
+    assert "files written so far are kept" in capsys.readouterr().err
 
 
 def test_readme_lists_every_command() -> None:
@@ -131,7 +131,7 @@ def test_readme_lists_every_command() -> None:
 
 
 def test_readmes_two_commands_are_in_its_first_screen() -> None:
-    """A newcomer types what stands there, and .ci/run runs the second one."""
+    """New users type these commands, and .ci/run runs the second one."""
     first_screen = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:30])
     assert "pip install -e . && toolkit run recipes/smollm2-135m.yaml" in first_screen
     assert 'pip install -e ".[dev]" && pytest' in first_screen

@@ -1,4 +1,4 @@
-"""Who speaks in a launched group."""
+"""Which of the launched processes log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODE = "from toolkit.log import get_logger; log = get_logger('x'); log.info('new
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "messages"),
     [
         ({}, ["news", "trouble"]),
         ({"LOCAL_RANK": "0"}, ["news", "trouble"]),
@@ -22,10 +22,10 @@ CODE = "from toolkit.log import get_logger; log = get_logger('x'); log.info('new
         ({"LOCAL_RANK": "3", "TOOLKIT_LOG": "debug"}, ["news", "trouble"]),
     ],
 )
-def test_one_process_gives_the_news(variables: dict[str, str], said: list[str]) -> None:
-    """Eight GPUs would print every line eight times; a warning of any of them must still be seen."""
+def test_only_the_first_process_logs_info(variables: dict[str, str], messages: list[str]) -> None:
+    """Otherwise eight GPUs would print every line eight times; warnings of all processes must be printed."""
     plain = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "TOOLKIT_LOG")}
     done = subprocess.run(
         [sys.executable, "-c", CODE], env={**plain, **variables}, cwd=REPOSITORY, capture_output=True, text=True
     )
-    assert [line.split(": ")[-1] for line in done.stderr.splitlines()] == said
+    assert [line.split(": ")[-1] for line in done.stderr.splitlines()] == messages

@@ -1,4 +1,4 @@
-"""A container's limit counts, wherever in the tree of groups it stands."""
+"""A container's memory limit is found at any level of the cgroup tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MB = 2**20
     ],
 )
 def test_usable_memory(tmp_path: Path, own: str | None, files: dict, bytes_: int) -> None:
-    """Half of the host's memory taken for a cache would get a container of an eighth of it killed."""
+    """A cache of half of the host's memory would get a container with an eighth of it killed."""
     for name, value in files.items():
         file = tmp_path / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whose wish OMP_NUM_THREADS is."""
+"""Whether the user or a launcher set OMP_NUM_THREADS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHER = (
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="the launcher's environment is read from /proc")
 @pytest.mark.parametrize("users", ["1", None])
 def test_a_launcher_s_one_is_not_the_user_s(users: str | None) -> None:
-    """Taken for a wish, the 1 that accelerate exports makes a training on a big CPU several times slower."""
+    """If the 1 that accelerate sets counted as the user's, a training on a large CPU would be several times slower."""
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "LOCAL_RANK")}
     if users is not None:
         environment["OMP_NUM_THREADS"] = users

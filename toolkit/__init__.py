@@ -1,17 +1,17 @@
-"""Train draft heads for a language model and serve the model with them, by speculative decoding.
+"""Train draft heads for a language model, and serve the model with them by speculative decoding.
 
-One word, one meaning, in code, messages and files:
+Each of these words has one meaning in code, messages and files:
 
 target          the model whose output must be reproduced exactly
 draft head      the small module we train
 aux_layer_ids   indices into the target's `hidden_states`: id k is the input of layer k, the output of layer k-1.
-                Default (2, n//2, n-3). Exporters convert to other conventions; nobody else does
-token map       the target ids that the draft vocabulary keeps, ascending and unique; `d2t` holds offsets
+                Default (2, n//2, n-3). Only exporters convert to other conventions
+token map       the target ids that the draft vocabulary keeps, ascending and unique; `d2t` contains offsets
                 (target = draft + d2t[draft]), `t2d` is a bool mask over the target's vocabulary
-draft tree      root and drafted nodes: `num_steps` levels, `top_k` branching, `num_draft_tokens` nodes verified,
-                the root INCLUDED; a chain is `top_k=1`
+draft tree      root and drafted nodes: `num_steps` levels, `top_k` branching, `num_draft_tokens` verified nodes,
+                INCLUDING the root; a chain is `top_k=1`
 accept_length   tokens committed per verify step, the target's own bonus token included, so at least 1. The token of
-                the prefill, truncated tails and plain-decoding steps are not counted. Always given with: chain or
+                the prefill, truncated tails and plain-decoding steps are not counted. Always reported with: chain or
                 tree, its three parameters, temperature, number of verify steps
 accept_rate[i]  share of the verify steps that reached depth i and accepted it (conditional); the share of all verify
                 steps is called unconditional

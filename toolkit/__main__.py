@@ -1,4 +1,4 @@
-"""`python -m toolkit`, for environments whose scripts are not on the PATH."""
+"""Run `python -m toolkit`, for environments whose scripts are not on the PATH."""
 
 import sys
 

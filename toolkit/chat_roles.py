@@ -1,8 +1,8 @@
-"""The words that files of conversations use for the speakers."""
+"""The names of roles in conversation files."""
 
 from __future__ import annotations
 
-# ShareGPT's words beside OpenAI's.
+# Names used by ShareGPT and OpenAI files -> OpenAI's role.
 ROLES = {
     "system": "system",
     "user": "user",

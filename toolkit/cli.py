@@ -1,4 +1,4 @@
-"""The `toolkit` command: finds the subcommand, imports it alone, and turns errors meant for users into one line."""
+"""The `toolkit` command: imports and runs one subcommand, and prints user errors as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit import __version__
 from toolkit.errors import exit_status
 
-# In the order of the work; the file of a command is its name with underscores.
+# In the order of a typical run. The module of a command is its name with underscores.
 COMMANDS = (
     "run",
     "prepare-data",
@@ -33,7 +33,7 @@ COMMANDS = (
 
 
 def command_help(name: str) -> str:
-    """The HELP line of a command, read from its source, so that listing all commands imports none of them."""
+    """Read the HELP line of a command from its source, so that listing the commands imports none of them."""
     path = Path(__file__).parent / "commands" / f"{name.replace('-', '_')}.py"
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -43,18 +43,18 @@ def command_help(name: str) -> str:
 
 
 def overview() -> str:
-    """What `toolkit --help` prints."""
+    """Return the output of `toolkit --help`."""
     rows = "\n".join(f"  {name:<16} {command_help(name)}" for name in COMMANDS)
     return (
         "usage: toolkit [--version] COMMAND ...\n\n"
-        "Train draft heads for a language model and serve the model with them, by speculative decoding.\n\n"
+        "Train draft heads for a language model, and serve the model with them by speculative decoding.\n\n"
         f"commands:\n{rows}\n\n"
-        "toolkit COMMAND --help says more. TOOLKIT_LOG=debug shows tracebacks.\n"
+        "`toolkit COMMAND --help` shows the options of a command. TOOLKIT_LOG=debug shows tracebacks.\n"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 2 wrong input, 130 interrupted, else the command's own."""
+    """Run one command. Return the exit status: 0 success, 2 invalid input, 130 interrupted, or the command's own."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview(), end="")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
-        print(f"toolkit: error: no command {name!r}; {hint}", file=sys.stderr)
+        print(f"toolkit: error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     return exit_status(lambda: _run_command(name, arguments[1:]))
 
@@ -75,6 +75,6 @@ def _run_command(name: str, arguments: list[str]) -> int:
     command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
     command.add_arguments(parser)
-    # Overrides may stand before or after options; argparse cannot do that together with subcommands.
+    # Overrides may be given before or after options; argparse does not support that together with subcommands.
     parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
     return command.run(parse(arguments))

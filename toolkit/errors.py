@@ -1,4 +1,4 @@
-"""Which errors are one line for the user, and which show their traceback."""
+"""Decide which errors are printed as one line for users, and which are shown with a traceback."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Errors about the user's input: our own ValueErrors, and files that cannot be opened.
+    """Return whether an error is about the user's input: a ValueError class of this package, or a file error.
 
-    With TOOLKIT_LOG=debug none is: every error then shows its traceback.
+    With TOOLKIT_LOG=debug the result is always False, so that every error shows its traceback.
     """
     if os.environ.get("TOOLKIT_LOG", "").lower() == "debug":
         return False
@@ -21,7 +21,7 @@ def is_for_users(error: BaseException) -> bool:
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """What `work` returns; after one line on stderr, 2 for an error that is for the user and 130 for Ctrl-C."""
+    """Return the result of `work`; 2 after printing a user error as one line on stderr, 130 after Ctrl-C."""
     try:
         return work()
     except (ValueError, OSError) as error:
@@ -30,5 +30,5 @@ def exit_status(work: Callable[[], int]) -> int:
         print(f"toolkit: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ntoolkit: interrupted; what was written so far is kept", file=sys.stderr)
+        print("\ntoolkit: interrupted; files written so far are kept", file=sys.stderr)
         return _INTERRUPTED

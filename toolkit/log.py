@@ -1,4 +1,4 @@
-"""Messages and progress on stderr, so that stdout stays the result's."""
+"""Log messages and progress bars on stderr; stdout is for results only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger that writes `toolkit: message` lines to stderr; its level comes from TOOLKIT_LOG (default info).
+    """Return a logger that writes `toolkit: message` to stderr. TOOLKIT_LOG sets its level (default info).
 
-    In a launched group the first process of each machine speaks for all: the others only warn, unless debugging.
+    In a group of launched processes, only the first process of each machine logs info; the others log warnings. With
+    TOOLKIT_LOG=debug, all processes log everything.
     """
     root = logging.getLogger("toolkit")
     if not root.handlers:
@@ -33,7 +34,7 @@ def _debug() -> bool:
 
 
 def progress(total: int | None, what: str, unit: str = "", initial: int = 0) -> Any:
-    """A tqdm bar on stderr with a time estimate; a line every 15 seconds where stderr is no terminal."""
+    """Return a tqdm bar on stderr with a time estimate; without a terminal it prints a line every 15 seconds."""
     terminal = sys.stderr.isatty()
     return tqdm(
         total=total,

@@ -1,4 +1,4 @@
-"""How much memory a process may use: the machine's, or what its container is allowed."""
+"""The memory that a process may use: the machine's, or the limit of its container."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def usable_memory(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes. `own` says where in `cgroups` this process stands; a group is bound by all those above it too."""
+    """Return the usable memory in bytes: the machine's, or the lowest limit of the process's cgroup and its parents.
+
+    cgroups: where the cgroup file system is mounted. own: the file with the cgroup paths of this process.
+    """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_limits(cgroups, own)])
 
@@ -27,7 +30,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # In a container the path may be the host's, which does not exist here: the root is then the container's own.
+        # In a container the path may be the host's and not exist; the root is then the container's own group.
         for place in (group, *group.parents):
             limit = _limit(place / name)
             if limit is not None:
@@ -37,7 +40,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _limit(file: Path) -> int | None:
-    """None where there is no file, and for "max"."""
+    """Read a limit in bytes; None if the file does not exist or says "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How many threads a process should run: the cores it may use, and what the user asked for."""
+"""The number of threads for a process: the cores it may use, and the user's setting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def physical_cores() -> int:
-    """Cores this process may use: its affinity, hardware threads of one core counted once, and the cgroup's quota."""
+    """Return the cores that this process may use, by its affinity (one per physical core) and its cgroup's quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, min(len(cores), _cgroup_cores() or len(cores)))
@@ -31,10 +31,10 @@ def _cgroup_cores() -> int | None:
 
 
 def users_threads() -> str | None:
-    """OMP_NUM_THREADS where the user set it, None where nobody or only a launcher did.
+    """Return OMP_NUM_THREADS if the user set it; None if it is unset or a launcher set it.
 
-    `accelerate launch` and torchrun export 1 to their workers. Then the environment that the launcher itself was
-    started with tells; where it cannot be read (no /proc), a 1 counts as the launcher's.
+    `accelerate launch` and torchrun set it to 1 for their workers. In a worker, 1 counts as the user's setting only if
+    the launcher's own environment has it. If that cannot be read (no /proc), 1 counts as the launcher's.
     """
     own = os.environ.get("OMP_NUM_THREADS")
     if own != "1" or not ({"LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()):

@@ -1,4 +1,4 @@
-"""Files that must never be half written, and weights that must never be half loaded."""
+"""Atomic writes of files, and strict loading of weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-if TYPE_CHECKING:  # hashes and JSON serve the pipeline's skip check too, which must not wait for torch
+if TYPE_CHECKING:  # the pipeline's skip check uses hashes and JSON, and must not wait for torch
     import torch
     from torch import nn
 
 
 class WeightsError(ValueError):
-    """A weights file is absent, damaged, or does not hold exactly the tensors that are needed."""
+    """A weights file is missing or damaged, or does not hold exactly the required tensors."""
 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes `path`'s place when the block ends, and vanishes if it raises."""
+    """Yield a temporary path in the same folder. It replaces `path` when the block ends, and is deleted on errors."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -32,7 +32,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes private files; a result is as readable as any other file the user writes.
+        # mkstemp makes private files; the result must have the user's default permissions.
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -50,7 +50,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file. Raises `WeightsError` that names the file when it is no JSON, FileNotFoundError when absent."""
+    """Read a JSON file. Raises `WeightsError` when it is no valid JSON, FileNotFoundError when it does not exist."""
     path = Path(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def read_json(path: str | Path) -> Any:
 def save_tensors(
     path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file atomically. Tensors are made contiguous and moved to the CPU."""
+    """Write a safetensors file atomically. Tensors are moved to the CPU and made contiguous."""
     from safetensors.torch import save_file
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -70,18 +70,18 @@ def save_tensors(
 
 
 def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file. Raises `WeightsError` when it is absent, cut short or of another format."""
+    """Read a safetensors file. Raises `WeightsError` when it is missing, truncated or has another format."""
     from safetensors.torch import load_file
 
     path = Path(path)
     if not path.is_file():
-        raise WeightsError(f"{path} does not exist; a safetensors file is needed there")
+        raise WeightsError(f"{path} does not exist; expected a safetensors file")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise WeightsError(
-            f"{path} ({size} bytes) cannot be read as safetensors: {error}. It is cut short or of another format; "
+            f"{path} ({size} bytes) cannot be read as safetensors: {error}. It is truncated or has another format; "
             "copy or save it again"
         ) from error
 
@@ -89,13 +89,13 @@ def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 def load_strict(module: nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Copy `tensors` into `module`; every name and shape must match.
 
-    Raises `WeightsError` listing all missing, unexpected and wrongly shaped names; then nothing has been copied.
+    Raises `WeightsError` with all missing, unexpected and wrongly shaped names, before anything is copied.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     wrong = [
-        f"{name} {tuple(tensors[name].shape)} (needed {tuple(wanted[name].shape)})"
+        f"{name} {tuple(tensors[name].shape)} (expected {tuple(wanted[name].shape)})"
         for name in sorted(wanted.keys() & tensors.keys())
         if tensors[name].shape != wanted[name].shape
     ]
@@ -110,11 +110,11 @@ def load_strict(module: nn.Module, tensors: Mapping[str, torch.Tensor], where: s
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hex sha256 of a file's bytes."""
+    """Return the hex sha256 of a file's bytes."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def sha256_json(value: Any) -> str:
-    """Hex sha256 of a JSON value, independent of key order."""
+    """Return the hex sha256 of a JSON value, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

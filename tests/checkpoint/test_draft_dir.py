@@ -61,14 +61,14 @@ def test_unexpected_tensor(saved):
 
 def test_wrong_shape(saved):
     _rewrite(saved, lambda tensors: tensors.update({"fc.weight": torch.zeros(3, 4)}))
-    with pytest.raises(WeightsError, match=r"wrong shape: fc.weight \(3, 4\) \(needed \(64, 192\)\)"):
+    with pytest.raises(WeightsError, match=r"wrong shape: fc.weight \(3, 4\) \(expected \(64, 192\)\)"):
         load_draft(saved)
 
 
 def test_truncated_file(saved):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(WeightsError, match="cut short"):
+    with pytest.raises(WeightsError, match="truncated"):
         load_draft(saved)
 
 
