@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.train import evaluation
-from toolkit.train.best_head import has_stopped, judged
+from toolkit.train.best_head import has_stopped, update_best
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.state import Position
 from toolkit.train_settings import EvaluationSettings, TrainSettings
@@ -22,7 +22,7 @@ def _after(evaluations: list[tuple[float | None, float | None]], settings: Train
     """Positions after (forecast, real) of steps 1, 2, ..."""
     positions = [Position()]
     for step, (forecast, real) in enumerate(evaluations, start=1):
-        positions.append(judged(replace(positions[-1], step=step), forecast, real, settings))
+        positions.append(update_best(replace(positions[-1], step=step), forecast, real, settings))
     return positions[1:]
 
 
@@ -59,8 +59,8 @@ def test_patience_counts_only_what_decides():
 
 @pytest.mark.parametrize(("mine", "of_main", "kept"), [(1.2, 1.6, True), (1.6, 1.2, False)])
 def test_the_main_process_decides(monkeypatch, mine, of_main, kept):
-    """Keeping a head gathers it from all processes at ZeRO-3: one that decides otherwise leaves the others waiting."""
+    """Under ZeRO-3 all processes gather the best head: a process that decides differently blocks the others."""
     one = object.__new__(Evaluation)
     one.side = SimpleNamespace(target=SimpleNamespace(device="cpu"))
     monkeypatch.setattr(evaluation, "broadcast", lambda tensor: torch.full_like(tensor, of_main))
-    assert [value > 1.4 for value in one._as_on_main(mine, None)] == [kept, kept]
+    assert [value > 1.4 for value in one._from_main(mine, None)] == [kept, kept]

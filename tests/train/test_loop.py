@@ -20,7 +20,7 @@ import torch
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.train.initialise import initialise_random
-from toolkit.train.metric_rows import OF_THE_MACHINE
+from toolkit.train.metric_rows import MACHINE_KEYS
 from toolkit.weights import load_tensors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def _train_until_killed(
 def _assert_same_run(run: Path, resumed: list[dict], whole: Path) -> None:
     assert [row["step"] for row in resumed] == [row["step"] for row in _losses(whole)]
     for ours, theirs in zip(resumed, _losses(whole), strict=True):
-        timeless = {key: value for key, value in ours.items() if key not in OF_THE_MACHINE}
+        timeless = {key: value for key, value in ours.items() if key not in MACHINE_KEYS}
         assert timeless == {key: theirs[key] for key in timeless}
     first, second = (load_tensors(folder / "ckpt" / "model.safetensors") for folder in (run, whole))
     assert all(torch.equal(first[name], second[name]) for name in second)
@@ -173,13 +173,14 @@ def test_two_processes_give_the_curve_of_one(tiny_run, uninterrupted, zero2_on_t
 
 @pytest.mark.parametrize(("zero", "features"), [("zero2", "online"), ("zero3", "offline")])
 def test_a_sharded_target_gives_the_same_curve(tiny_run, tmp_path, request, zero, features):
-    """Every process holds half of the layers and runs them all, on its own texts. The same numbers enter the same
-    products, so not a bit differs from two whole targets; what was stored by other batches is within 1e-4, as there."""
+    """Every process holds half of each layer and runs all layers on its own texts. The products have the same operands,
+    so the curve equals that of replicated targets bit by bit. Features stored with other batches differ by at most
+    1e-4."""
     run = _copy_run(tiny_run, tmp_path / "run")
     settings = ("train.max_steps=40", "train.evaluation.eval_every=4", f"train.data.features={features}")
     said = _launch(run, *settings, "train.target=sharded", options=_processes(2, zero))
-    here, everywhere = re.search(r"among 2 processes: (\d+) of (\d+) bytes are here", said).groups()
-    assert 2 * int(here) == int(everywhere) > 0
+    local, total = re.search(r"over 2 processes: this process holds (\d+) of (\d+) bytes", said).groups()
+    assert 2 * int(local) == int(total) > 0
     if features == "online":
         _assert_same_run(run, _losses(run), request.getfixturevalue("zero2_on_two"))
         return

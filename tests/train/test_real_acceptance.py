@@ -22,7 +22,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
 from toolkit.train.errors import TrainError
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.forecast_check import Comparison, explain_gap
+from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
 from toolkit.train.held_out_prompts import HeldOutPrompt, HeldOutPrompts, read_held_out
 from toolkit.train.initialise import initialise_from_target
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, check_engine_runs
@@ -81,10 +81,9 @@ def _evaluation(training, directory, rows: list) -> Evaluation:
 
 
 def test_the_engine_and_both_forecasts_agree(training, tmp_path, monkeypatch, caplog):
-    """fp32: over the engine's own answers and, greedy, over the rollouts the replay counts the same steps, for a chain
-    as deep as the unroll and a shorter one. Another head, position, token map or cut of the answers would show. The
-    values are those of an engine of its own; training then goes on as if nothing had been (no hook, no inference
-    tensor left)."""
+    """In fp32 the replay counts the same steps as the engine, over the engine's answers and (greedy) the rollouts, for
+    a chain as deep as the unroll and a shorter one. Another head, position, token map or cut of the answers would
+    change the counts. A separate engine gives the same values. The measurement leaves no hook or inference tensor."""
     monkeypatch.setattr(evaluation, "broadcast", lambda tensor: tensor)
     model, side, prompts, batch = training
     rows: list = []
@@ -110,14 +109,14 @@ def test_the_engine_and_both_forecasts_agree(training, tmp_path, monkeypatch, ca
     micro_step(model, side, batch, supervised_counts(batch, STEPS, 0), STEPS, 0).loss.backward()
 
 
-def test_what_cannot_be_compared_is_said(training, monkeypatch, caplog):
-    """A training that never compares forecast and engine must not look like one in which they agree."""
+def test_a_measurement_that_cannot_be_compared_is_warned_of(training, monkeypatch, caplog):
+    """A training that never compares forecast and engine must not look like a training in which they agree."""
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     _, side, prompts, _ = training
     Measurement(side.target, prompts, SETTINGS, seed=0)
     assert not caplog.text
     Measurement(side.target, HeldOutPrompts(prompts.prompts[:1]), SETTINGS, seed=0)
-    assert "not held against each other: one held-out prompt gives no interval" in caplog.text
+    assert "cannot be compared with the engine's accept_length: one held-out prompt gives no interval" in caplog.text
     caplog.clear()
     deep = replace(SETTINGS.evaluation, real_shapes=("9,1,10", "3,4,12"))
     Measurement(side.target, prompts, replace(SETTINGS, evaluation=deep), seed=0)
@@ -139,23 +138,24 @@ CHAT = [{"role": "user", "content": "the lazy dog"}, {"role": "assistant", "cont
     [
         ("agree", None),
         ("head", "the head is trained in bfloat16 and drafts in float32"),
-        ("template", "8 of 8 prompts of the rollouts were rendered by another chat template"),
-        ("token map", "the token map covers 0% of what the target writes now and "),
-        ("near-ties", "answers part from the rollouts at near-ties"),
+        ("template", "8 of 8 prompts of the rollouts were rendered with another chat template"),
+        ("token map", "the token map covers 0% of the tokens that the target writes now and "),
+        ("near-ties", "answers diverge from the rollouts at near-ties"),
         (
             "texts",
             "8 of 8 answers differ from the rollouts' in their first 8 tokens: .*not written by this target.*float32",
         ),
     ],
 )
-def test_a_parting_names_its_cause(training, tiny_target, case, cause):
-    """Each cause alone, on texts that are otherwise in order: a warning that blames something else misleads."""
+def test_the_warning_of_a_gap_names_its_cause(training, tiny_target, case, cause):
+    """Each cause alone; the texts have no other fault. A warning with a wrong cause misleads the user."""
     _, side, prompts, _ = training
-    found, measured, token_map = Comparison(on_rollouts=1.9, on_answers=1.5), _measured(training), side.token_map
+    replayed = ReplayedForecasts(on_rollouts=1.9, on_answers=1.5)
+    measured, token_map = _measured(training), side.token_map
     if case == "agree":
-        found = Comparison(on_rollouts=1.61, on_answers=1.5)
+        replayed = ReplayedForecasts(on_rollouts=1.61, on_answers=1.5)
     elif case == "head":
-        found = Comparison(on_rollouts=1.9, on_answers=1.9)
+        replayed = ReplayedForecasts(on_rollouts=1.9, on_answers=1.9)
     elif case == "template":
         prompts = HeldOutPrompts([replace(one, messages=CHAT) for one in prompts.prompts])
     elif case == "token map":
@@ -164,22 +164,23 @@ def test_a_parting_names_its_cause(training, tiny_target, case, cause):
         measured = _measured(training, answers=[[*answer[:9], 5, *answer[10:]] for answer in measured.answers])
     else:
         measured = _measured(training, answers=[[5, *answer] for answer in measured.answers])
-    said = explain_gap(measured, found, prompts, tiny_target, token_map, "bf16" if case == "head" else "fp32", TOKENS)
+    precision = "bf16" if case == "head" else "fp32"
+    gap = explain_gap(measured, replayed, prompts, tiny_target, token_map, precision, TOKENS)
     if cause is None:
-        assert said is None
+        assert gap is None
     else:
-        assert said is not None and "lies outside [1.40, 1.60]" in said
-        assert re.search(cause, said), said
+        assert gap is not None and "lies outside [1.40, 1.60]" in gap
+        assert re.search(cause, gap), gap
 
 
-def test_the_target_s_own_template_is_no_cause(training, tiny_target):
+def test_the_target_s_own_template_counts_as_equal(training, tiny_target):
     text = tiny_target.tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, tokenize=False)
     ids = tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert HeldOutPrompts([HeldOutPrompt("a", ids, [5], CHAT, 0.0)]).rendered_otherwise(tiny_target) == 0
+    assert HeldOutPrompts([HeldOutPrompt("a", ids, [5], CHAT, 0.0)]).rendered_differently(tiny_target) == 0
 
 
 def test_the_first_held_out_prompts(tmp_path):
-    """In the order of the ids, whatever the order of the file: else two runs would measure different things."""
+    """The order of the ids decides, not that of the file, so that two runs measure the same prompts."""
     path = tmp_path / "rollouts.jsonl"
 
     def write(*rows):
@@ -191,10 +192,10 @@ def test_the_first_held_out_prompts(tmp_path):
     write(row("c"), row("a", "train"), row("d"), row("b"), row("0", spans=[]), row("1", spans=[[0, 4]]))
     found = read_held_out(path, 2, longest=8)
     assert [(one.id, one.prompt, one.answer) for one in found.prompts] == [("b", [1, 2], [3, 4]), ("c", [1, 2], [3, 4])]
-    with pytest.raises(TrainError, match="no held-out rollout whose prompt can be asked.*real_every=null"):
+    with pytest.raises(TrainError, match="no usable held-out prompt.*real_every=null"):
         read_held_out(path, 2, longest=1)
 
 
-def test_what_the_engine_cannot_do_is_said_before_training(tiny_target):
+def test_an_unusable_draft_shape_raises_before_training(tiny_target):
     with pytest.raises(TrainError, match="more branches than the draft vocabulary.*real_shapes"):
         check_engine_runs(tiny_target, 3, [DraftShape.parse("2,4,8")])

@@ -1,4 +1,4 @@
-"""Two processes that hold half of a target each see the states that the whole one has."""
+"""A target that is sharded over two processes computes the states of an unsharded one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 
 @pytest.mark.process
-def test_two_halves_are_one_target(tiny_target_directory, tmp_path):
-    """fp32, bf16 and a mixture of experts, to the bit. Weights that stay whole beside the parts, a layer that is not
-    cut again after its forward, and a process with fewer texts to store that runs fewer forwards, would each show."""
-    command = [sys.executable, str(Path(__file__).with_name("half_a_target.py")), str(tiny_target_directory)]
+def test_a_sharded_target_equals_the_unsharded_one(tiny_target_directory, tmp_path):
+    """fp32, bf16 and a mixture of experts, bit by bit. Detects full weights that are not freed, a layer that is not
+    resharded after its forward, and a process with fewer texts to store that runs fewer forwards."""
+    command = [sys.executable, str(Path(__file__).with_name("sharded_target_process.py")), str(tiny_target_directory)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen([*command, str(tmp_path), str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
@@ -31,6 +31,6 @@ def test_two_halves_are_one_target(tiny_target_directory, tmp_path):
         answers = json.loads((tmp_path / f"found-{rank}.json").read_text())
         assert answers.pop("stored") and len(answers) == 3
         for name, found in answers.items():
-            here, everywhere = found["bytes"]
-            assert 2 * here == everywhere > 0 and found["bytes after"] == found["bytes"], name
+            local, total = found["bytes"]
+            assert 2 * local == total > 0 and found["bytes after"] == found["bytes"], name
             assert found["kept"] == 0 and found["read"] and all(found["equal"]), (name, found)

@@ -12,7 +12,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import metrics as metrics_file
 from toolkit.train.errors import TrainError
 from toolkit.train.forecast import chained_counts
-from toolkit.train.metric_rows import OF_THE_MACHINE, StepSums, flat_row, step_row
+from toolkit.train.metric_rows import MACHINE_KEYS, StepSums, flat_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import covered_share
@@ -54,7 +54,7 @@ def test_a_step_s_row():
     assert row["conditional_accuracy_by_step"] == [0.6, 0.0]
     assert (row["learning_rate"], row["grad_norm"], row["muon_learning_rate"]) == (0.5 * 1.5e-3, 1.5, None)
     assert (row["supervised_tokens"], row["tokens_per_s"], row["token_map_coverage"]) == (10, 5.0, 0.9)
-    assert [row[key] for key in OF_THE_MACHINE] == [2.0, 5.0, 0.5, 1.0, 0.25, 77]
+    assert [row[key] for key in MACHINE_KEYS] == [2.0, 5.0, 0.5, 1.0, 0.25, 77]
 
 
 def test_inner_parts_are_taken_off(monkeypatch):

@@ -42,7 +42,7 @@ def build_accelerator(
     """An Accelerator over DeepSpeed: the launcher's plugin where one was configured, ZeRO-2 from
     `recipes/accelerate/zero2.yaml` where not.
 
-    whole_gradients: the optimiser needs whole matrices (Muon), so gradients are all-reduced, not scattered.
+    whole_gradients: the optimizer needs whole matrices (Muon), so gradients are all-reduced, not scattered.
     At ZeRO stage 3 transformers shards what it loads later, unless it is told not to (see `frozen_target.py`).
     Raises `TrainError` when the launcher chose another way to distribute.
     """

@@ -1,5 +1,7 @@
-"""Which head of a training is handed on, and when to stop: by the engine's accept_length where it is measured, else by
-the forecast; never by the loss."""
+"""Selects the best head of a training, and decides the early stop.
+
+The criterion is the engine's accept_length if it is measured, else the forecast; never the loss.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,27 @@ from toolkit.train.state import Position
 from toolkit.train_settings import TrainSettings
 
 
-def judged(position: Position, forecast: float | None, real: float | None, settings: TrainSettings) -> Position:
-    """`position` after an evaluation at its step; `best_step == step` says that this head is the best so far.
+def update_best(position: Position, forecast: float | None, real: float | None, settings: TrainSettings) -> Position:
+    """`position` after an evaluation at its step. `best_step == step` means that this head is the best so far.
 
-    forecast and real are accept_lengths, None where nothing is known. Of equals the later one, which was trained
-    longer. An unknown value never beats a known one. Once something was measured for real, forecasts decide nothing.
-    Evaluations without improvement are counted only where they decide: forecasts do not, where the engine measures.
+    forecast and real are accept_lengths, None if unknown. Of equal heads the later one is the best: it was trained
+    longer. An unknown value is never better than a known one. After the first measurement by the engine, forecasts no
+    longer count. `stale` counts evaluations without improvement, of the engine if real_every is set, else forecasts.
     """
     if real is None and position.best_real is not None:
-        measured_in_vain = settings.evaluation.real_every is not None and due(
+        measured_nothing = settings.evaluation.real_every is not None and due(
             position.step, settings.evaluation.real_every
         )
-        return replace(position, stale=position.stale + measured_in_vain)
+        return replace(position, stale=position.stale + measured_nothing)
     if real is not None:
-        better, more = _compare(real, position.best_real)
+        as_good, better = _compare(real, position.best_real)
         decides = True
     else:
-        better, more = _compare(forecast, position.best_forecast)
-        better = better or not position.best_step
+        as_good, better = _compare(forecast, position.best_forecast)
+        as_good = as_good or not position.best_step
         decides = settings.evaluation.real_every is None
-    stale = 0 if more else position.stale + decides
-    if not better:
+    stale = 0 if better else position.stale + decides
+    if not as_good:
         return replace(position, stale=stale)
     return replace(position, best_step=position.step, best_forecast=forecast, best_real=real, stale=stale)
 
@@ -48,8 +50,8 @@ def has_stopped(position: Position, settings: TrainSettings) -> bool:
     return settings.evaluation.patience is not None and position.stale >= settings.evaluation.patience
 
 
-def best_in_words(position: Position, settings: TrainSettings) -> str:
-    """The accept_length that made it the best head, for the log."""
+def describe_best(position: Position, settings: TrainSettings) -> str:
+    """The accept_length of the best head, for the log."""
     if position.best_real is not None:
         over = "train.evaluation.real_shapes and real_temperatures"
         return f"real accept_length {position.best_real:.2f} (mean over {over})"

@@ -1,4 +1,4 @@
-"""Copies decoder layers and norms of the target into a head, as far as their parts fit.
+"""Copies decoder layers and norms of the target into a head, as far as their parts match.
 
 Shapes: H hidden size.
 """
@@ -18,77 +18,77 @@ from torch import Tensor, nn
 from toolkit.heads.decoder_layer import AttendingLayer
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import FixedLinear
-from toolkit.targets.sharding import whole
+from toolkit.targets.sharding import unsharded
 
 log = get_logger(__name__)
 
-# In EAGLE-3's first layer their input is the embedding and the hidden state, concatenated.
-TWO_HALVES = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+# In EAGLE-3's first layer the input of these is the embedding and the hidden state, concatenated.
+CONCATENATED_INPUT = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
 @dataclass
-class Unlike:
-    """left: names of the head's parameters that were not copied. dropped: the target's parts that the head lacks."""
+class CopyReport:
+    """not_copied: names of the head's parameters that stay random. dropped: the target's parts that the head lacks."""
 
-    left: list[str]
+    not_copied: list[str]
     dropped: list[str]
 
     def warn(self) -> None:
-        """Log both; all experts of a list share one name."""
-        left, dropped = (
+        """Log both lists, with one name for all experts of a layer."""
+        not_copied, dropped = (
             ", ".join(dict.fromkeys(re.sub(r"\.experts\..*", ".experts", name) for name in names))
-            for names in (self.left, self.dropped)
+            for names in (self.not_copied, self.dropped)
         )
-        if left:
-            log.warning("left random, since the target's layers have no part that fits: %s", left)
+        if not_copied:
+            log.warning("these parameters stay random, because the target has no matching part: %s", not_copied)
         if dropped:
-            log.warning("parts of the target's layers that the head lacks: %s", dropped)
+            log.warning("the head lacks these parts of the target's layers: %s", dropped)
 
 
 @torch.no_grad()
-def copy_decoder_layer(layer: AttendingLayer, theirs: nn.Module, width: int) -> Unlike:
-    """Copy `theirs`, a layer of the target of width H, as far as its parts fit and mean the same in the head's layer.
+def copy_decoder_layer(layer: AttendingLayer, theirs: nn.Module, width: int) -> CopyReport:
+    """Copy the parts of `theirs`, a layer of the target of width H, that match in shape and meaning.
 
-    A layer that reads the embedding and the hidden state takes the target's projections for the hidden half; the half
-    for the embedding, which comes first, stays small and random.
+    If the head's layer reads the embedding and the hidden state, the target's projections go into the half for the
+    hidden state; the first half, for the embedding, stays random with small values.
     """
-    with whole(theirs):
+    with unsharded(theirs):
         return _copy(layer, theirs, width)
 
 
-def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> Unlike:
-    source, unlike = _tensors(theirs), Unlike([], [])
-    taken: set[str] = set()
+def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> CopyReport:
+    source, report = _tensors(theirs), CopyReport([], [])
+    copied: set[str] = set()
     for name, parameter in layer.named_parameters():
         if not name.startswith(("self_attn.", "mlp.")):
             continue
-        value = None if _read_otherwise(name, theirs, source, layer, taken) else source.get(name)
+        value = None if _used_differently(name, theirs, source, layer, copied) else source.get(name)
         value = None if value is None else value * _factor(name, theirs)
         half = (len(parameter), parameter.shape[-1] // 2)
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
-        elif value is not None and value.shape == half and name in TWO_HALVES:
+        elif value is not None and value.shape == half and name in CONCATENATED_INPUT:
             parameter[:, half[1] :].copy_(value)
         else:
-            unlike.left.append(name)
+            report.not_copied.append(name)
             continue
-        taken.add(name)
+        copied.add(name)
     norms = {layer.norm_before_attention: "input_layernorm", "post_attention_layernorm": _norm_before_mlp(theirs)}
     for mine, other in norms.items():
         own, norm = getattr(layer, mine, None), getattr(theirs, other, None)
-        taken |= {f"{other}.weight", f"{other}.bias"}
+        copied |= {f"{other}.weight", f"{other}.bias"}
         if own is not None and (norm is None or not copy_norm(own, norm, width)):
-            unlike.left.append(f"{mine}.weight")
-    unlike.dropped += [name for name in source if name not in taken and name not in unlike.left]
-    unlike.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
+            report.not_copied.append(f"{mine}.weight")
+    report.dropped += [name for name in source if name not in copied and name not in report.not_copied]
+    report.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
     if getattr(getattr(theirs, "self_attn", None), "attn_logit_softcapping", None) is not None:
-        unlike.dropped.append("self_attn.attn_logit_softcapping")
-    return unlike
+        report.dropped.append("self_attn.attn_logit_softcapping")
+    return report
 
 
 def _factor(name: str, theirs: nn.Module) -> float:
-    """The target's factor of attention scores, beside 1/sqrt(head dim), or of what is added to the residual stream
-    (Granite). The head has neither, so the copied weights contain it."""
+    """The target's extra factor of the attention scores, or of the outputs added to the residual stream (Granite).
+    The head has neither factor, so the copied weights contain it."""
     if name.startswith("self_attn.q_proj."):
         attention = getattr(theirs, "self_attn", None)
         scaling, width = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
@@ -98,17 +98,17 @@ def _factor(name: str, theirs: nn.Module) -> float:
 
 
 def _is_silu(theirs: nn.Module) -> bool:
-    """Whether the MLP's activation is SiLU, or is not an attribute that can be checked."""
+    """Whether the MLP's activation is SiLU; True if it is not an attribute that can be checked."""
     activation = getattr(getattr(theirs, "mlp", None), "act_fn", None)
-    probe = torch.linspace(-4, 4, 9, device=next(theirs.parameters()).device)  # some have weights (Apertus)
+    probe = torch.linspace(-4, 4, 9, device=next(theirs.parameters()).device)  # Apertus's activation has weights
     return activation is None or torch.allclose(activation(probe), F.silu(probe), atol=1e-5)
 
 
-def _rotates_alike(theirs: nn.Module) -> bool:
-    """Whether the rotation covers whole heads and pairs element i with element i + hd/2, as in the head.
+def _same_rope(theirs: nn.Module) -> bool:
+    """Whether the rotary embedding covers whole heads and pairs element i with element i + hd/2, as in the head.
 
     GLM rotates half of each head, in pairs of neighbours. Some layers of SmolLM 3 and Llama 4 do not rotate. Llama 4
-    rotates complex numbers, which cannot be checked here.
+    rotates complex numbers, which this check does not cover.
     """
     attention = getattr(theirs, "self_attn", None)
     config, module = getattr(attention, "config", None), sys.modules[type(attention).__module__]
@@ -125,8 +125,8 @@ def _rotates_alike(theirs: nn.Module) -> bool:
 
 
 def _normed_inside(theirs: nn.Module, layer: nn.Module) -> set[str]:
-    """Projections next to a norm inside the target's attention or MLP that the head lacks: queries and keys (Qwen 3) or
-    the last projection, whose input is normed (BitNet)."""
+    """Projections beside a norm inside the target's attention or MLP that the head lacks: those of queries and keys
+    (Qwen 3), or the last projection, whose input is normed (BitNet)."""
     found: set[str] = set()
     own = {path for path, _ in layer.named_modules()}
     for path, part in theirs.named_modules():
@@ -140,49 +140,51 @@ def _normed_inside(theirs: nn.Module, layer: nn.Module) -> set[str]:
     return found
 
 
-def _read_otherwise(
-    name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module, taken: set[str]
+def _used_differently(
+    name: str, theirs: nn.Module, source: Mapping[str, Tensor], layer: nn.Module, copied: set[str]
 ) -> bool:
     """Whether the target uses this projection in another way than the head would.
 
-    Where the target norms its output (queries of Qwen 3, outputs of Gemma 2, OLMo 2 and GLM 4), the head would read it
-    at a scale that no part was trained for. A projection of another part's output is useless without that part.
+    If the target norms the projection's output (queries of Qwen 3, outputs of Gemma 2, OLMo 2 and GLM 4), the head
+    would read it at a scale that it was not trained for. A projection of another part's output is useless without that
+    part.
     """
     path = name.rpartition(".")[0]
-    if path in ("self_attn.q_proj", "self_attn.k_proj") and not _rotates_alike(theirs):
+    if path in ("self_attn.q_proj", "self_attn.k_proj") and not _same_rope(theirs):
         return True
     if path in _normed_inside(theirs, layer):
         return True
     if path.startswith("mlp.") and not {f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")} <= source.keys():
         return True
-    if path == "self_attn.o_proj" and "self_attn.v_proj.weight" not in taken:
+    if path == "self_attn.o_proj" and "self_attn.v_proj.weight" not in copied:
         return True
-    behind = {
+    output_norms = {
         "self_attn.o_proj": {"post_self_attn_layernorm", "post_attention_layernorm"} - {_norm_before_mlp(theirs)},
         "mlp.down_proj": {"post_mlp_layernorm", "post_feedforward_layernorm"},
     }
-    return any(hasattr(theirs, norm) for norm in behind.get(path, ()))
+    return any(hasattr(theirs, norm) for norm in output_norms.get(path, ()))
 
 
 def _norm_before_mlp(theirs: nn.Module) -> str:
-    """The target's name of the norm before the MLP. In families that also norm the MLP's output (Gemma 2, OLMo 2),
+    """The target's name for the norm before the MLP. In families that also norm the MLP's output (Gemma 2, OLMo 2),
     `post_attention_layernorm` is the norm of the attention's output."""
     sandwich = hasattr(theirs, "post_feedforward_layernorm") or hasattr(theirs, "pre_feedforward_layernorm")
     return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Its parameters, quantised weights in full."""
+    """The layer's parameters and its dequantised weights, by name."""
     quantised = {f"{path}.weight": part.weight for path, part in layer.named_modules() if isinstance(part, FixedLinear)}
     return {**dict(layer.named_parameters()), **quantised}
 
 
 @torch.no_grad()
 def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
-    """Copy the scale that the target's norm applies (some families store w, others 1 + w). Returns whether it has one.
+    """Copy the scale that the target's norm applies, measured with a probe: some families store w, others w - 1.
 
-    The probe of alternating signs has mean 0 and mean square 1, so that a LayerNorm does not change it. The difference
-    of two opposite probes cancels a bias, which the head's norms do not have.
+    The probe has alternating signs, so mean 0 and mean square 1, and a LayerNorm does not change it. The difference of
+    the results of two opposite probes cancels a bias, which the head's norms do not have. Returns False if the norm has
+    no such scale.
     """
     like = next(theirs.parameters(), mine.weight)
     probe = torch.ones(1, width, device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""The head that a recipe asks for: its configuration, its start, and the module that trains it."""
+"""Builds the draft head of a recipe: its configuration, its initial weights and the module that trains it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """token_map: the ids over which the head is scored: all of the target's for a head that shares its output matrix.
-    aux_layer_ids: the layers whose inputs the head reads; None: the last state, after the final norm."""
+    """What is fixed about a head before it has weights.
+
+    token_map: the ids that the head's logits cover; all target ids if the head uses the target's output matrix.
+    aux_layer_ids: the layers whose inputs the head reads. None: it reads the last hidden state, after the final norm.
+    """
 
     config: HeadConfig
     token_map: TokenMap
@@ -53,7 +56,8 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
         check_aux_layer_ids(ids, target.n_layers)
     if settings.head.init != "random" and (config.regressed_layer or 0) > target.n_layers:
         raise TargetError(
-            f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy"
+            f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy; lower "
+            "it, or set train.head.init=random"
         )
     return HeadPlan(config, token_map if config.own_vocabulary else TokenMap.identity(target.vocab_size), ids)
 
@@ -68,28 +72,28 @@ def start_head(
 ) -> DraftHead:
     """A new head on the target's device.
 
-    batches: None for random weights; otherwise the head starts from the target's weights where they fit, and from a
-    regression over as many of the batches as it needs (without any, what it would solve for stays random). stored: the
-    batches' features; None: the target's forward.
+    batches: None gives random weights. Otherwise the head starts from the target's weights where they fit, and its
+    input layer from a regression over as many of the batches as that needs (random if `batches` is empty).
+    stored: the features of the batches; None computes them with the target's forward.
     """
     head = build_head(plan.config).to(target.device)
     own_vocabulary = plan.config.own_vocabulary
     if not own_vocabulary:
-        log.info("the target's output matrix scores the head over all its ids: the run's token map is not read")
+        log.info("the head uses the target's output matrix and full vocabulary: the run's token map is not used")
     if batches is None:
         initialise_random(head, seed)
     else:
         taken = regression_batches(batches, head.warm_start().solved.in_features)
         r2 = initialise_from_target(head, target, plan.token_map, taken, seed, stored)
-        fit = "" if r2 is None else f"; the regression explains {r2:.2f} of what its input should become"
-        log.info("head starts from the target's weights%s", fit)
+        fit = "" if r2 is None else f"; R2 of the regression for its input layer: {r2:.2f}"
+        log.info("the head starts from the target's weights%s", fit)
     if own_vocabulary and settings.head.lm_head is not None:
         _set_output_matrix(head, plan, settings, target, seed)
     return head
 
 
 def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teacher: Teacher) -> TrainedHead:
-    """The head with its unroll and losses."""
+    """The module that training runs: the head with its unroll and losses."""
     token_weight, feature_weight = plan.config.loss_weights(settings.unroll)
     return TrainedHead(
         head,
@@ -103,8 +107,10 @@ def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teach
 
 
 def anchors_of(plan: HeadPlan, settings: TrainSettings, seed: int, *place: int) -> Anchors | None:
-    """The draw of one micro-batch, by its place in the training; None where all roots are unrolled. All roots take the
-    steps in which each stage reads all positions for the first time."""
+    """The draw of anchors for one micro-batch; `place` is its place in the training. None if all roots are unrolled.
+
+    The first `stages` steps always unroll all roots: in each of them a stage reads all positions for the first time.
+    """
     if settings.unroll.anchors is None:
         return None
     drawn = random.Random(f"anchors {seed} {place}").getrandbits(63)
@@ -113,7 +119,7 @@ def anchors_of(plan: HeadPlan, settings: TrainSettings, seed: int, *place: int) 
 
 @torch.no_grad()
 def _set_output_matrix(head: DraftHead, plan: HeadPlan, settings: TrainSettings, target: Target, seed: int) -> None:
-    """`train.head.lm_head`: the output matrix and its norm start at random or as the target's; "frozen" keeps it."""
+    """Apply `train.head.lm_head`: "random" or the target's output matrix and norm; "frozen" also stops its training."""
     weight = head.lm_head.weight
     head.norm.weight.fill_(1.0)
     if settings.head.lm_head == "random":
@@ -122,5 +128,5 @@ def _set_output_matrix(head: DraftHead, plan: HeadPlan, settings: TrainSettings,
         return
     weight.copy_(target.lm_head.weight[plan.token_map.ids.to(target.device)])
     if not copy_norm(head.norm, target.final_norm, target.hidden_size):
-        log.warning("the norm before the output matrix starts at one: the target's last norm has no such scale")
+        log.warning("the norm before the output matrix starts at one: the target's final norm has no scale to copy")
     weight.requires_grad_(settings.head.lm_head != "frozen")

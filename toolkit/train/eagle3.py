@@ -1,14 +1,14 @@
 """Train an EAGLE-3 head: `accelerate launch toolkit/train/eagle3.py [--recipe R] [a.b=c ...]`.
 
-Without arguments it trains by the demo recipe. Rollouts and token map come from the recipe's run folder. Where they are
-absent, or made by other settings than these, the stages before training make them first.
+Without arguments it trains with the demo recipe. Rollouts and token map are read from the recipe's run folder. If they
+are missing or were made with other settings, the stages before training run first.
 """
 
 import sys
 from pathlib import Path
 
 if not __package__:
-    # Run by path: the repository takes the place of toolkit/train at the head of the search path.
+    # Run by path: sys.path[0] is toolkit/train and must be the repository instead.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from toolkit.pipeline.train_entry import train_from_command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, make what is missing, train. Returns an exit status."""
+    """Train with the recipe and overrides in `argv`. Returns an exit status."""
     return train_from_command_line("eagle3", argv)
 
 

@@ -16,17 +16,17 @@ def engine_generate(
     draft_used: str | None = None,
     on_end: Callable[[GenerationRequest, Request], None] | None = None,
 ) -> GenerateFn:
-    """`generate` over `engine`, which is kept full: the next request goes in as soon as one ends.
+    """A `generate` callable over `engine`. It adds a request as soon as one ends, so that the batch stays full.
 
-    `draft_used` goes into every result's provenance. `on_end` sees what was asked and what became of it, before the
-    result is given out. Leaving the loop early (an error, Ctrl-C) aborts what runs.
+    draft_used: goes into every result's provenance. on_end: called with each request before its result is yielded.
+    When the caller leaves the loop early (an error, Ctrl-C), running requests are aborted.
     """
 
     def generate(requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult]]:
         waiting = iter(enumerate(requests))
         running: dict[int, tuple[int, Request]] = {}
         try:
-            # One more than the engine has rows for, so that it never steps with a free one.
+            # One more than max_running_requests, so that no step has a free row.
             while _fill(engine, waiting, running, engine.max_running_requests + 1):
                 for request in engine.step():
                     if request.finish_reason is not None:
@@ -42,7 +42,7 @@ def engine_generate(
 
 
 def _result(request: Request, draft_used: str | None) -> GenerationResult:
-    assert request.finish_reason is not None, "only what has ended has a result"
+    assert request.finish_reason is not None, "a request has a result only after it has ended"
     stats = summarise(request.events)
     return GenerationResult(
         list(request.output_ids), request.finish_reason, draft_used, stats.verify_steps, stats.accepted
@@ -55,15 +55,15 @@ def _fill(
     running: dict[int, tuple[int, Request]],
     limit: int,
 ) -> bool:
-    """Hand over requests until `limit` run or wait in the engine; False when nothing is left to do."""
+    """Add requests until `limit` run or wait in the engine; False when no request is left."""
     while len(running) < limit:
-        following = next(waiting, None)
-        if following is None:
+        upcoming = next(waiting, None)
+        if upcoming is None:
             break
-        index, wanted = following
+        index, asked = upcoming
         params = SamplingParams(
-            temperature=wanted.temperature, top_p=wanted.top_p, max_tokens=wanted.max_tokens, seed=wanted.seed
+            temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_tokens, seed=asked.seed
         )
-        request = engine.add_request(wanted.prompt_ids, params)
+        request = engine.add_request(asked.prompt_ids, params)
         running[id(request)] = (index, request)
     return bool(running)

@@ -1,11 +1,11 @@
-"""What can be wrong with a training before or while it starts; each message is one line for the user."""
+"""Errors of a training; each message is one line for the user."""
 
 from __future__ import annotations
 
 
 class TrainError(ValueError):
-    """A training that cannot start as asked: launcher, batch sizes, earlier stages, a folder in use."""
+    """A training cannot start: launcher, batch sizes, earlier stages, or a run folder in use."""
 
 
 class ResumeError(TrainError):
-    """A stored state belongs to other settings or another number of processes."""
+    """The stored state was written with other settings or by another number of processes."""

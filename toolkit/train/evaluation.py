@@ -1,4 +1,4 @@
-"""What is looked at every so many steps: the forecast, the engine's own accept_length, and which head is the best."""
+"""The evaluations during training: the forecast and the engine's accept_length. They select the best head."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from accelerate.utils import broadcast
 from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.train.best_head import judged
+from toolkit.train.best_head import update_best
 from toolkit.train.forecast import summarise_replays
-from toolkit.train.forecast_check import Comparison, compare, explain_gap
+from toolkit.train.forecast_check import ReplayedForecasts, explain_gap, replay_forecasts
 from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row
 from toolkit.train.metrics import Metrics
@@ -30,10 +30,10 @@ log = get_logger(__name__)
 
 
 class Evaluation:
-    """Runs on all processes in step; the main one measures with the engine while the others wait, and decides.
+    """All processes must call it together. The main process alone measures with the engine; its values decide.
 
-    trained: a head -> the module that training unrolls it in. measurement: to be set on the main process, where the
-    recipe asks for one.
+    trained: head -> the module that unrolls it in training. measurement: the caller sets it on the main process if
+    train.evaluation.real_every is set.
     """
 
     def __init__(
@@ -53,20 +53,23 @@ class Evaluation:
         self.measurement: Measurement | None = None
 
     def __call__(self, model: torch.nn.Module, position: Position, *, forecast: bool, real: bool) -> Position:
-        """The forecast, the engine's value, or both, at this step; the best head so far is kept beside the states."""
-        guess, value, weights = None, None, None
+        """Compute the forecast, the engine's value, or both; save the head if it is the best so far.
+
+        Returns `position` with the best values.
+        """
+        predicted, value, weights = None, None, None
         if forecast:
             model.eval()
-            found = forecast_accept_length(model, self.side, self.held_out, self.settings.unroll.ttt_steps)
+            result = forecast_accept_length(model, self.side, self.held_out, self.settings.unroll.ttt_steps)
             model.train()
-            guess = found.accept_length
-            self.metrics.write({"step": position.step, **forecast_row(found)})
+            predicted = result.accept_length
+            self.metrics.write({"step": position.step, **forecast_row(result)})
         if real:
             weights = gathered_weights(self.accelerator, model)
             if self.accelerator.is_main_process:
                 value = self._measure(position.step, weights)
-        guess, value = self._as_on_main(guess, value)
-        position = judged(position, guess, value, self.settings)
+        predicted, value = self._from_main(predicted, value)
+        position = update_best(position, predicted, value, self.settings)
         if position.best_step == position.step:
             weights = gathered_weights(self.accelerator, model) if weights is None else weights
             if self.accelerator.is_main_process:
@@ -75,61 +78,65 @@ class Evaluation:
                 save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
         return position
 
-    def _as_on_main(self, *values: float | None) -> list[float | None]:
-        """The main process's values, on all: processes that round differently must not part ways at a gather."""
+    def _from_main(self, *values: float | None) -> list[float | None]:
+        """The main process's values on all processes, so that all take the same branches. A process that rounded
+        differently could otherwise miss a collective."""
         sent = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=self.side.target.device)
         return [value or None for value in broadcast(sent).tolist()]
 
     def _measure(self, step: int, weights: Weights) -> float | None:
-        """The mean real accept_length; rows and log hold every shape and temperature beside its forecasts."""
-        assert self.measurement is not None, "a measurement that was asked for needs its prompts"
+        """Measure with the engine; returns the mean accept_length. Metrics and log get each shape and temperature with
+        its forecasts."""
+        assert self.measurement is not None, (
+            "the main process needs a measurement if train.evaluation.real_every is set"
+        )
         target, token_map = self.side.target, self.side.token_map
         measured = self.measurement.by_engine(as_draft(weights, self.config, token_map, target))
         head = head_of(weights, self.config, target.device, self.side.head_dtype)
         model = self.trained(head).eval()
-        compared = [self._compare(one, model) for one in measured]
+        forecasts = [self._replay_forecasts(one, model) for one in measured]
         mean = mean_accept_length(measured)
-        self.metrics.write({"step": step, **real_row(measured, compared, mean, len(self.measurement.prompts.prompts))})
-        log.info("step %d: %s", step, "; ".join(_said(*pair) for pair in zip(measured, compared, strict=True)))
-        for one, found in zip(measured, compared, strict=True):
-            said = explain_gap(
+        self.metrics.write({"step": step, **real_row(measured, forecasts, mean, len(self.measurement.prompts.prompts))})
+        log.info("step %d: %s", step, "; ".join(_describe(*pair) for pair in zip(measured, forecasts, strict=True)))
+        for one, replayed in zip(measured, forecasts, strict=True):
+            gap = explain_gap(
                 one,
-                found,
+                replayed,
                 self.measurement.prompts,
                 target,
                 token_map,
                 self.settings.precision,
                 self.measurement.max_tokens,
             )
-            if said is not None:
-                log.warning("step %d: %s", step, said)
-                break  # the others would say the same
+            if gap is not None:
+                log.warning("step %d: %s", step, gap)
+                break  # other gaps have the same cause
         return mean
 
-    def _compare(self, measured: RealAcceptance, model: torch.nn.Module) -> Comparison:
-        assert self.measurement is not None, "see _measure"
-        asked = self.measurement.prompts.prompts
+    def _replay_forecasts(self, measured: RealAcceptance, model: torch.nn.Module) -> ReplayedForecasts:
+        assert self.measurement is not None, "called by _measure only"
+        prompts = self.measurement.prompts.prompts
 
         def replay(answers: Sequence[list[int]], levels: int) -> float | None:
             texts = [
                 Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * len(answer))
-                for one, answer in zip(asked, answers, strict=True)
+                for one, answer in zip(prompts, answers, strict=True)
             ]
             size = self.settings.data.micro_batch
             batches = [collate(texts[start : start + size], self.pad_id) for start in range(0, len(texts), size)]
             steps = replayed_steps(model, self.side.online(), batches, self.settings.unroll.ttt_steps, levels)
             return summarise_replays(steps, levels).accept_length
 
-        deepest = self.settings.unroll.ttt_steps
-        return compare(measured, self.measurement.prompts, replay, deepest, self.measurement.max_tokens)
+        max_levels = self.settings.unroll.ttt_steps
+        return replay_forecasts(measured, self.measurement.prompts, replay, max_levels, self.measurement.max_tokens)
 
 
-def _said(measured: RealAcceptance, found: Comparison) -> str:
-    """One measurement in words, with all that an accept_length must be printed with."""
+def _describe(measured: RealAcceptance, replayed: ReplayedForecasts) -> str:
+    """One measurement for the log: shape, temperature, accept_length, interval, verify steps, forecast."""
     if measured.accept_length is None:
         return f"{measured.name}: no verify steps"
     interval = "" if measured.interval is None else " [{:.2f}, {:.2f}]".format(*measured.interval)
-    forecast = found.on_answers if found.on_rollouts is None else found.on_rollouts
+    forecast = replayed.on_answers if replayed.on_rollouts is None else replayed.on_rollouts
     return (
         f"{measured.name}: real accept_length {measured.accept_length:.2f}{interval}, {measured.stats.verify_steps} "
         f"verify steps{'' if forecast is None else f', forecast {forecast:.2f}'}"

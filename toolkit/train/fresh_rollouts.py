@@ -1,11 +1,11 @@
-"""On-policy for real: training pauses, and the engine, drafting with the head being trained, answers prompts afresh.
+"""Fresh on-policy rollouts: training pauses, and the engine answers prompts with the head in training as its drafter.
 
-What is written at a step depends on the recipe and the step alone: prompts, temperatures and seeds do, and the tokens
-are the target's own whatever was drafted (in 16 bits up to near-ties). So a run that was cut off writes what is missing
-and goes on as if it had not been. Processes share the prompts, and all train on all of them:
+The rollouts of a step depend only on the recipe and the step, which decide prompts, temperatures and seeds. The tokens
+are the target's whatever the head drafts (in 16 bits up to near-ties). So an interrupted run writes only the missing
+rollouts when it resumes, and the result is the same. The processes divide the prompts among them; each trains on all:
 
-    <run>/train/fresh/000200.0.jsonl, 000200.1.jsonl   while they are written, one a process, a row at a time
-                     000200.jsonl, 000200_stats.json   when all is written
+    <run>/train/fresh/000200.0.jsonl, 000200.1.jsonl   one file for each process, while it appends rows
+                     000200.jsonl, 000200_stats.json   the result
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FreshStats:
-    """Of the rollouts written at one step. tokens: response tokens. tokens_per_s: of the processes together, in their
-    last session; decode_tokens_per_s and plain_tokens_per_s: see `rollout_speed.py`. accept_length over the verify
-    steps that drafted: None without any."""
+    """Statistics of the rollouts written at one step.
+
+    tokens: response tokens. tokens_per_s: of all processes together, since the last resume. decode_tokens_per_s and
+    plain_tokens_per_s: see `rollout_speed.py`. accept_length: over verify steps with drafts; None without any.
+    """
 
     rollouts: int
     skipped: int
@@ -60,8 +62,8 @@ class FreshStats:
 
 
 class FreshRollouts:
-    """Writes and finds the rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts, or the
-    target has no chat template to ask them with."""
+    """Writes and finds the fresh rollouts of a training. Raises `DataError` when the stored rollouts hold no prompts or
+    the target has no chat template."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class FreshRollouts:
     ) -> None:
         self.recipe, self.target, self.token_map, self.config = recipe, target, token_map, config
         self.folder, self.accelerator = directory / "fresh", accelerator
-        template_text(target.tokenizer)  # its absence is told now, not after the first interval
+        template_text(target.tokenizer)  # raises now if it has none, not after the first interval
         self.pool = read_pool(rollouts)
         self.shape = shapes_of(recipe.train)[0]
 
@@ -83,17 +85,18 @@ class FreshRollouts:
         return self.folder / f"{step:06d}.jsonl"
 
     def prompts(self, step: int) -> tuple[list[Conversation], dict[str, float]]:
-        """What is asked at a step, and at which temperature each."""
+        """The prompts of a step, and the temperature of each by its id."""
         settings = self.recipe.train
         assert settings.on_policy.every is not None, "fresh rollouts need an interval"
         count = settings.on_policy.prompts or settings.on_policy.every * settings.data.global_batch
         first = (step // settings.on_policy.every - 1) * count
         chosen = take_prompts(self.pool, self.recipe.seed, first, count)
-        mixture = settings.on_policy.temperatures  # in turn over all intervals: one may ask fewer prompts than it holds
-        return chosen, {one.id: mixture[place % len(mixture)] for place, one in enumerate(chosen, first)}
+        # Counted over all intervals: one interval may have fewer prompts than temperatures.
+        temperatures = settings.on_policy.temperatures
+        return chosen, {one.id: temperatures[place % len(temperatures)] for place, one in enumerate(chosen, first)}
 
     def write(self, step: int, model: torch.nn.Module) -> FreshStats:
-        """Bring the rollouts of `step` up to date, with the head as it is then; all processes must call this."""
+        """Write the missing rollouts of `step` with the current head. All processes must call this."""
         path, accelerator = self.path(step), self.accelerator
         accelerator.wait_for_everyone()
         if not path.is_file():
@@ -105,14 +108,15 @@ class FreshRollouts:
         return FreshStats(**read_json(_stats_path(path)))
 
     def _share_head(self, step: int, model: torch.nn.Module) -> DraftCheckpoint:
-        """The head as a drafter on every process, by a file: at ZeRO-3 only the main one gets the gathered weights."""
+        """The head as a draft checkpoint on every process. A file carries the weights: under ZeRO-3 only the main
+        process gets them gathered."""
         assert self.target.dtype is not None, "a target has a dtype"
-        passed_on = self.folder / f"{step:06d}.head.safetensors"
+        path = self.folder / f"{step:06d}.head.safetensors"
         weights = gathered_weights(self.accelerator, model)
         if self.accelerator.is_main_process:
-            save_tensors(passed_on, in_dtype(weights, self.target.dtype))
+            save_tensors(path, in_dtype(weights, self.target.dtype))
         self.accelerator.wait_for_everyone()
-        return as_draft(load_tensors(passed_on), self.config, self.token_map, self.target)
+        return as_draft(load_tensors(path), self.config, self.token_map, self.target)
 
     def _write_shares(self, step: int, draft: DraftCheckpoint) -> None:
         settings = replace(self.recipe.rollouts, held_out=0.0)
@@ -120,7 +124,7 @@ class FreshRollouts:
         mine = chosen[self.accelerator.process_index :: self.accelerator.num_processes]
         if not mine:
             return
-        log.info("step %d: the engine answers %d prompts afresh, drafting with the head so far", step, len(chosen))
+        log.info("step %d: the engine writes %d fresh rollouts, with the current head as drafter", step, len(chosen))
 
         speed = RolloutSpeed()
 
@@ -140,13 +144,14 @@ class FreshRollouts:
             )
 
         with_engine(write, self.target, draft, self.shape, max_running_requests=settings.batch_size, adaptive=True)
-        if speed:  # a session that found all written keeps the speed of the one that wrote
+        if speed:  # if all rollouts were there already, the speed file of the earlier run stays
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 
     def _gather_shares(self, step: int) -> None:
-        """One file of all shares, then the statistics, then the shares go; done again after a kill at any point.
+        """Write the statistics and one file of all shares, then delete the shares. A resumed run repeats this after a
+        kill at any point.
 
-        Memory: the rows of one step, which are as many as its prompts.
+        Memory: the rows of one step, one for each prompt.
         """
         path = self.path(step)
         shares = [
@@ -201,6 +206,6 @@ def _stats(
 
 
 def _together(speeds: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Of processes that write beside each other; None unless all of them know."""
+    """The sum over processes that write at the same time; None unless all have a value."""
     known = [speed[name] for speed in speeds if speed.get(name) is not None]
     return sum(known) if known and len(known) == len(speeds) else None

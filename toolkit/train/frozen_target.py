@@ -1,4 +1,4 @@
-"""The target of a training: whole in every process, or its layers shared out among them (`train.target`)."""
+"""The target of a training: replicated in every process, or with sharded layers (`train.target`)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from toolkit.infer.engine.cpu_door import load_target
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
 from toolkit.targets.load import Target
-from toolkit.targets.sharding import layer_bytes, share_out
+from toolkit.targets.sharding import layer_bytes, shard_layers
 
 log = get_logger(__name__)
 
 
 def frozen_target(recipe: Recipe, device: str, accelerator: Accelerator) -> Target:
-    """The recipe's target, on this process's device. All processes must call this. Raises `TargetError`."""
-    # The Accelerator told transformers of ZeRO-3, which is the head's: a model loaded under it would be in pieces.
+    """The recipe's target on this process's device. All processes must call this. Raises `TargetError`."""
+    # ZeRO-3 is for the head. The Accelerator has registered it with transformers, which would shard the target too.
     unset_hf_deepspeed_config()
     processes = accelerator.num_processes
     if recipe.train.target == "sharded" and processes == 1:
-        log.warning("train.target=sharded with one process: the whole target is here; launch more of them")
+        log.warning("train.target=sharded has no effect with one process; launch more processes")
     if recipe.train.target == "replicated" or processes == 1:
         return _load(recipe, device, device)
     mesh = init_device_mesh(device.partition(":")[0], (processes,))
-    with _turn_of_the_node():
+    with _one_process_at_a_time():
         target = _load(recipe, device, "cpu")
-        share_out(target, mesh)
-    here, everywhere = layer_bytes(target)
+        shard_layers(target, mesh)
+    local, total = layer_bytes(target)
     log.info(
-        "the target's layers are shared out among %d processes: %d of %d bytes are here", processes, here, everywhere
+        "the target's layers are sharded over %d processes: this process holds %d of %d bytes", processes, local, total
     )
     return target
 
 
 def _load(recipe: Recipe, device: str, place: str) -> Target:
-    """place: where its weights are read to. The dtype is that for `device`."""
+    """place: the device that the weights are loaded to. The dtype is chosen for `device`."""
     settings = recipe.target
     return load_target(
         settings.model,
@@ -51,13 +51,13 @@ def _load(recipe: Recipe, device: str, place: str) -> Target:
         revision=settings.revision,
         device=place,
         quantization=settings.quantization,
-        use="training" if device == "cpu" else "serving",  # `place` may be a CPU that multiplies nothing
+        use="training" if device == "cpu" else "serving",  # of `device`: the CPU as `place` only holds the weights
     )
 
 
 @contextmanager
-def _turn_of_the_node() -> Iterator[None]:
-    """One process of a machine after the other: its memory holds one whole target at a time."""
+def _one_process_at_a_time() -> Iterator[None]:
+    """The processes of a machine take turns, because its memory may hold only one full target."""
     path = Path(tempfile.gettempdir()) / f"toolkit-target-{os.getuid()}.lock"
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -19,8 +19,8 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weights:
-    """The head's weights by their names in a draft directory, as they are trained. All processes must call this; at
-    ZeRO-3 only the main one gets them."""
+    """The head's weights, in the dtype of training, by their names in a draft directory. All processes must call this;
+    under ZeRO-3 only the main process gets the weights."""
     state = accelerator.get_state_dict(model) or {}
     return {name.removeprefix("head."): value.detach() for name, value in state.items() if name.startswith("head.")}
 
@@ -31,13 +31,13 @@ def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
 
 
 def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:
-    """A second head with these weights, for use alone."""
+    """A frozen copy of the head with these weights."""
     head = empty_head(config)
     load_strict(head, weights, "the head in training")
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
 def as_draft(weights: Weights, config: HeadConfig, token_map: TokenMap, target: Target) -> DraftCheckpoint:
-    """What the engine drafts with: the head in the target's dtype, on its device, as a draft directory would give."""
+    """The head as a draft checkpoint for the engine, in the target's dtype and on its device."""
     assert target.dtype is not None, "a target has a dtype"
     return DraftCheckpoint(head_of(weights, config, target.device, target.dtype), token_map)

@@ -1,4 +1,4 @@
-"""The held-out conversations that every measurement of a training asks, and what the rollouts answered to them."""
+"""The held-out prompts of the engine's measurements during training, and the answers in the rollouts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """The ids up to the last answer of a held-out rollout, and that answer. temperature: the rollout's, None if it does
-    not say."""
+    """The ids before the last answer of a held-out rollout (prompt), and the ids of that answer. temperature: the
+    rollout's, None if it has none."""
 
     id: str
     prompt: list[int]
@@ -32,23 +32,24 @@ class HeldOutPrompt:
 
 @dataclass(frozen=True)
 class HeldOutPrompts:
-    """Always the same ones, so that steps and runs compare."""
+    """The same prompts at every measurement, so that steps and runs are comparable."""
 
     prompts: Sequence[HeldOutPrompt]
 
     @cached_property
     def temperature(self) -> float | None:
-        """That of the rollouts, None where they differ or do not say."""
+        """The temperature of the rollouts; None if they differ or have none."""
         found = {one.temperature for one in self.prompts}
         return found.pop() if len(found) == 1 else None
 
-    def rendered_otherwise(self, target: Target) -> int:
-        """How many of the prompts the target's chat template renders into other ids than the rollouts hold."""
+    def rendered_differently(self, target: Target) -> int:
+        """Number of prompts that the target's chat template renders into other ids than those in the rollouts."""
         return sum(_rendered(one, target) not in (None, one.prompt) for one in self.prompts)
 
 
 def _rendered(one: HeldOutPrompt, target: Target) -> list[int] | None:
-    """None where the rollout holds no messages; nothing where the target has no usable template."""
+    """The prompt's ids by the target's template; None if the rollout has no messages, [] if the target has no usable
+    template."""
     asked = one.messages[:-1] if one.messages and one.messages[-1].get("role") == "assistant" else one.messages
     if not asked:
         return None
@@ -59,9 +60,9 @@ def _rendered(one: HeldOutPrompt, target: Target) -> list[int] | None:
 
 
 def read_held_out(rollouts: Path, count: int, longest: int) -> HeldOutPrompts:
-    """The first `count` held-out rollouts in the order of their ids; prompts of more than `longest` ids are left out.
+    """The first `count` held-out rollouts in the order of their ids, without prompts of more than `longest` ids.
 
-    Memory: these alone. Raises `TrainError` when there is none.
+    Memory: these rollouts only. Raises `TrainError` when no prompt is left.
     """
     rows = unusable = 0
 
@@ -79,15 +80,15 @@ def read_held_out(rollouts: Path, count: int, longest: int) -> HeldOutPrompts:
     first = nsmallest(count, usable(), key=lambda row: str(row["id"]))
     if unusable:
         log.warning(
-            "%d of %d held-out rollouts are not asked in measurements: no prompt, or one of more than %d ids",
+            "%d of %d held-out rollouts are not used in measurements: they have no prompt, or one of more than %d ids",
             unusable,
             rows,
             longest,
         )
     if not first:
         raise TrainError(
-            f"{rollouts} has no held-out rollout whose prompt can be asked ({rows} held-out rows; prompts of 1 to "
-            f"{longest} ids are needed); hold more out, or measure nothing (train.evaluation.real_every=null)"
+            f"{rollouts} has no usable held-out prompt ({rows} held-out rows; a prompt needs 1 to {longest} ids); "
+            "raise rollouts.held_out, or switch the engine's measurements off with train.evaluation.real_every=null"
         )
     return HeldOutPrompts([_prompt(row) for row in first])
 

@@ -1,11 +1,10 @@
-"""Where a head starts: at random, or from the target's own weights (fewer tokens to a good head).
+"""Initial weights of a head: random, or from the target's weights, with which training needs fewer tokens.
 
 Shapes: P positions, H hidden size, W feature width.
 
-A head stands in for the target's last layers one position ahead: it reads position i and must say what they say at i+1.
-So its layers start as the target's last ones, its norm and output matrix as the target's, and the linear layer that
-makes their input as a ridge regression to what enters the first of them at i+1. `DraftHead.warm_start` says which part
-is which.
+A head replaces the target's last layers one position ahead: it reads position i and predicts their output at i+1. So
+its layers start as copies of the target's last layers, its norm and output matrix as the target's. Its input layer
+starts as a ridge regression to the input of the first copied layer at i+1. `DraftHead.warm_start` lists the parts.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from toolkit.heads.draft_head import DraftHead, WarmStart
 from toolkit.targets.features import AuxCapture
 from toolkit.targets.load import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.copied_layers import Unlike, copy_decoder_layer, copy_norm
+from toolkit.train.copied_layers import CopyReport, copy_decoder_layer, copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.regression import Moments, ridge_regression
 
 RANDOM_STD = 0.02
-# Every fifth batch judges the fit.
+# Every fifth batch is left out of the fit and gives its R2.
 CHECK_EVERY = 5
-# Fewer positions fit the training data only: at 12 a column the demo's head guessed 38 % of their tokens before any
-# training and 26 % of unseen ones.
+# With fewer positions the regression overfits: at 12 a column the demo's head predicted 38 % of the fitted tokens
+# before any training, but only 26 % of other tokens.
 POSITIONS_PER_COLUMN = 40
 
 
 def initialise_random(head: nn.Module, seed: int) -> None:
-    """Normal weights of deviation 0.02, norms at one, biases at zero; as published. Draws from its own generator."""
+    """Normal weights of standard deviation 0.02, norms at one, biases at zero, as EAGLE-3 was published. Draws from a
+    generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -52,37 +52,37 @@ def initialise_from_target(
     seed: int,
     stored: StoredFeatures | None = None,
 ) -> float | None:
-    """Start as `head.warm_start()` says, with the regression over `batches`.
+    """Initialise the parts of `head.warm_start()` from the target, with a regression over `batches`.
 
-    stored: the features of `batches`, which spare the target's forward. Parts that differ in shape or meaning (another
-    attention, MLP or norm than the head's) stay random and are named in the log. Returns the regression's R2, None when
-    `batches` is empty.
+    stored: the features of `batches`; None computes them with the target's forward. Parts that differ in shape or
+    meaning (another attention, MLP or norm than the head's) stay random, and the log lists them. Returns the R2 of the
+    regression; None without batches for it.
     """
     initialise_random(head, seed)
     start = head.warm_start()
-    unlike = _copy_layers(start, target)
+    report = _copy_layers(start, target)
     if head.config.own_vocabulary:
         head.lm_head.weight.copy_(target.lm_head.weight[token_map.ids.to(target.device)])
     if start.last_norm is not None:
         name, norm = start.last_norm
         if not copy_norm(norm, target.final_norm, target.hidden_size):
-            unlike.left.append(name)
-    unlike.warn()
+            report.not_copied.append(name)
+    report.warn()
     r2 = _regress(head, start, target, batches, stored) if batches else None
     for layer in start.repeats:
         layer.load_state_dict(start.copies[0].layer.state_dict())
     return r2
 
 
-def _copy_layers(start: WarmStart, target: Target) -> Unlike:
-    unlike = Unlike([], [])
+def _copy_layers(start: WarmStart, target: Target) -> CopyReport:
+    report = CopyReport([], [])
     for layer, source, prefix, zeroed in start.copies:
-        found = copy_decoder_layer(layer, target.layers[source], target.hidden_size)
+        of_layer = copy_decoder_layer(layer, target.layers[source], target.hidden_size)
         for name in zeroed:
             layer.get_parameter(name).zero_()
-        unlike.left += [prefix + name for name in found.left if name not in zeroed]
-        unlike.dropped += found.dropped
-    return unlike
+        report.not_copied += [prefix + name for name in of_layer.not_copied if name not in zeroed]
+        report.dropped += of_layer.dropped
+    return report
 
 
 def _regress(
@@ -91,7 +91,7 @@ def _regress(
     """Solve for `start.solved` by ridge regression; returns its R2 on positions that took no part in the fit."""
     columns = start.solved.in_features
     fit, check = (Moments.empty(columns, target.hidden_size, target.device) for _ in range(2))
-    for number, (batch, read, wanted) in enumerate(_read_and_wanted(head, target, batches, stored)):
+    for number, (batch, read, wanted) in enumerate(_inputs_and_labels(head, target, batches, stored)):
         pairs = answer_pairs(batch, target.device)
         embeds = target.embed_tokens(batch.input_ids.to(target.device))[:, 1:][pairs]
         x = start.solved_reads(embeds.float(), read[:, :-1][pairs].float())
@@ -102,10 +102,10 @@ def _regress(
     return r2
 
 
-def _read_and_wanted(
+def _inputs_and_labels(
     head: DraftHead, target: Target, batches: list[Batch], stored: StoredFeatures | None
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Every batch with the features [B, L, W] that the head reads, and the states [B, L, H] that it regresses to."""
+    """Every batch with the features [B, L, W] that the head reads, and the states [B, L, H] that the fit predicts."""
     read = head.config.features.layer_ids(target.n_layers) or (None,)
     counted = head.config.regressed_layer
     wanted = None if counted is None else target.n_layers - counted
@@ -116,7 +116,7 @@ def _read_and_wanted(
 def _states(
     target: Target, layers: set[int | None], batches: list[Batch], stored: StoredFeatures | None
 ) -> Iterator[tuple[Batch, dict[int | None, Tensor]]]:
-    """Every batch with the inputs [B, L, H] of these layers (None: the last state), from disk or by a forward."""
+    """Every batch with the inputs [B, L, H] of these layers (None: the last state), from disk or from a forward."""
     if stored is not None:
         yield from ((batch, {layer: stored.layer(batch, layer) for layer in layers}) for batch in batches)
         return
@@ -133,10 +133,10 @@ def _states(
 
 
 def answer_pairs(batch: Batch, device: torch.device) -> Tensor:
-    """[B, L-1] bool: i and i+1 both real, and i+1 about to write or writing an answer (where the head will work).
+    """Mask [B, L-1] bool of positions i: token i+2 is a response token, so the head will draft there.
 
-    i+1 is never a text's last id, whose states nobody computes while the text is written. Position 0 is left out: its
-    states are an outlier by orders of magnitude in most models (attention sink).
+    i+1 is never the last id of a text: decoding ends before it computes that state, so it is not stored. Position 0 is
+    left out: in most models its states are outliers by orders of magnitude (attention sink).
     """
     length = batch.input_ids.shape[1]
     real = torch.arange(length - 1)[None, :] + 2 < batch.lengths[:, None]
@@ -145,7 +145,7 @@ def answer_pairs(batch: Batch, device: torch.device) -> Tensor:
 
 
 def regression_batches(batches: Iterable[Batch], columns: int) -> list[Batch]:
-    """As many of the first batches as a regression of so many columns needs."""
+    """The first batches, as many as a regression with `columns` inputs needs."""
     taken, positions = [], 0
     for batch in batches:
         taken.append(batch)

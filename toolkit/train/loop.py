@@ -1,4 +1,4 @@
-"""The training loop of a draft head: deterministic, resumable at any kill, equal on any number of processes."""
+"""The training loop of a draft head: deterministic, resumable after a kill, equal on any number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.best_head import best_in_words, due, has_stopped
+from toolkit.train.best_head import describe_best, due, has_stopped
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.failures import check_finite, check_weights
@@ -45,7 +45,7 @@ log = get_logger(__name__)
 
 
 class Trainer:
-    """Owns the prepared model and optimiser; `run()` trains to the end and writes the draft directory."""
+    """Holds the prepared model and optimizer. `run()` trains to the end and writes the draft directory."""
 
     def __init__(self, recipe: Recipe, rollouts: Path, token_map: Path, directory: Path) -> None:
         self.recipe, self.directory = recipe, directory
@@ -95,7 +95,7 @@ class Trainer:
             config={**asdict(self.settings), "fingerprint": self.fingerprint},
         )
         self.clock = StepClock(self.target.device)
-        # DeepSpeed steps inside of backward.
+        # DeepSpeed runs the optimizer step inside backward().
         self.model.step = self.clock.timed("optimizer", self.model.step)  # type: ignore[assignment, arg-type]
         accelerator, settings = self.accelerator, self.settings
         self.evaluation = Evaluation(
@@ -110,7 +110,7 @@ class Trainer:
             )
 
     def _draws_depend_on(self) -> list[Any]:
-        """What the draws of anchors follow beside the seed: a resumed training must cut its batches alike."""
+        """Settings besides the seed that decide the draws of anchors: a resumed run must cut the same batches."""
         settings = self.settings
         return (
             []
@@ -123,16 +123,16 @@ class Trainer:
 
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
-        # A resumed run overwrites every weight: only a fresh one pays for the regression.
+        # A resumed run overwrites every weight, so only a new run computes the regression.
         start = "random" if stored_states(self.directory) else settings.head.init
-        size = settings.data.micro_batch  # what a forward has room for
+        size = settings.data.micro_batch
         batches = (
             self._collate(batch[first : first + size])
             for batch in self.data.plan.epoch(0)
             for first in range(0, len(batch), size)
         )
-        read = {"target": batches, "copied": (), "random": None}[start]
-        head = start_head(self.plan, settings, self.target, self.recipe.seed, read, self.stored)
+        regressed = {"target": batches, "copied": (), "random": None}[start]
+        head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
         return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:
@@ -142,9 +142,10 @@ class Trainer:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
 
     def run(self) -> Path:
-        """Train to the last step; returns the draft directory. Picks up the newest state of the same settings.
+        """Train to the last step and return the draft directory. Resumes from the newest state in the run folder.
 
-        Raises `TrainError` when another process trains in the same folder.
+        Raises `TrainError` when another process trains in the same folder, `ResumeError` when the newest state was
+        written with other settings or by another number of processes.
         """
         with sole_trainer(self.directory) if self.accelerator.is_main_process else nullcontext():
             return self._run()
@@ -154,9 +155,8 @@ class Trainer:
         self.metrics.rewind(position.step, position.rollouts_of_step)
         main, processes = self.accelerator.is_main_process, self.accelerator.num_processes
         if main and processes > self.settings.data.global_batch:
-            log.warning(
-                "%d processes share steps of %d sequences: some idle", processes, self.settings.data.global_batch
-            )
+            batch = self.settings.data.global_batch
+            log.warning("%d processes share a global batch of %d sequences: some processes are idle", processes, batch)
         log.info(
             "%d rollouts, %d steps of %d sequences on %d process(es), %s, ZeRO-%s",
             len(self.data.train),
@@ -176,17 +176,17 @@ class Trainer:
         return self._finish(position)
 
     def _train(self, position: Position, bar: Any) -> Position:
-        """To the last step, or the early stop."""
+        """Train until the last step or the early stop."""
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
             if self._fresh_due(position):
-                position = self._go_over_to_fresh(position)
+                position = self._switch_to_fresh(position)
                 batches = self._batches(position)
             position = self._advance(position, *next(batches), bar)
         return position
 
     def _batches(self, position: Position) -> Iterator[tuple[int, int, list[int]]]:
-        """From `position` on, of the stored rollouts or of the fresh ones that it names."""
+        """(epoch, index, example indices) from `position` on, of the stored rollouts or the fresh ones it names."""
         step, seed = position.rollouts_of_step, self.recipe.seed
         if self.fresh is not None and step:
             seed = derived_seed(seed, "fresh batches", step)
@@ -196,17 +196,17 @@ class Trainer:
     def _fresh_due(self, position: Position) -> bool:
         return due(position.step, self.settings.on_policy.every) and position.step != position.rollouts_of_step
 
-    def _go_over_to_fresh(self, position: Position) -> Position:
-        """Have rollouts written by the head of this step's help, and train on them from here."""
-        assert self.fresh is not None, "nothing is due without an interval"
-        # What is killed while it writes goes on from here, not from the last interval's state.
+    def _switch_to_fresh(self, position: Position) -> Position:
+        """Write rollouts with the head of this step as the drafter, and train on them from this step on."""
+        assert self.fresh is not None, "fresh rollouts are due only if train.on_policy.every is set"
+        # A run that is killed during the rollouts then resumes at this step.
         if position.step not in {int(state.name.removeprefix("state-")) for state in stored_states(self.directory)}:
             save_state(self.accelerator, self.directory, position, self.settings.keep_states)
         self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
         return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
     def _advance(self, position: Position, epoch: int, index: int, indices: list[int], bar: Any) -> Position:
-        """One optimiser step with its row of metrics, and at their intervals the forecast and the state."""
+        """Run one optimizer step and write its row of metrics. Evaluate and save the state at their intervals."""
         row = self.optimise(position.step, indices)
         done = position.step + 1
         position = replace(
@@ -241,15 +241,15 @@ class Trainer:
         return position
 
     def optimise(self, step: int, indices: list[int]) -> dict[str, Any]:
-        """One optimiser step over the examples of one global batch; returns its row of metrics."""
+        """Run one optimizer step over the examples of one global batch; returns its row of metrics."""
         settings, accelerator = self.settings, self.accelerator
         self.clock.restart()
         k, shift = unroll_steps(step, self.steps, settings), settings.unroll.mask_shift
-        whole = self._collate(indices)
-        counts = supervised_counts(whole, k, shift)
+        global_batch = self._collate(indices)
+        counts = supervised_counts(global_batch, k, shift)
         factor = rate_factor(step, self.steps, settings)
         set_learning_rates(self.optimizer, factor, settings)
-        # DeepSpeed averages gradients over processes and micro-batches; the loss is a sum over both.
+        # DeepSpeed averages gradients over processes and micro-batches, but the loss is a sum over both.
         scale = accelerator.num_processes * self.accumulation
         mine = process_share(indices, accelerator.process_index, accelerator.num_processes)
         totals = torch.zeros(4 * k, device=self.target.device)
@@ -274,13 +274,13 @@ class Trainer:
             settings,
             factor,
             norm,
-            covered_share(whole, self.plan.token_map, shift),
+            covered_share(global_batch, self.plan.token_map, shift),
             self.clock.read(),
             peak_memory_bytes(self.target.device),
         )
 
     def _micro_batch(self, indices: list[int], filler: int) -> Batch:
-        """The examples of one forward; a process that has none runs one without a loss, so that all stay in step."""
+        """The examples of one forward; without any, `filler` without a loss: all processes run as many forwards."""
         if indices:
             return collate(
                 [self.data.train[index] for index in indices], self.data.pad_id, pack=self.settings.data.pack
@@ -296,20 +296,20 @@ class Trainer:
             meta = training_record(self.settings, self.recipe.seed, self.target, position, len(self.data.train))
             mapped = {"token_map_sha256": token_map.sha256} if token_map else {}
             save_draft(ckpt, best, self.plan.config, token_map, meta | mapped)
-            said = best_in_words(position, self.settings)
-            log.info("draft head of step %d of %d: %s; %s", position.best_step, position.step, said, ckpt)
+            value = describe_best(position, self.settings)
+            log.info("saved the draft head of step %d of %d, %s, to %s", position.best_step, position.step, value, ckpt)
         self.accelerator.wait_for_everyone()
         return ckpt
 
 
 def accumulation_steps(settings: TrainSettings, processes: int) -> int:
-    """Micro-batches a process runs per optimiser step. Raises `RecipeError` if the global batch cannot be shared."""
+    """Micro-batches of a process in one optimizer step. Raises `RecipeError` if the global batch cannot be shared."""
     settings.check_processes(processes)
     return max(1, settings.data.global_batch // processes // settings.data.micro_batch)
 
 
 def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
-    """The arithmetic of training: "auto" is bf16 on a GPU and on CPUs that multiply it no slower than fp32."""
+    """The dtype of training. "auto": bf16 on a GPU and on CPUs that multiply bf16 at least as fast as fp32."""
     if wanted != "auto":
         return wanted
     return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"

@@ -1,9 +1,10 @@
-"""The losses on the draft vocabulary, with their gradients, a tile of rows at a time.
+"""The losses on the draft vocabulary with their gradients, computed in chunks of rows.
 
-Logits of all tokens in fp32 are what makes trainers run out of memory. Here a chunk of states becomes logits, a tile of
-these becomes losses and, in place, gradients, and the chunk's share of the gradients of states and output matrix is
-taken at once (the idea of Liger's fused linear cross-entropy, arXiv 2410.10989): nothing as wide as the vocabulary
-outlives its chunk, and the backward pass only multiplies by the factor that comes from above.
+The fp32 logits of all tokens of a batch would be the largest tensor of a training. So the forward pass computes the
+logits of one chunk of states, overwrites them with the gradient of the loss, a tile at a time, and adds the chunk's
+share to the gradients of the states and the output matrix (as Liger's fused linear cross-entropy, arXiv 2410.10989).
+No tensor with a vocabulary dimension is kept after its chunk. The backward pass multiplies the gradients by the
+upstream factor.
 
 Shapes: N states (supervised rows of all steps), M teacher rows, n rows of a tile, H hidden size, D draft vocabulary.
 """
@@ -26,9 +27,10 @@ Tensor = torch.Tensor
 # A tile of fp32 rows (8,192 wide: 2 MB) should stay in a CPU core's cache from the first op to the last.
 TILE_ROWS = 64
 PIECE_ROWS = 1024
-# Logits of a chunk, in numbers: enough rows that adding up the output matrix's gradient costs little beside them.
+# Logits of a chunk (rows times vocabulary), and its fewest rows. With fewer rows, adding to the gradient of the output
+# matrix would take a large share of the time.
 CHUNK_LOGITS, LEAST_CHUNK = 2**23, 128
-# Of the LK hybrid; the paper's best.
+# Of the LK hybrid; the best value in the paper.
 ETA = 3.0
 
 # (z [n, D] shifted logits, p [n, D] rows that sum to 1, choice [n] right ids, weight [n]) -> losses [n]; z is
@@ -47,7 +49,7 @@ def soft_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> 
 
 
 def hard_cross_entropy(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
-    """-log q(choice): the teacher's argmax as a label. Rows without one (-1) must weigh nothing."""
+    """-log q(choice), with the teacher's argmax as the label. Rows without a label (-1) must have weight 0."""
     label = choice.clamp(min=0)[:, None]
     picked = z.gather(1, label).squeeze(1)
     total = z.exp_().sum(-1)
@@ -65,7 +67,8 @@ def total_variation(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Ten
 
 def lk_hybrid(z: Tensor, p: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
     """lambda KL(p||q) + (1 - lambda)(1 - alpha), lambda = exp(-ETA alpha) of each row, held fixed in the gradient
-    (LK losses, arXiv 2602.23881): KL while the two hardly overlap and total variation has no slope, then the latter."""
+    (LK losses, arXiv 2602.23881). KL dominates while p and q hardly overlap, where total variation has almost no
+    gradient; total variation dominates later."""
     dot = torch.linalg.vecdot(p, z)
     total = z.exp_().sum(-1)
     divergence = torch.special.xlogy(p, p).sum(-1) + total.log() - dot
@@ -93,10 +96,10 @@ ROW_LOSSES: dict[LossName, RowLoss] = {
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """What N states are scored against: stands in the place of `F.linear` in the head's output matrix.
+    """The loss of N states; called instead of `F.linear` with the head's output matrix.
 
-    rows [N] index the teacher's; choice [N]: the right token as a draft id, -1 if there is none; weight [N]: the factor
-    of each row's loss. A row that the teacher does not keep must weigh nothing.
+    rows [N]: the teacher row of each state. choice [N]: the right token as a draft id, -1 if the draft vocabulary lacks
+    it. weight [N]: the factor of each row's loss; it must be 0 for rows that the teacher does not keep.
     """
 
     name: LossName
@@ -108,15 +111,15 @@ class DraftLoss:
     def __call__(
         self, states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """states [N, H], matrix [D, H] -> (sum of weight * loss, with gradients; losses [N] fp32; argmax [N]).
+        """states [N, H], matrix [D, H] -> (sum of weight * loss, differentiable; losses [N] fp32; argmax [N]).
 
-        bias [D] and finish, what the target's family does to scores, are constants: they belong to a target's matrix.
+        bias [D] and finish (a target's logit factor or soft cap) belong to a target's matrix and get no gradient.
         """
         return cast(tuple[Tensor, Tensor, Tensor], _TiledLoss.apply(states, matrix, bias, finish, self))
 
 
 def best_tokens(states: Tensor, matrix: Tensor, bias: Tensor | None = None, finish: Finish | None = None) -> Tensor:
-    """The argmax [N] over the draft vocabulary alone, in chunks; arguments as `DraftLoss`."""
+    """The argmax [N] over the draft vocabulary without a loss, in chunks; arguments as `DraftLoss.__call__`."""
 
     def best(part: Tensor) -> Tensor:
         scores = F.linear(part, matrix, bias)
@@ -130,8 +133,8 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 class _TiledLoss(torch.autograd.Function):
-    """Losses, argmax and gradients in one visit of each chunk; states are visited in the order of the teacher's rows,
-    so that a row's distribution is computed once for all steps."""
+    """Computes losses, argmax and gradients of each chunk together. States are sorted by teacher row, so that a row's
+    distribution is computed once for all steps."""
 
     @staticmethod
     def forward(ctx, states, matrix, bias, finish, task):
@@ -154,19 +157,20 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient, *_):
-        # One dimension: a scalar would be rounded to the gradient's dtype before it multiplies.
+        # One dimension, because torch rounds a scalar to the gradient's dtype before the product.
         factor = gradient.reshape(1)
         grads = (None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors)
         return *grads, None, None, None
 
 
 def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Per chunk: which states [c], their offsets [c] in the chunk's teacher rows, and those rows' distributions."""
+    """Yield for each chunk the indices [c] of its states, their offsets [c] into the chunk's teacher rows, and the
+    distributions of these rows."""
     order = task.rows.argsort(stable=True)
     rows = task.rows[order]
     starts = torch.arange(0, len(rows), size, device=rows.device)
     lasts = (starts + size).clamp(max=len(rows)) - 1
-    # One read of all bounds: on a GPU each would wait for all that is under way.
+    # All bounds in one read: on a GPU each read waits for all queued work.
     bounds = torch.stack((rows[starts], rows[lasts] + 1), dim=1).tolist()
     for number, (low, high) in enumerate(bounds):
         span = slice(number * size, (number + 1) * size)
@@ -176,7 +180,7 @@ def _chunks(task: DraftLoss, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor
 def _score(
     task: DraftLoss, logits: Tensor, finish: Finish | None, at: Tensor, offsets: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Losses and argmax of a chunk [c]; its scores are overwritten with their gradients."""
+    """Losses [c] and argmax [c] of a chunk; `logits` is overwritten with the gradients of the scores."""
     kernels = gpu_kernels(logits.device.type) if finish is None else None
     if kernels is not None:
         return kernels.score_rows(task.name, logits, probs, offsets, task.choice[at], task.weight[at], ETA)
@@ -195,7 +199,7 @@ def _score(
 
 
 def _finished(scores: Tensor, finish: Finish | None) -> tuple[Tensor, Finish]:
-    """Logits that may be overwritten, and what makes gradients of the scores from gradients of these."""
+    """Logits that may be overwritten, and a function from the gradient of the logits to that of the scores."""
     if finish is None:
         return scores, lambda gradient: gradient
     with torch.enable_grad():
@@ -209,7 +213,7 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
     if states.dtype == total.dtype:
         total.addmm_(gradient.T, states)
         return
-    # On a CPU in pieces that stay in its cache between product and sum.
+    # On a CPU in pieces, so that a product is still in the cache when it is added.
     size = PIECE_ROWS if total.device.type == "cpu" else len(total)
     for start in range(0, len(total), size):
         piece = slice(start, start + size)
@@ -217,7 +221,7 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
 
 
 def _scaled(values: Tensor, factor: Tensor) -> Tensor:
-    """values * factor, rounded once; in pieces, because torch widens what it multiplies to the wider dtype."""
+    """values * factor, rounded once; in pieces, because torch converts its inputs to the wider dtype."""
     scaled = torch.empty_like(values)
     for piece, out in zip(values.split(PIECE_ROWS), scaled.split(PIECE_ROWS), strict=True):
         torch.mul(piece, factor, out=out)

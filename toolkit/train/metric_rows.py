@@ -1,9 +1,9 @@
-"""What the rows of metrics.jsonl hold, and so what every tracker shows: the one place that decides it.
+"""The rows of metrics.jsonl, which the trackers show too.
 
-one row a step             `step_row`
-at train.evaluation.eval_every        `forecast_row`
-at train.evaluation.real_every        `real_row`
-at train.on_policy.every     `rollouts_row`
+every step                       `step_row`
+train.evaluation.eval_every      `forecast_row`
+train.evaluation.real_every      `real_row`
+train.on_policy.every            `rollouts_row`
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from toolkit.train.forecast import Forecast
-from toolkit.train.forecast_check import Comparison
+from toolkit.train.forecast_check import ReplayedForecasts
 from toolkit.train.fresh_rollouts import FreshStats
 from toolkit.train.real_acceptance import RealAcceptance
 from toolkit.train_settings import TrainSettings
 
-# Keys of `step_row` that depend on the machine: two runs of one curve differ in them.
-OF_THE_MACHINE = (
+# Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
+MACHINE_KEYS = (
     "seconds_per_step",
     "tokens_per_s",
     "seconds_target",
@@ -33,8 +33,11 @@ OF_THE_MACHINE = (
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the global batch of one step, by depth [K]: losses (already means), right predictions, supervised ones,
-    and of the chains that were right so far those looked at (reached) and those right here too (passed)."""
+    """Sums over the global batch of one optimizer step, by step of the unroll [K].
+
+    loss: the mean already. right: right predictions. supervised: supervised predictions. reached: supervised chains
+    whose earlier predictions are all right. passed: those of them that are right at this step too.
+    """
 
     loss: torch.Tensor
     right: torch.Tensor
@@ -52,38 +55,38 @@ def step_row(
     seconds: dict[str, float],
     peak_memory_bytes: int,
 ) -> dict[str, Any]:
-    """One optimiser step.
+    """The row of one optimizer step.
 
-    loss: sum of step_decay^k * loss_by_step[k]. accuracy_by_step: share of all supervised predictions at that depth;
-    conditional_accuracy_by_step: of the chains whose earlier drafts were all right, null without any. coverage: share
-    of the supervised tokens that the draft vocabulary has. seconds: by part of the step. grad_norm: null under Muon,
-    where DeepSpeed's norm is that of the orthogonalised updates, which says nothing of the gradients.
+    loss: sum of step_decay^k * loss_by_step[k]. accuracy_by_step: share of right predictions at step k.
+    conditional_accuracy_by_step: the same over chains whose earlier predictions are all right; null without any.
+    coverage: share of the supervised tokens that are in the draft vocabulary. seconds: by part of the step. grad_norm:
+    null under Muon, because DeepSpeed reports the norm of the orthogonalised updates there, not of the gradients.
     """
-    tokens, whole = int(sums.supervised[0]), seconds["step"]
+    tokens, step_seconds = int(sums.supervised[0]), seconds["step"]
     weights = settings.unroll.step_decay ** torch.arange(len(sums.loss))
     reached, passed = sums.reached.tolist(), sums.passed.tolist()
     muon = settings.optimizer.name == "muon"
     return {
-        "seconds_per_step": whole,
+        "seconds_per_step": step_seconds,
         "loss": float((weights * sums.loss).sum()),
         "loss_by_step": sums.loss.tolist(),
         "accuracy_by_step": (sums.right / sums.supervised.clamp(min=1)).tolist(),
         "conditional_accuracy_by_step": [
-            right / looked if looked else None for right, looked in zip(passed, reached, strict=True)
+            right / count if count else None for right, count in zip(passed, reached, strict=True)
         ],
         "token_map_coverage": coverage,
         "learning_rate": rate_factor * settings.optimizer.learning_rate,
         "muon_learning_rate": rate_factor * settings.optimizer.muon_learning_rate if muon else None,
         "grad_norm": None if muon else grad_norm,
         "supervised_tokens": tokens,
-        "tokens_per_s": tokens / whole,
+        "tokens_per_s": tokens / step_seconds,
         **{f"seconds_{part}": seconds.get(part, 0.0) for part in ("target", "head", "optimizer")},
         "peak_memory_bytes": peak_memory_bytes,
     }
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:
-    """accept_length of a chain as deep as the unroll, replayed over the held-out rollouts."""
+    """Forecast accept_length of a chain as deep as the unroll, over the held-out rollouts."""
     return {
         "forecast_accept_length": forecast.accept_length,
         "forecast_interval": None if forecast.interval is None else list(forecast.interval),
@@ -93,21 +96,21 @@ def forecast_row(forecast: Forecast) -> dict[str, Any]:
 
 
 def real_row(
-    measured: Sequence[RealAcceptance], compared: Sequence[Comparison], mean: float | None, prompts: int
+    measured: Sequence[RealAcceptance], forecasts: Sequence[ReplayedForecasts], mean: float | None, prompts: int
 ) -> dict[str, Any]:
-    """The engine's values, each beside the forecasts on the same prompts (null where a shape or temperature has none).
+    """The engine's values with the forecasts on the same prompts (null if a shape or temperature has none).
 
-    real_accept_length: their mean, by which checkpoints are compared.
+    real_accept_length: the mean of the values, the criterion for the best head.
     """
     return {
         "real_accept_length": mean,
         "real_prompts": prompts,
         "real_seconds": sum(one.seconds for one in measured),
-        "real": [_real_entry(*pair) for pair in zip(measured, compared, strict=True)],
+        "real": [_real_entry(*pair) for pair in zip(measured, forecasts, strict=True)],
     }
 
 
-def _real_entry(one: RealAcceptance, found: Comparison) -> dict[str, Any]:
+def _real_entry(one: RealAcceptance, replayed: ReplayedForecasts) -> dict[str, Any]:
     return {
         "name": one.name,
         "num_steps": one.shape.num_steps,
@@ -120,16 +123,17 @@ def _real_entry(one: RealAcceptance, found: Comparison) -> dict[str, Any]:
         "accept_rate": list(one.stats.accept_rate),
         "accept_rate_unconditional": list(one.stats.accept_rate_unconditional),
         "tokens_per_s": one.tokens_per_s,
-        "forecast_on_rollouts": found.on_rollouts,
-        "forecast_on_answers": found.on_answers,
+        "forecast_on_rollouts": replayed.on_rollouts,
+        "forecast_on_answers": replayed.on_answers,
     }
 
 
 def rollouts_row(fresh: FreshStats) -> dict[str, Any]:
-    """Fresh rollouts, written with the head as it was at this step: how much faster they get as it improves.
+    """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter.
 
-    rollout_tokens_per_s is wall time, prompts included; the other two are of decoding rounds alone, and of plain rounds
-    in their place (`rollout_speed.py`): what the head gains is their ratio.
+    rollout_tokens_per_s: by wall time, prefill included. rollout_decode_tokens_per_s: of the decoding rounds only.
+    rollout_plain_tokens_per_s: the estimate without drafting (`rollout_speed.py`). The ratio of the last two is the
+    speedup by the head.
     """
     return {
         "rollouts": fresh.rollouts,
@@ -144,7 +148,7 @@ def rollouts_row(fresh: FreshStats) -> dict[str, Any]:
 
 
 def flat_row(row: dict[str, Any]) -> dict[str, float]:
-    """What a tracker draws, which knows scalars alone: a list becomes a series an entry, named by "name" or number."""
+    """The row as scalars, for trackers. Each entry of a list becomes a series, named by its "name" or its index."""
     flat: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The optimiser of a draft head: Muon for its matrices and AdamW for the rest, or AdamW alone.
+"""The optimizer of a draft head: Muon for its matrices and AdamW for the other parameters, or AdamW for all.
 
-Muon (Keller Jordan, 2024) moves a matrix by the orthogonalised momentum of its gradient. The implementation is
-DeepSpeed's, which knows how to orthogonalise whole matrices under ZeRO's flat partitions.
+Muon (Keller Jordan, 2024) updates a matrix by the orthogonalised momentum of its gradient. The implementation is
+DeepSpeed's, which can orthogonalise whole matrices under ZeRO's flat partitions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = get_logger(__name__)
 
 MOMENTUM = 0.95
 CLIP = 0.5
-# AdamW's part under Muon: an output matrix has one row a token, of which most get no gradient in a step.
+# Matrices that AdamW updates under Muon: most rows of an output matrix get no gradient in a step.
 ADAMW_MATRICES = ("lm_head.weight",)
 
 
 def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
-    """An optimiser over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
+    """An optimizer over the head's weights, for `Accelerator.prepare` with DeepSpeed at ZeRO 1, 2 or 3."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
     adamw: dict[str, Any] = {
         "lr": settings.optimizer.learning_rate,
@@ -35,12 +35,12 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
                 "train.optimizer.muon_learning_rate %g is not used under train.optimizer.name adamw",
                 settings.optimizer.muon_learning_rate,
             )
-        # One pass over the weights and their moments instead of a dozen.
+        # fused: one pass over the weights and their moments instead of a dozen.
         return torch.optim.AdamW([parameter for _, parameter in named], fused=True, **adamw)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     if not torch.cuda.is_available():
-        # DeepSpeed compiles Newton-Schulz; on a CPU that would ask for a C++ compiler and a minute, for nothing.
+        # DeepSpeed compiles Newton-Schulz. On a CPU that needs a C++ compiler and a minute, and gains nothing.
         torch.compiler.set_stance("force_eager")
     chosen = [parameter.dim() == 2 and name not in ADAMW_MATRICES for name, parameter in named]
     for (_, parameter), muon in zip(named, chosen, strict=True):
@@ -51,7 +51,8 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
         "lr": settings.optimizer.muon_learning_rate,
         "momentum": MOMENTUM,
         "weight_decay": settings.optimizer.weight_decay,
-        # In bf16, or, where the curve must not depend on the number of processes, in the wider of the two.
+        # "standard" orthogonalises in bf16, "gram" more precisely. In fp32 training the curve must not depend on the
+        # number of processes.
         "ns_method": "standard" if settings.precision == "bf16" else "gram",
     }
     rest = [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if not muon]
@@ -60,12 +61,13 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
 
 
 def gradient_clip(settings: TrainSettings) -> float:
-    """What DeepSpeed is to clip the global norm to; 0: nothing. It would clip Muon's updates, not its gradients."""
+    """The global norm to which DeepSpeed clips; 0: no clipping. Under Muon DeepSpeed would clip the updates, not the
+    gradients, so there is none."""
     return 0.0 if settings.optimizer.name == "muon" else settings.optimizer.max_grad_norm or CLIP
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float, settings: TrainSettings) -> None:
-    """Every group at `factor` of its peak."""
+    """Set every parameter group to `factor` of its peak learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = factor * (
             settings.optimizer.muon_learning_rate if group.get("use_muon") else settings.optimizer.learning_rate

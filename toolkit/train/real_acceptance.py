@@ -1,8 +1,7 @@
-"""accept_length by the engine itself while training goes on: the head as it is now drafts for the target that is loaded
-anyway, on prompts that are always the same.
+"""Measures accept_length with the engine during training: the current head drafts for the loaded target.
 
-At a temperature the target's draws depend on the seed and the position alone, so the answers, too, are the same at
-every measurement (up to near-ties in 16 bits): what changes is how far the head's drafts reach into them.
+The prompts are the same at every measurement. So are the answers, also at a temperature, because the target's draws
+depend only on the seed and the position (up to near-ties in 16 bits). Only the accepted drafts change.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
 
-UNCOMPARED = "forecast and engine are not held against each other"
-FORGETFUL = MemorySettings(prefix_cache=False)  # every shape and temperature reads the same prompts
+NOT_COMPARED = "the forecast cannot be compared with the engine's accept_length"
+NO_PREFIX_CACHE = MemorySettings(prefix_cache=False)  # all shapes and temperatures have the same prompts
 
 
 @dataclass(frozen=True)
 class RealAcceptance:
-    """One shape at one temperature. accept_length is None without verify steps, interval (95 %, bootstrap over prompts)
-    with fewer than two prompts that have some. tokens_per_s: answers' tokens by seconds, prompts' reading included.
-    answers: what was written, prompt by prompt."""
+    """The measurement of one draft shape at one temperature.
+
+    accept_length: None without verify steps. interval: 95 %, bootstrap over prompts; None if fewer than two prompts
+    have verify steps. answers: the output ids of each prompt. tokens_per_s: output tokens a second, prefill included.
+    """
 
     shape: DraftShape
     temperature: float
@@ -60,13 +61,13 @@ class RealAcceptance:
 
 
 def mean_accept_length(measured: Sequence[RealAcceptance]) -> float | None:
-    """The one number that checkpoints are compared by: the mean over shapes and temperatures."""
+    """The criterion for the best head: the mean over shapes and temperatures; None without verify steps."""
     lengths = [one.accept_length for one in measured if one.accept_length is not None]
     return sum(lengths) / len(lengths) if lengths else None
 
 
 def shapes_of(settings: TrainSettings) -> list[DraftShape]:
-    """As the recipe says, else a chain and a tree as deep as the training unrolls. Raises `DraftShapeError`."""
+    """train.evaluation.real_shapes, else a chain and a tree as deep as the unroll. Raises `DraftShapeError`."""
     if settings.evaluation.real_shapes is not None:
         return [DraftShape.parse(text) for text in settings.evaluation.real_shapes]
     steps = settings.unroll.ttt_steps
@@ -74,7 +75,8 @@ def shapes_of(settings: TrainSettings) -> list[DraftShape]:
 
 
 def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[DraftShape]) -> None:
-    """Raise `TrainError` before hours of training, not at the first measurement or rollouts after them."""
+    """Raise `TrainError` if the engine cannot run with this target and these shapes. Training calls this before its
+    first step, not hours later at the first measurement."""
     wide = [shape for shape in shapes if shape.top_k > draft_vocabulary]
     if wide:
         raise TrainError(
@@ -82,15 +84,17 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
             f"({draft_vocabulary}); set train.evaluation.real_shapes to narrower ones"
         )
     try:
-        Engine(target, max_running_requests=1, context_length=min(64, target.max_context), memory=FORGETFUL).close()
+        Engine(
+            target, max_running_requests=1, context_length=min(64, target.max_context), memory=NO_PREFIX_CACHE
+        ).close()
     except ValueError as error:
         raise TrainError(
-            f"{error}; train.evaluation.real_every=null and train.on_policy.every=null train without the engine"
+            f"{error}; to train without the engine, set train.evaluation.real_every=null and train.on_policy.every=null"
         ) from error
 
 
 class Measurement:
-    """Prompts, shapes and temperatures of a training; `by_engine` measures a head with them."""
+    """The prompts, shapes and temperatures of a training's measurements; `by_engine` measures a head."""
 
     def __init__(self, target: Target, prompts: HeldOutPrompts, settings: TrainSettings, seed: int) -> None:
         self.target, self.prompts = target, prompts
@@ -99,27 +103,27 @@ class Measurement:
         self.seeds = [derived_seed(seed, "measured in training", one.id) for one in prompts.prompts]
         if len(prompts.prompts) < 2:
             log.warning(
-                "%s: one held-out prompt gives no interval (train.evaluation.real_prompts, rollouts.held_out)",
-                UNCOMPARED,
+                "%s: one held-out prompt gives no interval; raise train.evaluation.real_prompts or rollouts.held_out",
+                NOT_COMPARED,
             )
         if not any(shape.is_chain and shape.num_steps <= settings.unroll.ttt_steps for shape in self.shapes):
             log.warning(
-                "%s: train.evaluation.real_shapes has no chain of at most train.unroll.ttt_steps levels", UNCOMPARED
+                "%s: train.evaluation.real_shapes has no chain of at most train.unroll.ttt_steps levels", NOT_COMPARED
             )
 
     @classmethod
     def of_training(cls, target: Target, rollouts: Path, settings: TrainSettings, seed: int) -> Measurement:
-        """On the held-out prompts of the training's rollouts. Raises `TrainError` when there are none."""
+        """The measurement with held-out prompts of the training's rollouts. Raises `TrainError` without any."""
         longest = target.max_context - settings.evaluation.real_max_tokens
         return cls(target, read_held_out(rollouts, settings.evaluation.real_prompts, longest), settings, seed)
 
     def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
-        """Every shape at every temperature, all prompts in one batch, without a second copy of the target."""
-        asked = [one.prompt for one in self.prompts.prompts]
+        """Measure every shape at every temperature, with all prompts in one batch and the loaded target."""
+        prompts = [one.prompt for one in self.prompts.prompts]
 
         def measure(engine: Engine) -> list[RealAcceptance]:
             return [
-                self._measure(engine, asked, shape, temperature)
+                self._measure(engine, prompts, shape, temperature)
                 for shape in self.shapes
                 for temperature in self.temperatures
             ]
@@ -129,16 +133,18 @@ class Measurement:
             self.target,
             draft,
             DraftShape.covering(self.shapes),
-            max_running_requests=len(asked),
-            context_length=max(map(len, asked)) + self.max_tokens,
-            memory=FORGETFUL,
+            max_running_requests=len(prompts),
+            context_length=max(map(len, prompts)) + self.max_tokens,
+            memory=NO_PREFIX_CACHE,
         )
 
-    def _measure(self, engine: Engine, asked: list[list[int]], shape: DraftShape, temperature: float) -> RealAcceptance:
+    def _measure(
+        self, engine: Engine, prompts: list[list[int]], shape: DraftShape, temperature: float
+    ) -> RealAcceptance:
         engine.set_shape(shape)
         params = [SamplingParams(temperature, seed=seed, max_tokens=self.max_tokens) for seed in self.seeds]
         started = time.perf_counter()
-        requests = engine.generate(asked, params)
+        requests = engine.generate(prompts, params)
         seconds = time.perf_counter() - started
         each = [summarise(request.events) for request in requests]
         committed = [stats.verify_steps + stats.accepted for stats in each]

@@ -1,4 +1,5 @@
-"""Learning rate and depth as pure functions of the step: the same on one process and on eight, and after a resume."""
+"""Learning rate and unroll steps as pure functions of the optimizer step, so that any number of processes and a
+resumed run compute the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from toolkit.train_settings import TrainSettings
 
 
 def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """Share of the peak rate at 0-based optimiser step `step`: linear warm-up, then down to a tenth (or constant)."""
+    """Share of the peak learning rate at the 0-based optimizer step: linear warm-up, then decay to 0.1, or constant."""
     warmup = max(1, round(settings.optimizer.warmup_ratio * total_steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -23,21 +24,20 @@ def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
 
 
 def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
-    """Optimiser steps of a whole run: `epochs`, cut at `max_steps`. Raises `TrainError` where rollouts would be written
-    afresh only behind the last."""
+    """Optimizer steps of a run: `epochs`, at most `max_steps`. Raises `TrainError` if it would end before the first
+    fresh rollouts."""
     steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
     steps = steps if settings.max_steps is None else min(steps, settings.max_steps)
     if settings.on_policy.every is not None and settings.on_policy.every >= steps:
         raise TrainError(
-            f"train.on_policy.every = {settings.on_policy.every}, but the training has {steps} steps and would see no "
-            "fresh rollout; lower it, or set train.on_policy.every=null"
+            f"train.on_policy.every = {settings.on_policy.every}, but the training has {steps} steps and would write "
+            "no fresh rollouts; lower it, or set train.on_policy.every=null"
         )
     return steps
 
 
 def unroll_steps(step: int, total_steps: int, settings: TrainSettings) -> int:
-    """Steps of the training-time test at 0-based optimiser step `step`: 1, 2, .. for the curriculum's shares of the
-    training, one after the other, then all of ttt_steps."""
+    """Unroll steps at the 0-based optimizer step: 1, 2, .. for the shares of the curriculum, then ttt_steps."""
     ends = accumulate(settings.unroll.curriculum)
     return next(
         (depth for depth, end in enumerate(ends, 1) if step < round(end * total_steps)), settings.unroll.ttt_steps

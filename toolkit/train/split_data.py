@@ -1,4 +1,4 @@
-"""Rollouts as training reads them: the examples that train, and the held-out batches that a forecast looks at."""
+"""Reads the rollouts of a training: the examples of the train split, and the held-out batches for forecasts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toolkit.jsonl import DataError
 from toolkit.targets.load import Target
 from toolkit.train_settings import TrainSettings
 
-# Held-out rollouts a forecast looks at, at most: its interval is narrow enough by then.
+# The most held-out rollouts of a forecast; with so many its interval is narrow enough.
 FORECAST_ROLLOUTS = 64
 
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on (those of a file stay in it until a batch asks), held-out ones, the plan of the batches."""
+    """train: examples, which may be read from the file only when a batch needs them. plan: the batches of an epoch."""
 
     train: Sequence[Example]
     held_out: list[Batch]
@@ -28,7 +28,7 @@ class Data:
 
 
 def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
-    """Both splits of a rollouts file. Raises `DataError` when either has nothing to train or forecast on."""
+    """Both splits of a rollouts file. Raises `DataError` when a split has no usable rollout."""
     held_out = list(islice(_examples(settings, rollouts, "held_out", target), FORECAST_ROLLOUTS))
     train = _examples(settings, rollouts, "train", target)
     pad_id = _pad_id(target)
@@ -39,7 +39,7 @@ def read_data(settings: TrainSettings, rollouts: Path, target: Target, seed: int
 
 
 def with_fresh(data: Data, settings: TrainSettings, rollouts: Path, target: Target, seed: int) -> Data:
-    """The same held-out batches, but the rollouts of another file to train on."""
+    """The same held-out batches with the train split of another rollouts file."""
     train = _examples(settings, rollouts, "train", target)
     return replace(data, train=train, plan=_plan(settings, train, seed))
 
@@ -49,16 +49,16 @@ def _plan(settings: TrainSettings, train: Examples, seed: int) -> BatchPlan:
 
 
 def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Target) -> Examples:
-    """One split, cut to what is trained on and to what the target was made for."""
-    limit = min(settings.data.max_length, target.max_context)  # positions behind the context were never trained
-    # Rollouts do not say how their target was quantised.
+    """One split; examples are cut to train.data.max_length and to the target's context."""
+    limit = min(settings.data.max_length, target.max_context)
+    # Rollouts do not record the quantization of their target.
     known = target.name if target.quantization is None else None
 
     def check(example: Example) -> None:
         if not 0 <= min(example.input_ids) <= max(example.input_ids) < target.vocab_size:
             raise DataError(
                 f"{rollouts}: rollout {example.id} has ids from {min(example.input_ids)} to {max(example.input_ids)}, "
-                f"the target {target.name} has rows for 0 to {target.vocab_size - 1}: it was written with another "
+                f"but the target {target.name} has ids 0 to {target.vocab_size - 1}: it was written with another "
                 "tokenizer; write the rollouts again with this target"
             )
 
@@ -66,7 +66,7 @@ def _examples(settings: TrainSettings, rollouts: Path, split: str, target: Targe
 
 
 def _pad_id(target: Target) -> int:
-    """Nothing is read at padding, but its id needs a row: some tokenizers pad with an id the model has none for."""
+    """The id of padding. It must have an embedding row, and some tokenizers pad with an id that has none."""
     given = target.tokenizer.pad_token_id
     if given is not None and given < target.vocab_size:
         return given

@@ -26,7 +26,7 @@ class Position:
     """Where training stands: `step` done, and the next batch (`epoch`, `index`). Totals are of the whole run.
 
     rollouts_of_step: 0 while it trains on the stored rollouts, else the step at which the present ones were written.
-    best_real: the engine's accept_length of the best head, if measured. stale: see `best_head.judged`.
+    best_real: the engine's accept_length of the best head, if measured. stale: see `best_head.update_best`.
     """
 
     step: int = 0
@@ -118,7 +118,7 @@ def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -
             f"a ZeRO state is sharded by process. Launch {position.processes} again, or delete {directory}"
         )
     accelerator.load_state(str(newest))
-    # States lie between optimiser steps. accelerate goes on counting micro-batches from the stored number, which with
+    # States lie between optimizer steps. accelerate goes on counting micro-batches from the stored number, which with
     # another micro_batch would put its boundaries into the middle of our global batches.
     accelerator.step = 0
     log.info("resumed from %s", newest)

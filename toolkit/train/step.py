@@ -25,9 +25,11 @@ from toolkit.train.teacher import Teacher
 
 @dataclass(frozen=True)
 class UnrollInputs:
-    """What the trained head is handed for one micro-batch; see `TrainedHead.forward`. aux: the features it reads.
+    """Inputs of `TrainedHead.forward` for one micro-batch, and what the teacher needs.
 
-    written [M]: the ids that follow the teacher's positions; greedy [M]: those that are the target's argmax.
+    aux [B, L, A*H]: the features that the head reads. embeds [B, L, H]. teacher_hidden [M, H]: final-normed states of
+    the target. written [M]: the ids that follow the teacher's positions. greedy [M] bool: whether `written` is the
+    target's argmax; None if unknown.
     """
 
     aux: torch.Tensor
@@ -40,7 +42,7 @@ class UnrollInputs:
 
 @dataclass(frozen=True)
 class Anchors:
-    """count roots of a row, drawn by `seed`, are unrolled beyond the first `full` steps, which all roots take."""
+    """All roots are unrolled for `full` steps, `count` roots of each row, drawn with `seed`, for the later steps."""
 
     count: int
     full: int
@@ -51,10 +53,10 @@ class Anchors:
 
 
 class TargetSide:
-    """Everything that runs on the frozen target for a batch: features, embeddings, teacher.
+    """Everything that training computes with the frozen target for a batch: features, embeddings, teacher.
 
-    aux_layer_ids: the layers whose states the head reads side by side; None: it reads the last state, final-normed.
-    features: where they come from; None: the target's forward.
+    aux_layer_ids: the layers whose inputs the head reads, concatenated; None: the final-normed last hidden state.
+    features: the source of the features; None: the target's forward.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class TargetSide:
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
     def online(self) -> TargetSide:
-        """The same with the target's own forward: for texts of which nothing is stored."""
+        """A copy that uses the target's forward, for texts without stored features."""
         other = copy.copy(self)
         other.features = OnlineFeatures(self.target, self.capture)
         return other
 
     def inputs(self, batch: Batch, steps: int, shift: int = 0) -> UnrollInputs:
-        """What `batch` needs of the target; the features come in the head's dtype."""
+        """The inputs of one micro-batch; features and embeddings are in the head's dtype."""
         features = self.features(batch)
         batch = batch.to(self.target.device)
         supervision = plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts)
@@ -96,8 +98,8 @@ class TargetSide:
 
 
 class MicroStep(NamedTuple):
-    """Of one micro-batch: the loss to differentiate, and by depth [K] the losses, right predictions, and of the chains
-    that were right so far those looked at (reached) and those right here too (passed)."""
+    """The scalar loss of one micro-batch, and by step [K]: losses, right predictions, the supervised chains whose
+    earlier predictions are all right (reached), and those of them that are right at this step too (passed)."""
 
     loss: torch.Tensor
     by_step: torch.Tensor
@@ -118,9 +120,10 @@ def micro_step(
 ) -> MicroStep:
     """Forward of one micro-batch.
 
-    denominators [K]: supervised tokens of the whole global batch, so that micro-batches and processes add up to the
-    mean over all of them. anchors: which roots later steps are unrolled from; None: all. Right predictions of some
-    roots stand for those of all; chains are counted as drawn. clock: told of the parts "target" and "head".
+    denominators [K]: supervised tokens of the global batch, so that the losses of micro-batches and processes sum to
+    the mean over the global batch. anchors: the roots of the later steps; None: all roots. With anchors, right
+    predictions are weighted up to all roots, but reached and passed count the drawn chains. clock: measures the parts
+    "target" and "head".
     """
     clock = clock or StepClock(side.target.device)
     with clock.part("target"):
@@ -150,10 +153,10 @@ def forecast_accept_length(model: torch.nn.Module, side: TargetSide, batches: Se
 def replayed_steps(
     model: torch.nn.Module, side: TargetSide, batches: Sequence[Batch], steps: int, levels: int | None = None
 ) -> list[list[int]]:
-    """Accepted drafts of every verify step the engine would count, rollout by rollout, with a chain of `levels` (None:
-    as many as the unroll's steps).
+    """Accepted drafts of every verify step that the engine would count, a list for each rollout, with a chain of
+    `levels` (None: `steps`).
 
-    A draft counts as right when it is the rollout's own next token, which is what the engine compares it with.
+    A draft is right if it equals the rollout's next token, as in the engine.
     """
     replays: list[list[int]] = []
     for batch in batches:
@@ -168,5 +171,5 @@ def replayed_steps(
 
 
 def supervised_counts(batch: Batch, steps: int, shift: int) -> torch.Tensor:
-    """Supervised tokens by step [K] of a batch, without running anything."""
+    """Supervised tokens by step [K] of a batch; computed from the masks alone."""
     return plan_supervision(batch.response, batch.lengths, steps, shift, batch.starts).counts

@@ -1,4 +1,4 @@
-"""The engine in the midst of a training, which has the memory before and after."""
+"""An engine that runs during a training, and frees its memory afterwards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 def with_engine(use: Callable[[Engine], Result], *arguments: Any, **options: Any) -> Result:
-    """What `use` makes of an engine of these arguments. `use` must not keep it: what it held goes back to the device.
+    """The result of `use` with an engine of these arguments. `use` must not keep the engine: its memory is freed.
 
-    On a GPU torch keeps what was freed for itself: without the calls the engine would find little room, and the next
-    training step, whose tensors have other sizes, none at all.
+    On a GPU torch caches freed memory. Without `empty_cache` the engine would find little free memory, and the next
+    training step, whose tensors have other sizes, might find none.
     """
-    torch.cuda.empty_cache()  # nothing happens without a GPU
+    torch.cuda.empty_cache()  # does nothing without a GPU
     engine = Engine(*arguments, **options)
     try:
         return use(engine)

@@ -1,4 +1,4 @@
-"""The module that the optimiser sees: a head, and the unroll with its loss as forward.
+"""The module that the optimizer sees: a head, and the unroll with its loss as forward.
 
 Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of a step, N those of all steps.
 """

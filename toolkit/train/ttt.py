@@ -1,15 +1,15 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the head's own outputs fed back for K steps.
+"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the head reads its own outputs for K steps.
 
-Every position t of a sequence is a root whose chain of drafts is unrolled in parallel with all others.
+Every position t of a sequence is a root. The chains of drafts of all roots are unrolled in parallel.
 
     step k, root t:   hidden   k = 0: fused feature f_t        k > 0: the head's output at (t, k-1)
                       embed    x_{t+1+k} (ground truth)        position t+k
                       attends  step-0 keys of positions 0..t, and its own keys of steps 1..k
                       predicts x_{t+2+k}
 
-which is what a drafted chain attends to when served: committed positions, then its own drafts. That is a head that
-feeds itself. One of S stages (MTP layers) predicts step k < S by stage k, which reads stage k-1's state at t, stands at
-position t and attends to its own keys of 0..t; from step S on stage S-1 feeds itself, at positions t+1, t+2, ..
+A served chain attends to the same keys: committed positions, then its own drafts. The table is that of a head with one
+stage. A head with S stages (MTP layers) predicts step k < S with stage k, which reads the state of stage k-1 at t, has
+position t and attends to its own keys of 0..t. From step S on, stage S-1 reads its own outputs, at positions t+1, ..
 
 Shapes: B sequences, L positions, T = B*L, H hidden size, W feature width, hd head dim, kv key/value heads, G query
 heads a key/value head.
@@ -31,17 +31,17 @@ from toolkit.train.reach import Reach
 
 
 class TTTAttention:
-    """The attention of one unroll, called once a step by the draft layer; exact, in the dtype it is given.
+    """The attention of one unroll. A draft layer calls it once a step. The result is exact, in the dtype of the inputs.
 
-    window: a query sees so many positions, its own included, and at least as many as steps; None: all before it.
-    starts [B, L]: where each position's document begins, which is as far back as it sees; None: rows are documents.
-    `at_anchors` makes one whose further steps are those of some roots alone.
+    window: positions that a query sees, its own included; at least the number of steps. None: all earlier positions.
+    starts [B, L]: the first position of each position's document, the earliest that it sees; None: a row is a document.
+    `at_anchors` gives a copy that continues with some of the roots.
     """
 
     def __init__(self, batch: int, length: int, window: int | None = None, starts: torch.Tensor | None = None) -> None:
         self.batch, self.length, self.window, self.starts = batch, length, window, starts
         self.anchors: torch.Tensor | None = None
-        # Tuples: a copy of this object goes on by itself.
+        # Tuples, because copies of this object must not share later keys.
         self.keys: tuple[torch.Tensor, ...] = ()
         self.values: tuple[torch.Tensor, ...] = ()
 
@@ -54,14 +54,14 @@ class TTTAttention:
         return out.transpose(1, 2).flatten(0, 1)
 
     def at_anchors(self, anchors: torch.Tensor) -> TTTAttention:
-        """After its first step: the same attention for the roots anchors [B, N] alone."""
+        """A copy for the roots anchors [B, N] only; to be called after the first step."""
         chosen = copy(self)
         chosen.anchors = anchors
         chosen.starts = None if self.starts is None else self.starts.gather(1, anchors)
         return chosen
 
     def _reach(self, device: torch.device) -> Reach | None:
-        """Which step-0 keys the newest step sees: the query of root t stands at t + step."""
+        """The step-0 keys that the newest step sees. The query of root t has position t + step."""
         step = len(self.keys) - 1
         narrow = self.window is not None and self.length + step > self.window
         if self.starts is None and self.anchors is None and not narrow:
@@ -70,23 +70,23 @@ class TTTAttention:
         roots = roots if self.anchors is None else self.anchors
         first = torch.zeros_like(roots) if self.starts is None else self.starts
         if self.window is not None:
-            assert step < self.window, "a window shorter than the unroll would hide a root from its own chain"
+            assert step < self.window, "the window must hold the whole unroll, or a chain does not see its root"
             first = torch.maximum(first, roots + (step + 1 - self.window))
         return Reach(first, roots)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Causal over the step-0 keys, and each root over its own later keys (the diagonals), in one softmax.
+    """One softmax over the step-0 keys (causal) and each root's own keys of later steps (the diagonals).
 
-    Two softmaxes over disjoint keys merge exactly by their log-sum-exps: out = sum_i exp(lse_i - lse) out_i with
-    lse = log sum_i exp(lse_i); a single key has the score as lse and the value as out. Saved for backward are the
-    merged out and lse, from which every part's weights follow.
+    Softmaxes over disjoint keys merge exactly by their log-sum-exps: out = sum_i exp(lse_i - lse) out_i with
+    lse = log sum_i exp(lse_i). A single key has its score as lse and its value as out. Backward needs only the merged
+    out and lse: they give the weights of every part.
     """
 
     @staticmethod
     def forward(ctx, q, reach, *keys_and_values):
-        """q [B, kv*G, L, hd], the reach of the causal part, then keys of steps 0..k, then values, each [B, kv, L, hd];
-        returns like q."""
+        """q [B, kv*G, L, hd], the reach of the causal part, the keys of steps 0..k, then the values, each
+        [B, kv, L, hd] -> like q."""
         keys, values = _halves(keys_and_values)
         out, lse = causal_attention(q, keys[0], values[0], reach)
         ctx.reach = reach
@@ -145,13 +145,13 @@ def unroll(
     *,
     checkpointing: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yield what scores the tokens of steps 0..steps-1, states [B, L, H] as `DraftHead.read` gives them.
+    """Yield the states [B, L, H] of steps 0..steps-1, from which `DraftHead.logits` computes each step's logits.
 
-    features [B, L, W] are the target's, embeds [B, L, H] its embeddings of the same tokens. Rows whose token
-    t+1+k lies past the end hold zeros as embedding, those past their document's end (starts [B, L], see `Batch`) the
-    next one's; nothing is supervised there. anchors [B, N]: once the last stage has read all positions, further steps
-    are those of these roots alone, and yield [B, N, H]. checkpointing: backward computes each step anew instead of
-    keeping what is inside it (arXiv 1604.06174).
+    features [B, L, W]: the target's hidden states. embeds [B, L, H]: the target's embeddings of the same tokens. A root
+    whose token t+1+k lies past the end of its row reads zeros as the embedding; past the end of its document (starts
+    [B, L], see `Batch`) it reads the next document's. Neither is supervised.
+    anchors [B, N]: after the last stage has read all positions, only these roots are unrolled further, and the states
+    are [B, N, H]. checkpointing: backward recomputes each step instead of storing its activations (arXiv 1604.06174).
     """
     batch, length, width = embeds.shape
     config = head.config
@@ -187,9 +187,9 @@ def _one_pass(
     reach: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, list[TTTAttention]]:
-    """One step of a stage, and its layers' attentions as the next one finds them; `before` stays as it is.
+    """Run one step of a stage; returns its states and its layers' attentions after the step. `before` is not changed.
 
-    following [B, N]: positions of the tokens that the step reads, zeros being read past the end.
+    following [B, N]: positions of the tokens that the step reads; past the end of a row it reads zeros.
     """
     layers = [copy(attention) for attention in before]
     length, width = embeds.shape[1:]

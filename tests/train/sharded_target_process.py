@@ -1,6 +1,6 @@
-"""One of two processes of a test, run by path: shares a target out with the other and writes down what it finds.
+"""One of the two processes of test_sharded_target.py, run by path: shards a target and writes its results to a file.
 
-python half_a_target.py TARGET FOLDER RANK
+python sharded_target_process.py TARGET FOLDER RANK
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from toolkit.data.batches import BatchPlan, Example, collate
 from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.load import Target, load_target, load_tokenizer
-from toolkit.targets.sharding import layer_bytes, share_out, whole
+from toolkit.targets.sharding import layer_bytes, shard_layers, unsharded
 from toolkit.train import offline_features as offline
 from toolkit.train.split_data import Data
 from toolkit.train_settings import TrainSettings
@@ -57,12 +57,12 @@ def pair(directory: str, kind: str) -> list[Target]:
     return made
 
 
-def shared_out(alone: Target, target: Target, rank: int) -> dict[str, object]:
+def sharded(alone: Target, target: Target, rank: int) -> dict[str, object]:
     weights = own_storages(target)
-    share_out(target, init_device_mesh("cpu", (2,)))
+    shard_layers(target, init_device_mesh("cpu", (2,)))
     gc.collect()
     found: dict[str, object] = {"bytes": layer_bytes(target), "kept": sum(not one.expired() for one in weights)}
-    with whole(target.layers[-1]):
+    with unsharded(target.layers[-1]):
         pairs = zip(target.layers[-1].parameters(), alone.layers[-1].parameters(), strict=True)
         found["read"] = all(torch.equal(ours, theirs) for ours, theirs in pairs)
     batches = [
@@ -100,12 +100,12 @@ def stored(target: Target, alone: Target, rank: int) -> bool:
 if __name__ == "__main__":
     DIRECTORY, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     store = dist.FileStore(str(FOLDER / "store"), 2)
-    # Processes that run different numbers of forwards wait for each other: not for ever.
+    # Processes that run different numbers of forwards wait for each other; the timeout ends that.
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=120))
     answers: dict[str, object] = {}
     for name in ("bfloat16", "experts", "float32"):
         alone, target = pair(DIRECTORY, name)
-        answers[name] = shared_out(alone, target, RANK)
+        answers[name] = sharded(alone, target, RANK)
     answers["stored"] = stored(target, alone, RANK)
     (FOLDER / f"found-{RANK}.json").write_text(json.dumps(answers), encoding="utf-8")
     dist.destroy_process_group()
