@@ -11,16 +11,16 @@ from toolkit.train.failures import DivergedError, LostProcessError, check_finite
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), None), (1.0, float("nan"))])
-def test_what_is_no_number_ends_it(tmp_path, loss, norm):
+def test_a_loss_or_norm_that_is_not_finite_raises(tmp_path, loss, norm):
     check_finite(3, 1.0, 0.5, tmp_path)
-    with pytest.raises(DivergedError, match="step 3 is (nan|inf).*no state was stored yet.*learning_rate"):
+    with pytest.raises(DivergedError, match="of step 3 is (nan|inf).*no state was stored yet.*learning_rate"):
         check_finite(3, loss, norm, tmp_path)
 
 
 @pytest.mark.parametrize(("rank", "numbers"), [(0, 3), (2, 1)])
-def test_weights_that_are_no_numbers_end_it_and_padding_does_not(tmp_path, rank, numbers):
-    """At ZeRO-3 a process holds a share, the last of them with padding that nobody has written: here 7 numbers in three
-    shares of 3."""
+def test_weights_that_are_not_finite_raise_but_padding_does_not(tmp_path, rank, numbers):
+    """Under ZeRO-3 a process holds a part of each parameter; the last part ends with uninitialised padding. Here 7
+    elements lie in three parts of 3."""
     parameter = torch.nn.Parameter(torch.zeros(0))
     parameter.ds_tensor, parameter.ds_numel = torch.full((3,), float("nan")), 7
     model = SimpleNamespace(parameters=lambda: [parameter])
@@ -28,7 +28,7 @@ def test_weights_that_are_no_numbers_end_it_and_padding_does_not(tmp_path, rank,
     parameter.ds_tensor[:numbers] = 1.0
     check_weights(accelerator, model, 5, tmp_path)
     parameter.ds_tensor[numbers - 1] = float("inf")
-    with pytest.raises(DivergedError, match="step 5 left weights"):
+    with pytest.raises(DivergedError, match="weights after step 5"):
         check_weights(accelerator, model, 5, tmp_path)
 
 
@@ -39,11 +39,11 @@ def test_weights_that_are_no_numbers_end_it_and_padding_does_not(tmp_path, rank,
         (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (torch.distributed.DistNetworkError("the read timed out"), True),
         (RuntimeError("CUDA out of memory"), False),
-        (ConnectionResetError("connection reset by peer"), False),  # of a tracker's upload, say
+        (ConnectionResetError("connection reset by peer"), False),  # for example of a tracker's upload
     ],
 )
 def test_only_the_group_s_errors_blame_another_process(tmp_path, error, lost):
-    """Blaming the group for our own failure would send its reader to the wrong machine."""
-    with pytest.raises(LostProcessError if lost else type(error)) as said, lost_process_named(tmp_path):
+    """An error of this process must not be reported as a lost process: the user would look at the wrong machine."""
+    with pytest.raises(LostProcessError if lost else type(error)) as raised, lost_process_named(tmp_path):
         raise error
-    assert said.value is not error if lost else said.value is error
+    assert raised.value is not error if lost else raised.value is error

@@ -156,8 +156,8 @@ def test_parts_of_another_meaning_stay_random(family, left, dropped):
     config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
     layer = Eagle3Head(config).midlayer
     before = {name: value.clone() for name, value in layer.named_parameters()}
-    unlike = copy_decoder_layer(layer, theirs, 32)
-    assert set(unlike.left) == set(left) and set(unlike.dropped) == set(dropped)
+    report = copy_decoder_layer(layer, theirs, 32)
+    assert set(report.not_copied) == set(left) and set(report.dropped) == set(dropped)
     source = dict(theirs.named_parameters())
     for name, value in layer.named_parameters():
         if name in left or name == "input_layernorm.weight":
@@ -176,8 +176,8 @@ def test_an_mlp_without_a_norm_before_it(tiny_target, tiny_draft):
     """OLMo 2 norms outputs alone: its `post_attention_layernorm` is no norm before the MLP."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **SMALL))
     config = Eagle3Config.from_target_config(model.config, vocab_size=96, draft_vocab_size=32, aux_layer_ids=(1, 2, 3))
-    unlike = copy_decoder_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
-    assert {"hidden_norm.weight", "post_attention_layernorm.weight", *OUTPUTS, *QK} == set(unlike.left)
+    report = copy_decoder_layer(Eagle3Head(config).midlayer, model.model.layers[-1], 32)
+    assert {"hidden_norm.weight", "post_attention_layernorm.weight", *OUTPUTS, *QK} == set(report.not_copied)
 
 
 def _pairs(target, head, batches):

@@ -50,7 +50,7 @@ def test_two_trainings_in_one_folder(tmp_path):
     line = [sys.executable, "-c", code, str(tmp_path)]
     with sole_trainer(tmp_path):
         other = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
-        assert "TrainError: another training works in" in other.stderr
+        assert "TrainError: another training uses" in other.stderr
         with pytest.raises(TrainError), sole_trainer(tmp_path):
             pass
     assert subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True).stdout == "alone\n"

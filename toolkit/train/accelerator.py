@@ -1,4 +1,4 @@
-"""accelerate + DeepSpeed, set up so that one process on a laptop and eight GPUs run the same lines."""
+"""Builds the Accelerator over DeepSpeed, the same way for one CPU process and for many GPUs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)
 
-# The others wait while the main process measures, or one is late with its fresh rollouts. A process that has died is
-# noticed at once: its connections close, and the launcher ends the rest.
-PATIENCE = timedelta(hours=2)
+# Timeout of collectives: processes wait while the main process measures, or while one writes its fresh rollouts. A dead
+# process is noticed without it: its connections close, and the launcher ends the other processes.
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" / "zero2.yaml"
 
 
 def set_threads() -> None:
-    """Share this machine's cores between the local processes, unless the user set OMP_NUM_THREADS."""
+    """Divide this machine's cores among the local processes, unless the user set OMP_NUM_THREADS."""
     chosen = users_threads() or ""
     share = max(1, physical_cores() // local_world_size())
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) > 0 else share)
@@ -39,34 +39,34 @@ def local_world_size() -> int:
 def build_accelerator(
     precision: str, micro_batch: int, accumulation: int, clip: float, *, whole_gradients: bool
 ) -> Accelerator:
-    """An Accelerator over DeepSpeed: the launcher's plugin where one was configured, ZeRO-2 from
-    `recipes/accelerate/zero2.yaml` where not.
+    """An Accelerator over DeepSpeed, with the launcher's DeepSpeed settings, else those of
+    `recipes/accelerate/zero2.yaml`.
 
     whole_gradients: the optimizer needs whole matrices (Muon), so gradients are all-reduced, not scattered.
-    At ZeRO stage 3 transformers shards what it loads later, unless it is told not to (see `frozen_target.py`).
-    Raises `TrainError` when the launcher chose another way to distribute.
+    Under ZeRO-3 transformers also shards models that are loaded later; `frozen_target.py` prevents this.
+    Raises `TrainError` when the launcher uses FSDP or Megatron-LM.
     """
     chosen = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     for other, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
         if os.environ.get(other, "false") == "true":
             raise TrainError(
-                f"the accelerate configuration asks for {name}; this trainer runs on DeepSpeed: "
+                f"the accelerate configuration selects {name}, but training needs DeepSpeed; "
                 f"use --config_file {DEFAULT_CONFIG.name} or zero3.yaml of recipes/accelerate"
             )
     _stand_alone_environment()
     plugin = DeepSpeedPlugin() if chosen else DeepSpeedPlugin(**_default_plugin())
     config = plugin.deepspeed_config
     for setting in _replaced(config, precision, accumulation, clip) if os.environ.get("RANK", "0") == "0" else ():
-        log.warning(f"the accelerate configuration says {setting}: the recipe decides")
+        log.warning(f"the accelerate configuration sets {setting}; the recipe's value is used")
     for name in {"bf16", "fp16"} & config.keys():
         config[name] = {**config[name], "enabled": name == precision}
     config["train_micro_batch_size_per_gpu"] = micro_batch
     config["gradient_accumulation_steps"] = plugin.gradient_accumulation_steps = accumulation
     config["gradient_clipping"] = plugin.gradient_clipping = clip
     if whole_gradients:
-        # Muon orthogonalises whole matrices; ZeRO-3 refuses it when gradients arrive scattered.
+        # Muon orthogonalises whole matrices; ZeRO-3 raises an error if gradients are scattered.
         config.setdefault("zero_optimization", {})["reduce_scatter"] = False
-    # DeepSpeed's own step log would repeat ours.
+    # DeepSpeed's own step log would duplicate ours.
     config["steps_per_print"] = 1 << 30
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -75,29 +75,29 @@ def build_accelerator(
         mixed_precision={"bf16": "bf16", "fp32": "no"}[precision],
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=accumulation,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=PATIENCE)],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)],
     )
 
 
 def _replaced(config: Mapping[str, Any], precision: str, accumulation: int, clip: float) -> Iterator[str]:
-    """What the accelerate configuration, or the file of DeepSpeed's that it names, sets otherwise than the recipe."""
+    """Settings of the accelerate configuration, or of its DeepSpeed file, that differ from the recipe's."""
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is the launcher's own default
     if mixed not in ("no", precision):
-        yield f"mixed_precision {mixed}, and the recipe trains in {precision}"
+        yield f"mixed_precision {mixed}, but the recipe trains in {precision}"
     for name in ("bf16", "fp16"):
         enabled = (config.get(name) or {}).get("enabled", "auto")
         if enabled != "auto" and enabled != (name == precision):
-            yield f"{name} enabled: {enabled}, and the recipe trains in {precision}"
-    # Where a file of DeepSpeed's has no accumulation, accelerate writes 1 into it.
-    for name, ours, unsaid in (("gradient_accumulation_steps", accumulation, 1), ("gradient_clipping", clip, None)):
+            yield f"{name} enabled: {enabled}, but the recipe trains in {precision}"
+    # If a DeepSpeed file has no accumulation, accelerate writes 1 into it.
+    for name, ours, unset in (("gradient_accumulation_steps", accumulation, 1), ("gradient_clipping", clip, None)):
         theirs = config.get(name)
-        if theirs not in (None, "auto", unsaid) and float(theirs) != ours:
-            yield f"{name} {theirs}, and the recipe's is {ours:g}"
+        if theirs not in (None, "auto", unset) and float(theirs) != ours:
+            yield f"{name} {theirs}, but the recipe's value is {ours:g}"
 
 
 def _default_plugin() -> dict[str, Any]:
     if not DEFAULT_CONFIG.is_file():
-        log.info("no recipes/accelerate beside this installation: ZeRO-2 with DeepSpeed's defaults")
+        log.info("recipes/accelerate is not installed: ZeRO-2 runs with DeepSpeed's defaults")
         return {"zero_stage": 2}
     settings = yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8"))["deepspeed_config"]
     names = ("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag")
@@ -105,7 +105,7 @@ def _default_plugin() -> dict[str, Any]:
 
 
 def _stand_alone_environment() -> None:
-    """Without a launcher's variables DeepSpeed looks for MPI; a group of one needs none."""
+    """Set the launcher's variables for a single process: without them DeepSpeed looks for MPI."""
     if "LOCAL_RANK" in os.environ:
         return
     with socket.socket() as probe:
@@ -117,7 +117,8 @@ def _stand_alone_environment() -> None:
 
 
 def _quiet_cpu() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce (minutes, and a C++ compiler) where gloo serves."""
+    """Keep DeepSpeed from compiling its shared-memory all-reduce: that takes a C++ compiler and minutes, and gloo
+    suffices."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,16 +1,17 @@
-"""Causal attention with its log-sum-exp, forward and backward, without an [L, L] matrix.
+"""Causal attention that returns its log-sum-exp, forward and backward, without an [L, L] matrix.
 
-`scaled_dot_product_attention` keeps the log-sum-exp to itself, and merging its result with further keys needs it. On a
-CPU the operator below it gives both, where queries see all before them; on an NVIDIA GPU our own kernels do, in all
-cases but float64 (`triton_attention.py`). Elsewhere queries are visited in tiles and scores computed anew for backward.
+Merging the result with further keys needs the log-sum-exp, which `scaled_dot_product_attention` does not return. On a
+CPU torch's internal operator returns it, for queries that see all earlier keys. On an NVIDIA GPU our own kernels do, in
+all dtypes but float64 (`triton_attention.py`). In all other cases the code below works in tiles of queries, and
+computes the scores again for backward.
 
-The backward takes the output and log-sum-exp of a softmax that may run over more keys than these: both of its formulas
-(FlashAttention, arXiv 2205.14135, algorithm 4) read nothing else of the other keys. With P = exp(scores - lse):
+The backward takes the output and log-sum-exp of a softmax that may include other keys too: its formulas
+(FlashAttention, arXiv 2205.14135, algorithm 4) need nothing else of those keys. With P = exp(scores - lse):
 
     dV = P' dO      dS = P * (dO V' - rowsum(dO * O))      dQ = dS K * scale      dK = dS' Q * scale
 
-Where a query does not see all keys before it (a sliding window, several documents in a row), or queries are not those
-of all positions, `Reach` says which keys each sees; a tile then touches only the keys that one of its queries sees.
+If a query does not see all earlier keys (a sliding window, several documents in a row), or not all positions have a
+query, `Reach` gives the keys that each query sees. A tile then reads only the keys that its queries see.
 
 Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G query heads.
 """
@@ -26,16 +27,16 @@ from toolkit.train.reach import TILE, Reach
 
 Tensor = torch.Tensor
 
-# With fewer positions the CPU's backward in bfloat16 is no faster with AMX either (8 x 280: 45 ms, in fp32 40).
+# With fewer positions the CPU's backward is not faster in bfloat16, also with AMX (8 x 280: 45 ms, in fp32 40 ms).
 LONG = 512
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
     """q [B, h, L, hd], k and v [B, kv, L, hd] -> output like q, and the scores' log-sum-exp [B, h, L].
 
-    With a reach the queries may be fewer, N in the place of L. reach None: each query sees all keys up to its own
-    position. Scores are scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's.
-    Nothing is differentiated through it; see `causal_attention_backward`.
+    With a reach there may be N < L queries. reach None: each query sees all keys up to its own position. Scores are
+    scaled by 1/sqrt(hd). The log-sum-exp is in fp32 or fp64, the output in that dtype or in q's. Autograd does not
+    differentiate this function; see `causal_attention_backward`.
     """
     kernels = _kernels(q)
     if kernels is not None:
@@ -49,8 +50,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None
 def causal_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from that of `out`, in the dtype of lse or of theirs; out and lse [B, h, L] may hold the
-    part of other keys too."""
+    """Gradients of q, k and v from that of `out`, in the dtype of lse or of the inputs. out and lse [B, h, L] may
+    include other keys."""
     kernels = _kernels(q)
     if kernels is not None:
         return kernels.attend_backward(grad, q, k, v, out, lse, reach)
@@ -58,7 +59,7 @@ def causal_attention_backward(
         return tiled_backward(grad, q, k, v, out, lse, reach)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q, k, v = _for_operator(q, k, v, narrow=q.shape[2] >= LONG)
-    # The operator wants its own layout of the log-sum-exp.
+    # The operator needs this memory layout of the log-sum-exp.
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, True)
@@ -70,10 +71,11 @@ def _kernels(q: Tensor) -> GpuKernels | None:
 
 
 def _for_operator(q: Tensor, k: Tensor, v: Tensor, *, narrow: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As many key heads as query heads; in fp32 where it is not `narrow` or without AMX, whose tiles take bfloat16.
+    """Repeat the key/value heads for each query head. Convert to fp32 unless `narrow` and the CPU has AMX tiles, which
+    multiply bfloat16.
 
-    One thread, 9 heads of 64: without AMX 8 x 280 positions take 25 + 116 ms in bfloat16 and 20 + 40 ms in fp32; with
-    AMX 2,048 positions 20 + 88 and 51 + 128 ms.
+    Forward + backward on one thread, 9 heads of 64: without AMX 8 x 280 positions take 25 + 116 ms in bfloat16 and
+    20 + 40 ms in fp32; with AMX 2,048 positions take 20 + 88 ms in bfloat16 and 51 + 128 ms in fp32.
     """
     group = q.shape[1] // k.shape[1]
     narrow = narrow and q.dtype == torch.bfloat16 and _has_tiles()
@@ -125,7 +127,7 @@ def tiled_backward(
 
 
 def _tile(start: int, length: int, reach: Reach | None) -> tuple[slice, slice]:
-    """The queries of the tile from `start` on, and the keys that one of them sees."""
+    """The queries of the tile that begins at `start`, and the range of keys that they see."""
     end = min(start + TILE, length)
     return slice(start, end), slice(0, end) if reach is None else slice(*reach.tiles[start // TILE])
 

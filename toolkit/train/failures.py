@@ -1,4 +1,4 @@
-"""Ends of a training that have a name: the loss is no number, or a process of the group is gone."""
+"""Errors that end a running training: it diverged, or another process of the group was lost."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from accelerate import Accelerator
 from toolkit.train.errors import TrainError
 from toolkit.train.state import stored_states
 
-# What gloo and NCCL say when another process has gone; torch has no type for it.
-GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "timed out")
+# Messages of gloo and NCCL after another process has ended; torch has no error type for it.
+LOST_MESSAGES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "timed out",
+)
 
 
 class DivergedError(TrainError):
-    """The loss or the gradient is no finite number: what follows would be worthless."""
+    """The loss, the gradient or the weights are not finite."""
 
 
 class LostProcessError(TrainError):
@@ -26,29 +32,29 @@ class LostProcessError(TrainError):
 
 
 def check_finite(step: int, loss: float, grad_norm: float | None, directory: Path) -> None:
-    """Raise `DivergedError` where step `step` found no finite numbers; all processes hold the same two."""
+    """Raise `DivergedError` if the loss or the gradient norm of the step is not finite. All processes have the same
+    values."""
     if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
         return
     what = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
-        what = f"the gradient's norm at step {step} is {grad_norm}"
+        what = f"the gradient norm of step {step} is {grad_norm}"
     raise _diverged(what, directory)
 
 
 def check_weights(accelerator: Accelerator, model: torch.nn.Module, step: int, directory: Path) -> None:
-    """Raise `DivergedError` before the head of step `step` is judged or stored; all processes must call this.
-
-    The loss of a step is that of the weights before it, and under Muon nothing says what the gradient's norm was.
+    """Raise `DivergedError` if the weights after the step are not finite. All processes must call this, before the head
+    is evaluated or stored: the loss of a step is computed before its update, and Muon gives no gradient norm.
     """
-    held = [_own_part(one, accelerator.process_index) for one in model.parameters() if one.requires_grad]
-    broken = sum((~torch.isfinite(one.detach()).all()).long() for one in held)
+    parts = [_own_part(one, accelerator.process_index) for one in model.parameters() if one.requires_grad]
+    broken = sum((~torch.isfinite(one.detach()).all()).long() for one in parts)
     if int(accelerator.reduce(torch.as_tensor(broken, device=accelerator.device), "sum")):
-        raise _diverged(f"step {step} left weights that are no finite numbers", directory)
+        raise _diverged(f"the weights after step {step} are not finite", directory)
 
 
 def _own_part(parameter: torch.Tensor, rank: int) -> torch.Tensor:
-    """ZeRO-3: what this process holds of it, without the padding behind its last number, which nobody writes. Nothing
-    while it is offloaded to a disk."""
+    """The part of a parameter that this process holds under ZeRO-3, without the uninitialised padding after its last
+    element; empty while the parameter is offloaded to a disk."""
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
         return parameter
@@ -57,25 +63,26 @@ def _own_part(parameter: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _diverged(what: str, directory: Path) -> DivergedError:
     return DivergedError(
-        f"{what}, so training stops; {_newest(directory)}. Its learning rate is the usual cause: train with a lower "
-        "train.optimizer.learning_rate (and muon_learning_rate) or a longer train.optimizer.warmup_ratio into "
-        "another run_dir, or with train.precision=fp32"
+        f"{what}, so training stops; {_newest(directory)}. The usual cause is the learning rate: lower "
+        "train.optimizer.learning_rate (and muon_learning_rate), raise train.optimizer.warmup_ratio, or set "
+        "train.precision=fp32, and train into another run_dir"
     )
 
 
 @contextmanager
 def lost_process_named(directory: Path) -> Iterator[None]:
-    """Raise `LostProcessError` for the error of a collective whose other process is gone; other errors pass."""
+    """Convert the error of a collective with a lost process to `LostProcessError`; other errors are raised as they
+    are."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error).lower()
-        of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in said or "nccl" in said
-        if not of_the_group or not any(words in said for words in GONE):
+        message = str(error).lower()
+        of_the_group = isinstance(error, torch.distributed.DistError) or "gloo" in message or "nccl" in message
+        if not of_the_group or not any(words in message for words in LOST_MESSAGES):
             raise
         raise LostProcessError(
-            f"another training process ended or cannot be reached ({str(error).splitlines()[0][:200]}); its own "
-            f"message, if any, stands above. {_newest(directory)}; start the same command again to go on from there"
+            f"another training process ended or cannot be reached ({str(error).splitlines()[0][:200]}); see its own "
+            f"message above, if any. {_newest(directory)}; run the same command again to resume from it"
         ) from error
 
 

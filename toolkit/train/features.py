@@ -1,4 +1,4 @@
-"""Where a training step gets the target's hidden states: from its forward, or from what was stored on disk.
+"""Sources of the target's hidden states in a training step: the target's forward, or a feature store on disk.
 
 Shapes: B sequences, L positions, A auxiliary layers, H target hidden size.
 """
@@ -16,14 +16,14 @@ from toolkit.targets.load import Target
 
 
 class FeatureSource(Protocol):
-    """What gives a batch its features. Rows of padding, and the row of each sequence's last id, hold numbers that no
-    supervised root reads (see supervision.py)."""
+    """Batch -> features. The rows of padding and of each sequence's last id have arbitrary values; no supervised root
+    reads them (see supervision.py)."""
 
     def __call__(self, batch: Batch) -> TargetFeatures: ...
 
 
 class OnlineFeatures:
-    """One forward of the target for every batch; `capture` says what it keeps."""
+    """Runs the target's forward for every batch; `capture` keeps the features."""
 
     def __init__(self, target: Target, capture: AuxCapture | LastCapture) -> None:
         self.target, self.capture = target, capture
@@ -33,9 +33,9 @@ class OnlineFeatures:
 
 
 class StoredFeatures:
-    """Features of a store, on `device`; the target's layers do not run.
+    """Reads features from a store, onto `device`, without a forward of the target.
 
-    aux_layer_ids: whose inputs stand side by side as `aux`; None: the last hidden state is what the head reads.
+    aux_layer_ids: the layers whose inputs are concatenated as `aux`; None: `aux` is the last hidden state.
     """
 
     def __init__(self, store: FeatureStore, aux_layer_ids: tuple[int, ...] | None, device: torch.device) -> None:
@@ -44,14 +44,14 @@ class StoredFeatures:
         self._columns = [store.last_columns] if ids is None else [store.columns(layer) for layer in ids]
 
     def __call__(self, batch: Batch) -> TargetFeatures:
-        """Zeros stand where nothing is stored: on padding and on each sequence's last id."""
+        """Padding and each sequence's last id are not stored; their rows are zeros."""
         stored = self._stored(batch)
         aux = torch.cat([stored[..., columns] for columns in self._columns], dim=-1)
         return TargetFeatures(aux=aux, last=stored[..., self.store.last_columns])
 
     def layer(self, batch: Batch, layer_id: int | None) -> torch.Tensor:
-        """The input of one stored layer, or the last hidden state (None), [B, L, H]. Raises `FeatureStoreError` when
-        that layer is not stored."""
+        """The input [B, L, H] of one stored layer; None: the last hidden state. Raises `FeatureStoreError` when the
+        layer is not stored."""
         columns = self.store.last_columns if layer_id is None else self.store.columns(layer_id)
         return self._stored(batch)[..., columns]
 

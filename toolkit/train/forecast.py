@@ -1,9 +1,9 @@
-"""Forecast of accept_length on held-out rollouts, teacher-forced: no engine, no decoding.
+"""Forecast of accept_length on held-out rollouts, teacher-forced: without the engine and without decoding.
 
-The verified output is the rollout itself (at any temperature: the target's draws depend on seed and position alone), so
-which drafts a chain of K would get right at every position is known from one unroll; replaying the jumps
-t -> t + accepted + 1 counts the verify steps the engine would take (field standard: accept_length counts the bonus
-token; steps cut by the answer's end are left out).
+The verified output is the rollout itself (at any temperature, because the target's draws depend only on seed and
+position). So one unroll shows which drafts of a chain of K are right at every position. Replaying the jumps
+t -> t + accepted + 1 gives the verify steps of the engine. accept_length counts the bonus token; steps that the
+answer's end cuts short are left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from toolkit.infer.request.request import VerifyEvent
 class Forecast:
     """accept_length of a chain of `num_steps` with its 95 % bootstrap interval over rollouts.
 
-    accept_length is None without verify steps, interval with fewer than two rollouts that have some. accept_rate[i] is
-    conditional: of the verify steps that accepted depth i, the share that accepted depth i+1; None if there were none.
+    accept_length: None without verify steps. interval: None if fewer than two rollouts have verify steps.
+    accept_rate[i]: conditional, the share of the verify steps that accepted depth i and also accepted depth i+1; None
+    if no step accepted depth i.
     """
 
     accept_length: float | None
@@ -35,9 +36,9 @@ class Forecast:
 
 
 def chain_depths(hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int) -> torch.Tensor:
-    """Accepted drafts [positions] at every root: leading hits over the steps; -1 where step 0 is not supervised.
+    """Accepted drafts [positions] of every root: its hits before the first miss; -1 if step 0 is not supervised.
 
-    hits[k] [S] bool belongs to the flat positions roots[k] [S].
+    hits[k] [S] bool: the hits of the flat positions roots[k] [S].
     """
     depth = torch.full((positions,), -1, dtype=torch.long)
     depth[roots[0].cpu()] = 0
@@ -54,8 +55,8 @@ def chain_depths(hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], po
 def chained_counts(
     hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By depth [K] float: chains whose earlier drafts were all right and that are supervised here too, and those of
-    them that are right here. A chain starts where step 0 is supervised; arguments as of `chain_depths`."""
+    """Two counts by step [K] float: supervised chains whose earlier drafts are all right, and those of them that are
+    right at this step too. A chain starts where step 0 is supervised. Arguments as of `chain_depths`."""
     alive = torch.zeros(positions, dtype=torch.bool, device=hits[0].device)
     alive[roots[0]] = True
     reached, passed = [], []
@@ -69,10 +70,10 @@ def chained_counts(
 
 
 def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
-    """Accepted drafts of each whole verify step over one rollout's answers.
+    """Accepted drafts of each complete verify step over the answers of one rollout.
 
-    depth [L]: accepted drafts if a chain started at root t; response [L]. The first root of an answer is the position
-    before it: its first token comes from prefill. A step whose tokens reach past the answer's end is left out.
+    depth [L]: accepted drafts of a chain with root t. response [L]: response tokens. Prefill gives the first token of
+    an answer, so its first root is the position before it. A step that reaches past the answer's end is left out.
 
         token      p   p   A0  A1  A2  A3  E
         root           t0 --accepts 1--> t0+2 ...      t0 reads A0, drafts A1, A2, ... and commits accepted + 1 of them
@@ -99,7 +100,7 @@ def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
 
 
 def summarise_replays(per_rollout: Sequence[Sequence[int]], num_steps: int) -> Forecast:
-    """Pool the verify steps of all rollouts, by the rules that the engine's own steps are counted by."""
+    """Pool the verify steps of all rollouts; counted as the engine counts its steps."""
     events = [
         VerifyEvent(num_steps, num_steps, accepted, accepted + 1, False, 0.0, 0.0, 0.0, 1)
         for steps in per_rollout

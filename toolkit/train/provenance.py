@@ -1,4 +1,4 @@
-"""What a trained head's directory says of where it came from."""
+"""The record of target and training in the draft directory of a trained head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.train_settings import TrainSettings
 def training_record(
     settings: TrainSettings, seed: int, target: Target, position: Position, rollouts: int
 ) -> dict[str, Any]:
-    """Target and training of the head of `position.best_step`, for the draft directory's `toolkit` block."""
+    """The draft directory's `toolkit` block for the head of `position.best_step`."""
     return {
         "target": describe_target(target),
         "training": {
@@ -31,7 +31,7 @@ def training_record(
 
 
 def describe_target(target: Target) -> dict[str, Any]:
-    """What a draft directory says of its target: enough for `toolkit serve --draft DIR` to load it again."""
+    """The record of the target; it is enough for `toolkit serve --draft DIR` to load the target."""
     return {
         "name": target.name,
         "revision": target.revision,

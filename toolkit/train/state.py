@@ -1,4 +1,4 @@
-"""Training states on disk: everything a killed run needs to go on as if it had not been."""
+"""Training states on disk: everything that a killed run needs to resume with the same results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ POSITION_FILE = "position.json"
 
 @dataclass
 class Position:
-    """Where training stands: `step` done, and the next batch (`epoch`, `index`). Totals are of the whole run.
+    """The progress of a training: completed optimizer steps (`step`), the next batch (`epoch`, `index`), and totals.
 
-    rollouts_of_step: 0 while it trains on the stored rollouts, else the step at which the present ones were written.
-    best_real: the engine's accept_length of the best head, if measured. stale: see `best_head.update_best`.
+    rollouts_of_step: the step at which the current rollouts were written; 0 for the stored rollouts. best_real: the
+    engine's accept_length of the best head, if measured. stale: see `best_head.update_best`.
     """
 
     step: int = 0
@@ -44,7 +44,7 @@ class Position:
 
 
 def save_state(accelerator: Accelerator, directory: Path, position: Position, keep: int) -> None:
-    """Write `state-<step>` (all processes take part), whole or not at all, and drop all but the newest `keep`."""
+    """Write `state-<step>` atomically and delete all but the newest `keep` states. All processes must call this."""
     final = directory / f"state-{position.step:06d}"
     part = final.with_suffix(".part")
     if accelerator.is_main_process:
@@ -63,12 +63,13 @@ def save_state(accelerator: Accelerator, directory: Path, position: Position, ke
 
 
 def best_path(directory: Path, step: int) -> Path:
-    """The weights of the best head so far, which was that of `step`."""
+    """The file with the weights of the head of `step`, the best so far."""
     return directory / f"best-{step:06d}.safetensors"
 
 
 def drop_unneeded_bests(directory: Path) -> None:
-    """Remove heads that no stored state calls its best. A kill between a head and its state loses neither."""
+    """Delete the heads that are not the best of a stored state. A kill between saving a head and its state loses no
+    head that a stored state needs."""
     needed = {read_json(state / POSITION_FILE)["best_step"] for state in stored_states(directory)}
     for path in directory.glob("best-*.safetensors"):
         if path not in {best_path(directory, step) for step in needed}:
@@ -77,30 +78,30 @@ def drop_unneeded_bests(directory: Path) -> None:
 
 @contextmanager
 def sole_trainer(directory: Path) -> Iterator[None]:
-    """One training at a time in a folder; the kernel frees the lock when the process ends, however it ends.
+    """Lock a training folder. The kernel releases the lock when the process ends, also after a kill.
 
-    Raises `TrainError` when another process holds it.
+    Raises `TrainError` when another process holds the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise TrainError(f"another training works in {directory}; wait for it, or choose another run_dir") from None
+            raise TrainError(f"another training uses {directory}; wait for it, or choose another run_dir") from None
         yield
 
 
 def stored_states(directory: Path) -> list[Path]:
     """Complete states, oldest first."""
     found = [path for path in directory.glob("state-*") if re.fullmatch(r"state-\d{6,}", path.name)]
-    # By number: as text, step 1000000 would come before 999999.
+    # By number: as text, 1000000 sorts before 999999.
     return sorted(found, key=lambda path: int(path.name.removeprefix("state-")))
 
 
 def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -> Position:
-    """Load the newest state into the prepared objects; a fresh `Position` when there is none.
+    """Load the newest state into the prepared objects and return its position; a new `Position` without a state.
 
-    Raises `ResumeError` when it was written by other settings or another number of processes.
+    Raises `ResumeError` when the state was written with other settings or by another number of processes.
     """
     states = stored_states(directory)
     if not states:
@@ -109,17 +110,18 @@ def restore_state(accelerator: Accelerator, directory: Path, fingerprint: str) -
     position = Position(**read_json(newest / POSITION_FILE))
     if position.fingerprint != fingerprint:
         raise ResumeError(
-            f"{newest} was written with other settings or data than these; train into another run_dir, "
-            f"or delete {directory} to start over"
+            f"{newest} was written with other settings or data; choose another run_dir, or delete {directory} to start "
+            "over"
         )
     if position.processes != accelerator.num_processes:
         raise ResumeError(
-            f"{newest} was written by {position.processes} processes and {accelerator.num_processes} are running: "
-            f"a ZeRO state is sharded by process. Launch {position.processes} again, or delete {directory}"
+            f"{newest} was written by {position.processes} processes, but {accelerator.num_processes} are running, and "
+            f"a ZeRO state is sharded by process; launch {position.processes} processes, or delete {directory} to "
+            "start over"
         )
     accelerator.load_state(str(newest))
-    # States lie between optimizer steps. accelerate goes on counting micro-batches from the stored number, which with
-    # another micro_batch would put its boundaries into the middle of our global batches.
+    # States are saved between optimizer steps. accelerate would continue its count of micro-batches from the state;
+    # with another micro_batch its optimizer steps would then fall inside our global batches.
     accelerator.step = 0
     log.info("resumed from %s", newest)
     return position

@@ -1,4 +1,4 @@
-"""Seconds of a training step by part, without making a GPU wait for the clock."""
+"""Measures the seconds of a training step by part, without synchronising a GPU during the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 
 class StepClock:
-    """`with clock.part("head"):` adds up the time of a part; a part inside another is taken off the outer one.
+    """`with clock.part("head"):` adds to the time of a part. The time of a nested part is subtracted from the outer.
 
-    On a GPU the marks are events in its queue, read when the step is over; `read` waits for them.
+    On a GPU it records CUDA events; `read` waits for them at the end of the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class StepClock:
         self._began = time.perf_counter()
 
     def restart(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self._spans.clear()
         self._began = time.perf_counter()
         if self._on_gpu:
@@ -44,7 +44,7 @@ class StepClock:
             self._open.pop()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` as a part."""
+        """`call`, measured as the part `name`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.part(name):
@@ -53,7 +53,7 @@ class StepClock:
         return run
 
     def read(self) -> dict[str, float]:
-        """Seconds since `restart` ("step"), and those of each part."""
+        """Seconds since `restart` (key "step"), and of each part."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         seconds = {"step": time.perf_counter() - self._began}
@@ -73,7 +73,7 @@ class StepClock:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU the most that tensors held since the step began; elsewhere the most this process ever held."""
+    """On a GPU the peak of allocated tensors since the step began; elsewhere the peak memory of this process so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Kilobytes on Linux (getrusage(2)), bytes on macOS.

@@ -1,4 +1,4 @@
-"""Which predictions of an unroll are supervised, and by which of the teacher's rows.
+"""Plans which predictions of an unroll are supervised, and by which teacher rows.
 
 Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of a step.
 """
@@ -15,13 +15,13 @@ from toolkit.tokenmap.token_map import TokenMap
 
 @dataclass(frozen=True)
 class Supervision:
-    """Which roots are supervised at each step, and the teacher row of each.
+    """The supervised roots of each step, and the teacher row of each.
 
-    roots[k] [S] index the flat [B*L] positions; rows[k] [S] index the teacher's M rows, which stand for the flat
-    positions `teacher_positions` [M]. starts [B, L]: as `Batch` has them.
+    roots[k] [S]: indices into the flat [B*L] positions. rows[k] [S]: indices into the M teacher rows, which belong to
+    the flat positions `teacher_positions` [M]. starts [B, L]: as in `Batch`.
 
-    anchors [B, N]: the roots whose later steps are unrolled (see `anchored`); of those steps roots[k] index the flat
-    [B*N] anchors, and shares[k] [S] say for how many roots each stands. full: the steps before those.
+    anchors [B, N]: the only roots that are unrolled after the first `full` steps (see `anchored`). In these later steps
+    roots[k] are indices into the flat [B*N] anchors. shares[k] [S]: the number of roots that each root represents.
     """
 
     teacher_positions: torch.Tensor
@@ -38,7 +38,7 @@ class Supervision:
         return torch.tensor([float(len(roots)) for roots in self.roots])
 
     def flat_roots(self, length: int) -> list[torch.Tensor]:
-        """roots[k] as flat positions at every step, those of anchors too; rows have `length` positions."""
+        """roots[k] as flat positions at every step, also at the steps of anchors. length: positions of a row."""
         if self.anchors is None or self.full is None:
             return self.roots
         rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None]
@@ -49,13 +49,13 @@ class Supervision:
 def plan_supervision(
     response: torch.Tensor, lengths: torch.Tensor, steps: int, shift: int = 0, starts: torch.Tensor | None = None
 ) -> Supervision:
-    """Supervised roots of a batch: response [B, L] bool, lengths [B], starts [B, L].
+    """The supervision of a batch: response [B, L] bool, lengths [B], starts [B, L].
 
-    Root t of step k predicts token i+1 from position i = t+1+k, so one teacher row per position i serves all steps.
+    Root t of step k predicts token i+1 at position i = t+1+k, so one teacher row for position i serves all steps.
     """
     masks = [supervised_mask(response, step, shift, lengths, starts).flatten() for step in range(steps)]
     flat = [mask.nonzero().squeeze(-1) for mask in masks]
-    # Roots of step 0 reach every position that a later step predicts from.
+    # The roots of step 0 include every position that a later step predicts from.
     positions = flat[0] + 1
     row_of = torch.full((response.numel() + steps,), -1, dtype=torch.long, device=response.device)
     row_of[positions] = torch.arange(len(positions), device=response.device)
@@ -63,10 +63,11 @@ def plan_supervision(
 
 
 def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int, seed: int) -> Supervision:
-    """The same supervision with steps from `full` on at `count` drawn roots of each row [B, L] alone, or at all it has.
+    """The same supervision with only `count` drawn roots of each row [B, L] in the steps from `full` on; all roots of a
+    row that has no more.
 
-    Each anchor stands for as many of its row's roots as are supervised there for one drawn, so that the expected loss
-    is that of all roots. The draw depends on `seed` and the roots alone.
+    Each anchor is weighted by (supervised roots of its row) / (anchors of its row), so that the expected loss equals
+    that of all roots. The draw depends only on `seed` and the roots.
     """
     if full >= len(supervision.roots):
         return supervision
@@ -93,9 +94,9 @@ def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int,
 
 
 def covered_share(batch: Batch, token_map: TokenMap, shift: int = 0) -> float:
-    """Share of a batch's supervised tokens that the draft vocabulary has: no head can draft the others. 1 without any.
+    """Share of a batch's supervised tokens that are in the draft vocabulary; the head cannot draft the others.
 
-    Each token counts once, as the prediction of step 0.
+    Each token counts once, as the prediction of step 0. 1 without supervised tokens.
     """
     roots = supervised_mask(batch.response, 0, shift, batch.lengths)
     tokens = batch.input_ids[:, 2:][roots[:, :-2]]
