@@ -57,7 +57,7 @@ def _train(run: Path, *overrides: str, **how: Any) -> list[dict]:
 def _launch(
     run: Path, *overrides: str, options: tuple[str, ...] = (), cwd: Path = REPOSITORY, **environment: str
 ) -> str:
-    """Train to the end; returns what was said on stderr."""
+    """Train to the end; returns stderr."""
     done = subprocess.run(
         _line(run, *overrides, options=options),
         cwd=cwd,
@@ -216,9 +216,9 @@ def test_accumulation_gives_the_same_curve(tiny_run, uninterrupted, tmp_path):
 
 
 def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
-    """Adam and Muon forgive a gradient of twice the size, its clipping does not: two processes that accumulate, by
-    ZeRO-2 and ZeRO-3, against one with a whole batch. Every norm of the steps is over the clip, which is the recipe's:
-    what the launcher's file says of it is not used, and that is said."""
+    """Two processes that accumulate gradients, under ZeRO-2 and ZeRO-3, against one process with the full batch. Adam
+    and Muon hide a wrong scale of the gradient, but clipping shows it: every norm is over the recipe's clip. A warning
+    says that the clip in the launcher's file is not used."""
     settings = (
         "train.max_steps=6",
         "train.evaluation.eval_every=6",
@@ -233,7 +233,7 @@ def test_the_gradient_has_the_same_scale(tiny_run, tmp_path):
         asked.write_text(shipped.replace("  zero_stage", "  gradient_clipping: 7\n  zero_stage"))
         options = ("--config_file", str(asked), *_processes(2, zero)[2:])
         said = _launch(run, *settings, "train.data.micro_batch=1", options=options)
-        assert said.count("says gradient_clipping 7.0, and the recipe's is 0.01") == 1, said
+        assert said.count("sets gradient_clipping 7.0, but the recipe's value is 0.01") == 1, said
         for ours, theirs in zip(_losses(run), whole, strict=True):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) and theirs["grad_norm"] > 0.01
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -364,14 +364,14 @@ def test_fresh_rollouts_on_two_processes(tiny_chat_run, on_policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rate", "states", "said"),
+    ("rate", "states", "expected"),
     [
         ("1e30", ["state-000001"], ("step 2 is", "the newest state is")),
         ("1e39", [], ("the weights after step 1 are not finite", "no state was stored yet")),
     ],
 )
-def test_a_training_that_leaves_the_numbers_ends(tiny_run, tmp_path, rate, states, said):
-    """The loss after a step of 1e30 is no number, and after one of 1e39 no weight is: nothing of those is stored."""
+def test_a_diverged_training_ends(tiny_run, tmp_path, rate, states, expected):
+    """After a step of 1e30 the loss is not finite, after one of 1e39 no weight is. Neither state is saved."""
     run = _copy_run(tiny_run, tmp_path / "run")
     settings = (
         "train.optimizer.name=adamw",
@@ -382,12 +382,12 @@ def test_a_training_that_leaves_the_numbers_ends(tiny_run, tmp_path, rate, state
     ended = subprocess.run(_line(run, *settings), env=_environment(), capture_output=True, text=True)
     assert ended.returncode != 0
     message = ended.stderr.partition("toolkit: error: ")[2].splitlines()[0]
-    assert all(words in message for words in said) and "lower train.optimizer.learning_rate" in message
+    assert all(words in message for words in expected) and "lower train.optimizer.learning_rate" in message
     assert [path.name for path in (run / "train").glob("state-*")] == states
 
 
 def test_a_process_of_the_group_dies(tiny_run, tmp_path):
-    """The other one ends too, and says why: without that a training on many GPUs would burn them for nothing."""
+    """The other process ends too, with a message; else the remaining GPUs would wait without doing any work."""
     run = _copy_run(tiny_run, tmp_path / "run")
     line = _line(run, "train.max_steps=100000", options=_processes(2, "zero2"))
     with (tmp_path / "stderr").open("w") as stderr:

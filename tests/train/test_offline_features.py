@@ -194,7 +194,7 @@ def test_a_target_trained_further_is_another(tiny_target, opened):
     before = weight.clone()
     try:
         weight.mul_(1.1)
-        with pytest.raises(FeatureStoreError, match="not those of tiny as it is now"):
+        with pytest.raises(FeatureStoreError, match="not computed with the current weights of tiny"):
             opened()
     finally:
         weight.copy_(before)

@@ -1,4 +1,4 @@
-"""metrics.jsonl always, Weights & Biases and TensorBoard when asked. `metric_rows.py` decides what a row holds."""
+"""Writes metrics.jsonl, and Weights & Biases and TensorBoard if the recipe asks. `metric_rows.py` defines the rows."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from toolkit.weights import atomic_write
 
 
 class Metrics:
-    """Appends rows to `metrics.jsonl`, one JSON object a line, and mirrors them to the trackers of the settings.
+    """Appends rows to `metrics.jsonl`, one JSON object a line, and sends them to the trackers of the settings.
 
-    What is no finite number is written as null. The wandb run's id lies beside the file, in `wandb_id`: a resumed
-    training goes on in its run, a new one in the same settings gets its own. wandb's mode (online, offline, disabled)
-    is its own WANDB_MODE; offline works without an account. TensorBoard's events lie in `tensorboard/` beside the file.
-    Only the main process writes; on the others every call is a no-op.
+    Numbers that are not finite become null. The file `wandb_id` in the same folder holds the id of the wandb run, so
+    that a resumed training continues its run. WANDB_MODE (online, offline, disabled) is wandb's own setting; offline
+    needs no account. TensorBoard's events are in `tensorboard/` in the same folder. Only the main process writes; on
+    the others every call does nothing.
     """
 
     def __init__(
         self, path: Path, *, main: bool, settings: TrainSettings, run_name: str, config: dict[str, Any]
     ) -> None:
-        """config: what wandb shows as the run's settings."""
+        """config: the run's settings, for wandb."""
         self.path = path
         self.main = main
         self._run: Any = None
@@ -48,8 +48,8 @@ class Metrics:
             )
 
     def rewind(self, step: int, rollouts_of_step: int = 0) -> None:
-        """Drop what lies after `step`, and a torn last line: a resumed run writes it anew. So it does with the row of
-        fresh rollouts that were written at `step`, unless training has gone over to them."""
+        """Delete the rows after `step` and an incomplete last line, which a resumed run writes again. Also delete the
+        row of the fresh rollouts of `step`, unless training had already switched to them (rollouts_of_step)."""
         if not self.main:
             return
         if self._wants_board:
@@ -98,8 +98,8 @@ def check_trackers(settings: TrainSettings) -> None:
 
 
 def _open_board(directory: Path, step: int) -> Any:
-    """A writer whose events after `step`, of a run that was cut off, are hidden."""
-    from torch.utils.tensorboard import SummaryWriter  # needs a package that only some install
+    """A writer that hides the events after `step` of an interrupted run."""
+    from torch.utils.tensorboard import SummaryWriter  # needs the optional package tensorboard
 
     return SummaryWriter(str(directory), purge_step=step + 1)
 
@@ -112,7 +112,7 @@ def _run_id(path: Path) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity."""
+    """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

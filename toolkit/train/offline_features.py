@@ -1,4 +1,4 @@
-"""Offline features of a run: what the rollout stage did not leave on disk is made by the target's forward.
+"""Offline features of a run: the target's forward computes those that the rollout stage has not stored.
 
 Shapes: L ids of a text.
 """
@@ -21,18 +21,20 @@ from toolkit.train.features import StoredFeatures
 from toolkit.train.split_data import Data
 from toolkit.train_settings import TrainSettings
 
-if TYPE_CHECKING:  # the rollout stage asks for layer ids only
+if TYPE_CHECKING:  # the rollout stage imports this file for the layer ids, without accelerate
     from accelerate import Accelerator
 
 log = get_logger(__name__)
 
-FORWARD_TOKENS = 4096  # padded, of one forward of the writer
+FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
 
 
 def stored_layer_ids(settings: TrainSettings, target: Target) -> tuple[int, ...]:
-    """The layers whose inputs are stored for a training of these settings: those that the head reads, and for a start
-    from the target the one whose input is regressed. The last hidden state is always stored; where it is all that the
-    head needs, the last layer's input is stored beside it."""
+    """The layers whose inputs are stored for a training with these settings.
+
+    They are the layers that the head reads and, for head.init = "target", the one whose input the regression predicts.
+    The last hidden state is always stored. If the head needs nothing else, the last layer's input is stored too.
+    """
     config, last = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config, target.n_layers
     ids = set(config.features.layer_ids(last) or ())
     if settings.head.init == "target" and config.regressed_layer is not None:
@@ -48,9 +50,10 @@ def offline_features(
     folder: Path,
     accelerator: Accelerator,
 ) -> StoredFeatures:
-    """The features of all rollouts in `data`, in `folder`; each process makes its share of the missing ones.
+    """The features of all rollouts in `data`, stored in `folder`; each process computes its share of the missing ones.
 
-    All processes must call this. Raises `FeatureStoreError`: no room, or features of other weights than the target's.
+    All processes must call this. Raises `FeatureStoreError` if the disk has no room, or if the stored features were
+    computed with other weights.
     """
     spec = FeatureSpec.of(target, stored_layer_ids(settings, target))
     texts = texts_of(data)
@@ -58,13 +61,13 @@ def offline_features(
         FeatureStore.start(folder, spec, sum(len(text) - 1 for text in texts))
     accelerator.wait_for_everyone()
     store = FeatureStore(folder, spec)
-    known, missing = ([text for text in texts if (text in store) == there] for there in (True, False))
+    known, missing = ([text for text in texts if (text in store) == stored] for stored in (True, False))
     log.info("features of %d of %d rollouts are in %s", len(known), len(texts), folder)
     if missing:
         store.check_room(sum(len(text) - 1 for text in missing))
     if known:
         check_agreement(store, target, known[len(known) // 2])
-    accelerator.wait_for_everyone()  # nobody writes before all have seen that there is room
+    accelerator.wait_for_everyone()  # no process writes before all have checked the free space
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
     write_features(store, target, shares[accelerator.process_index])
     _keep_in_step(target, [sum(1 for _ in forwards(share)) for share in shares], accelerator.process_index)
@@ -75,16 +78,16 @@ def offline_features(
 
 @torch.no_grad()
 def _keep_in_step(target: Target, counts: Sequence[int], index: int) -> None:
-    """Forwards of nothing until process `index` has run as many as the one that had most: where the layers are shared
-    out, each is the work of all."""
+    """Run dummy forwards until process `index` has run as many as the process with the most: if the target is sharded,
+    every forward is a collective."""
     for _ in range(max(counts) - counts[index]):
         target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
 
 
 def texts_of(data: Data) -> list[list[int]]:
-    """The ids of every rollout that training or a forecast reads, each text once, by length.
+    """The ids of every rollout that training or a forecast reads, each text once, sorted by length.
 
-    Memory: some 50 bytes a token, where the features of one take thousands on the disk.
+    Memory: some 50 bytes a token.
     """
     held_out = [
         batch.input_ids[row, start:end].tolist() for batch in data.held_out for row, start, end in batch.sequences()
@@ -94,8 +97,8 @@ def texts_of(data: Data) -> list[list[int]]:
 
 
 def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int]]) -> None:
-    """Store the features of `texts`, which come by length. Raises `FeatureStoreError` when the disk fills up; started
-    again, it goes on behind the last whole shard."""
+    """Store the features of `texts`, which are sorted by length. Raises `FeatureStoreError` when the disk is full; the
+    next call continues after the last complete shard."""
     if not texts:
         return
     capture = AuxCapture(target, store.spec.layer_ids)
@@ -112,7 +115,8 @@ def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int
 
 
 def forwards(texts: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    """Neighbours in groups of at most FORWARD_TOKENS padded tokens; a longer text stands alone. They come by length."""
+    """Groups of consecutive texts with at most FORWARD_TOKENS padded tokens; a longer text is a group of its own. The
+    texts are sorted by length."""
     group: list[list[int]] = []
     for text in texts:
         if group and len(text) * (len(group) + 1) > FORWARD_TOKENS:
@@ -124,19 +128,19 @@ def forwards(texts: Sequence[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def features_of(target: Target, capture: AuxCapture, texts: Sequence[list[int]]) -> Iterator[torch.Tensor]:
-    """[L-1, W] of each text, by one forward over all of them (see feature_store.py)."""
+    """The features [L-1, W] of each text, from one forward over all texts (see feature_store.py)."""
     ids = torch.zeros(len(texts), max(len(text) for text in texts), dtype=torch.long)
     for row, text in enumerate(texts):
         ids[row, : len(text)] = torch.tensor(text)
-    found = target_features(target, capture, ids)
-    features = torch.cat((found.aux, found.last), dim=-1).cpu()
+    states = target_features(target, capture, ids)
+    features = torch.cat((states.aux, states.last), dim=-1).cpu()
     for row, text in enumerate(texts):
-        yield features[row, : len(text) - 1].clone()  # the padding does not wait for its shard with it
+        yield features[row, : len(text) - 1].clone()  # a copy, which does not keep the padding in memory
 
 
 def check_agreement(store: FeatureStore, target: Target, text: list[int]) -> None:
-    """Compare what is stored of one text with the target's forward: trained further, under the same name and
-    configuration, it is another target. Position 0 is left out, an outlier in most models.
+    """Compare the stored features of one text with the target's forward, to notice a target that was trained further
+    under the same name and configuration. Position 0 is left out: it is an outlier in most models.
 
     Raises `FeatureStoreError` when the last hidden states differ by more than rounding.
     """
@@ -150,7 +154,7 @@ def check_agreement(store: FeatureStore, target: Target, text: list[int]) -> Non
     allowed = 1e-3 if store.spec.torch_dtype == torch.float32 else 1e-1
     if not difference <= allowed:
         raise FeatureStoreError(
-            f"the features in {store.folder} are not those of {target.name} as it is now: one text's last hidden "
-            f"states differ by {difference:.2g} of their size (allowed: {allowed:g}); delete the folder to make them "
-            "anew"
+            f"the features in {store.folder} were not computed with the current weights of {target.name}: the last "
+            f"hidden states of one text differ by {difference:.2g} of their norm (allowed: {allowed:g}); delete the "
+            "folder to compute the features again"
         )

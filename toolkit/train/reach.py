@@ -1,4 +1,4 @@
-"""Which keys each query of causal attention sees, where it does not see all keys before it.
+"""The keys that each query of causal attention sees, if not all earlier keys.
 
 Shapes: B sequences, N queries.
 """
@@ -11,19 +11,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-TILE = 256  # queries at a time where no operator does it
+TILE = 256  # queries of a tile in plain torch
 
 
 @dataclass(frozen=True)
 class Reach:
-    """first and last [B, N] int64: the first and the last key that each of N queries sees; both ascend with N."""
+    """first and last [B, N] int64: the first and the last key that each query sees; both ascend along N."""
 
     first: Tensor
     last: Tensor
 
     @cached_property
     def tiles(self) -> tuple[tuple[int, int], ...]:
-        """The least first and the end of the last by tile of queries: read from the device in one go."""
+        """The range of keys (begin, end) that each tile of queries sees; one read from the device."""
         firsts, lasts = self.first.split(TILE, dim=1), self.last.split(TILE, dim=1)
         bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
         return tuple((low, high) for low, high in bounds.tolist())

@@ -1,4 +1,4 @@
-"""The module that the optimizer sees: a head, and the unroll with its loss as forward.
+"""The module that training optimizes: a draft head whose forward is the unroll with its loss.
 
 Shapes: B sequences, L positions, K steps, M teacher rows, S supervised rows of a step, N those of all steps.
 """
@@ -20,11 +20,11 @@ from toolkit.train_settings import LossName
 
 
 class TrainedHead(nn.Module):
-    """A head with the supervised steps of training-time test. Step k weighs step_decay^k; `loss` names the loss.
+    """A head with the steps of training-time test. Step k has weight step_decay^k; `loss` names the loss.
 
-    output: the output matrix that scores a head without one of its own. A row's loss is token_weight times the named
-    loss, and feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden
-    state of the same position, the next feature (EAGLE, arXiv 2401.15077, section 4.2).
+    output: the output matrix for a head without one of its own. The loss of a row is token_weight times the named loss
+    plus feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
+    of the next position (EAGLE, arXiv 2401.15077, section 4.2).
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class TrainedHead(nn.Module):
         draft_choice: torch.Tensor | None = None,
         denominators: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Unroll and score.
+        """Unroll the head, and compute loss and hits.
 
-        draft_choice [M]: the right token as a draft id (the teacher's argmax, or what the rollout has there), -1 if the
-        draft vocabulary lacks it. With `teacher`, the loss sum_k decay^k * (sum of row losses) / denominators[k];
-        without one it is 0 and only the hits are computed.
-        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, "the head's argmax is the right token").
+        draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
+        vocabulary lacks it. The loss is sum_k decay^k * (sum of row losses) / denominators[k]; without a teacher it is
+        0, and only the hits are computed.
+        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is the right token).
         """
         assert draft_choice is not None, "hits need the right tokens"
         count = len(supervision.roots)
@@ -100,7 +100,7 @@ class TrainedHead(nn.Module):
         return loss, by_step, list((best == choice).split(counts))
 
     def score(self, states: torch.Tensor, project: Project) -> Any:
-        """What `project` makes of states [N, H], as the unroll yields them, and the output matrix."""
+        """`project` of states [N, H], as the unroll yields them, with the output matrix."""
         return self.head.logits(states, project) if self.output is None else self.output.score(states, project)
 
 

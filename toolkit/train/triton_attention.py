@@ -1,12 +1,12 @@
 """`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton, with a reach for each query.
 
-Shapes: B sequences, N queries, L keys, hd head dim, kv key/value heads, h = kv*G query heads. In memory positions come
-before heads, as the draft layer writes them: [B, N, h, hd].
+Shapes: B sequences, N queries, L keys, hd head dim, kv key/value heads, h = kv*G query heads. The memory layout has
+positions before heads, as the draft layer writes them: [B, N, h, hd].
 
-    forward           a program a tile of queries of one head, over the keys from the first it sees to the last
-    queries' part     of the backward: the same walk
-    keys' part        a program a tile of keys of one key head, over the queries that see one of them, of all G heads:
-                      no two programs add to one number, so that sums are the same in every run
+    forward           one program for each tile of queries of a head, over the keys that the tile sees
+    queries' part     of the backward: the same loop
+    keys' part        of the backward: one program for each tile of keys of a key head, over the queries of all G heads
+                      that see the tile; without atomic additions, so that the sums are the same in every run
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from triton.runtime import JITFunction
 from toolkit.train.reach import Reach
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Bytes of a tile of queries in forward; of any other tile; of a row that leaves room for two stages of a pipeline.
+# Bytes of a tile of queries in forward, bytes of any other tile, and the most bytes of a row with two pipeline stages.
 QUERY_BYTES, TILE_BYTES, STAGED_ROW = 32768, 16384, 256
-MIN_TILE = 16  # what tl.dot takes
-LENGTHS = ("queries", "keys")  # differ from batch to batch: nothing is compiled anew for one
+MIN_TILE = 16  # the least that tl.dot takes
+LENGTHS = ("queries", "keys")  # not specialised: they differ between batches, and each value would be compiled
 
 
 @triton.jit
 def _rows(begin, at, count, step, width: tl.constexpr, wide: tl.constexpr, upcast: tl.constexpr):
-    """Rows `at` of [count, width], `step` numbers apart, as [.., wide]: zeros past either end."""
+    """Load rows `at` of [count, width], `step` elements apart, as [.., wide], with zeros past either end."""
     dim = tl.arange(0, wide)
     mask = (at < count)[:, None] & (dim < width)[None, :]
     x = tl.load(begin + at.to(tl.int64)[:, None] * step + dim[None, :], mask=mask, other=0.0)
@@ -48,7 +48,7 @@ def _store_rows(begin, at, count, step, x, width: tl.constexpr, wide: tl.constex
 
 @triton.jit
 def _seen(first, last, sequence, at, queries):
-    """The first and the last key that each of the queries `at` sees; of queries that there are not, none."""
+    """The first and the last key that each of the queries `at` sees; an empty range past the last query."""
     inside = at < queries
     if first is None:
         low, high = tl.zeros_like(at), tl.where(inside, at, -1)
@@ -64,7 +64,7 @@ def _forward(
     q, k, v, first, last, out, lse, queries, keys, kv_heads, scale, groups: tl.constexpr, width: tl.constexpr,
     wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    # The last tiles see most: they begin first.
+    # The last tiles see the most keys, so they begin first.
     tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     heads = kv_heads * groups
     sequence, head = (group // heads).to(tl.int64), group % heads
@@ -84,7 +84,7 @@ def _forward(
         visible = (place[None, :] >= low[:, None]) & (place[None, :] <= high[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         newest = tl.maximum(best, tl.max(scores, axis=1))
-        # A query that has seen nothing yet: -inf minus -inf would be nan.
+        # For a query that has seen no key yet, -inf minus -inf would be nan.
         base = tl.where(newest == float("-inf"), 0.0, newest)
         weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
         total = total * shrink + tl.sum(weights, axis=1)
@@ -99,7 +99,7 @@ def _forward(
 
 @triton.jit
 def _changes(scores, products, lse, delta, visible):
-    """Weights, and gradients of the scores, of scores in powers of 2 and of values' products with the gradient."""
+    """Attention weights and gradients of the scores, from base-2 scores and the products of values and gradient."""
     weights = tl.where(visible, tl.exp2(scores - lse * LOG2E), 0.0)
     return weights, weights * (products - delta)
 
@@ -173,7 +173,7 @@ def _keys_part(
     _store_rows(dv + own_place, place, keys, kv_heads * width, value_sum, width, wide)
 
 
-# Triton's interpreter computes wrongly in bf16: it is handed fp32 right after every load.
+# Triton's interpreter computes wrong results in bf16, so values are converted to fp32 right after every load.
 UPCAST = not isinstance(_forward, JITFunction)
 
 
@@ -194,7 +194,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`causal_attention.causal_attention_backward`; the gradient of q is fp32, to which more may be added."""
+    """`causal_attention.causal_attention_backward`; the gradient of q is in fp32, because the caller adds to it."""
     grad, q, k, v = (_by_position(x) for x in (grad.to(q.dtype), q, k, v))
     batch, queries, heads, width = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -210,7 +210,7 @@ def attend_backward(
     begins = ends = None
     if reach is not None:
         edges = torch.arange(0, tiles + 1, device=q.device) * sizes["block"]
-        # Both ends of what queries see ascend, so that those who see a tile of keys follow each other.
+        # first and last ascend, so the queries that see a tile of keys are consecutive.
         begins = torch.searchsorted(reach.last.contiguous(), edges[:-1].expand(batch, -1).contiguous())
         ends = torch.searchsorted(reach.first.contiguous(), edges[1:].expand(batch, -1).contiguous())
     _keys_part[(tiles, batch * kv_heads)](
@@ -220,7 +220,7 @@ def attend_backward(
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """[B, heads, N, hd] -> [B, N, heads, hd], which is how the draft layer wrote it."""
+    """[B, heads, N, hd] -> [B, N, heads, hd], the layout that the draft layer writes."""
     return x.transpose(1, 2).contiguous()
 
 
@@ -229,8 +229,8 @@ def _bounds(reach: Reach | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _sizes(q: Tensor, k: Tensor, backward: bool) -> dict[str, Any]:
-    """What the kernels are compiled for: q [B, N, h, hd], k [B, L, kv, hd]. Shared memory holds twice as many tiles in
-    backward, of a GPU that has the least (tests/infer/kernels)."""
+    """Compile-time sizes of the kernels for q [B, N, h, hd] and k [B, L, kv, hd]. Backward holds twice as many tiles in
+    shared memory; they fit the GPU with the least of it (tests/infer/kernels)."""
     width, groups = q.shape[-1], q.shape[2] // k.shape[2]
     wide = max(MIN_TILE, triton.next_power_of_2(width))
     row_bytes = wide * q.element_size()

@@ -1,13 +1,13 @@
-"""Losses, argmax and gradients of rows of scores in one launch on a GPU: the row losses of `loss.py` in Triton.
+"""The row losses of `loss.py` in Triton: losses, argmax and gradients of rows of scores in one launch on a GPU.
 
-Written out op by op these read and write a chunk of scores a dozen times; here they come from memory once, and the
-later passes find them in the GPU's cache.
+As separate operations they read and write a chunk of scores a dozen times. Here the scores are read from memory once;
+the later passes find them in the GPU's cache.
 
 Shapes: n rows, M rows of the teacher's distributions, D draft vocabulary.
 
     first pass    the largest score and its id, the sum of exponentials, p.z
-    second pass   for losses of probabilities: how far p and q are apart, the sum of q where q < p
-    last pass     gradients over the scores
+    second pass   for losses of probabilities: the total variation of p and q, the sum of q where q < p
+    last pass     gradients, which overwrite the scores
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from toolkit.train_settings import LossName
 
-BLOCK = 4096  # scores read at once
-WARPS = 16  # with fewer, registers do not hold a block's sums
+BLOCK = 4096  # scores of one load
+WARPS = 16  # with fewer, the registers cannot hold the sums of a block
 SOFT, HARD, VARIATION, HYBRID = (tl.constexpr(kind) for kind in range(4))
 KINDS: dict[LossName, int] = {
     "soft_cross_entropy": 0,
@@ -32,7 +32,7 @@ KINDS: dict[LossName, int] = {
 
 @triton.jit
 def _sums(own, teacher, vocabulary, kind: tl.constexpr, block: tl.constexpr):
-    """Of one row: the largest score, its lowest id, sum exp(z - largest), p.(z - largest), sum p log p."""
+    """Sums over one row: the largest score, its lowest id, sum exp(z - largest), p.(z - largest), sum p log p."""
     lanes = tl.arange(0, block)
     at, high = lanes, tl.full((block,), float("-inf"), tl.float32)
     total, dot = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
@@ -40,7 +40,7 @@ def _sums(own, teacher, vocabulary, kind: tl.constexpr, block: tl.constexpr):
     for start in range(0, vocabulary, block):
         here = start + lanes
         inside = here < vocabulary
-        # fp32 right after the load: Triton's interpreter computes wrongly in bf16.
+        # fp32 right after the load, because Triton's interpreter computes wrong results in bf16.
         z = tl.load(own + here, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(high, z)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -56,7 +56,7 @@ def _sums(own, teacher, vocabulary, kind: tl.constexpr, block: tl.constexpr):
     peak = tl.max(high, axis=0)
     best = tl.min(tl.where(high == peak, at, vocabulary - 1), axis=0)
     norm = tl.sum(total * tl.exp(high - peak), axis=0)
-    # Shifted like the exponentials: what is left of a large p.z keeps its digits.
+    # Shifted like the exponentials, so that a large p.z does not lose precision.
     shifted = tl.sum(dot, axis=0) - peak * tl.sum(mass, axis=0)
     return peak, best, norm, shifted, tl.sum(information, axis=0)
 
@@ -102,7 +102,7 @@ def _score_rows(
         loss = share * (information + tl.log(norm) - shifted) + (1.0 - share) * apart
     tl.store(losses + row, loss)
 
-    tl.debug_barrier()  # the label's score is read before any part of the block overwrites it
+    tl.debug_barrier()  # the label's score must be read before another thread overwrites it
     for start in range(0, vocabulary, block):
         here = start + tl.arange(0, block)
         inside = here < vocabulary
@@ -121,13 +121,17 @@ def _score_rows(
 def score_rows(
     name: LossName, scores: Tensor, probs: Tensor, offsets: Tensor, choice: Tensor, weight: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses [n] fp32 and argmax [n] of scores [n, D], which are overwritten with weight * (the loss's gradient).
+    """Losses [n] fp32 and argmax [n] of scores [n, D]. The scores are overwritten with weight * (gradient of the loss).
 
-    offsets [n]: the row of probs [M, D] fp32 that each is scored against; choice [n]: right ids, -1 for none; weight
-    [n]. eta: of the LK hybrid. Of equal scores the lowest id is the argmax.
+    offsets [n]: the row of probs [M, D] fp32 for each row of scores. choice [n]: right ids, -1 for none. weight [n].
+    eta: of the LK hybrid. Of equal scores the lowest id is the argmax. Raises `ValueError` if scores or probs are not
+    contiguous along their last dimension.
     """
     if scores.stride(1) != 1 or probs.stride(1) != 1:
-        raise ValueError("scores and probs must lie row by row: numbers of a row side by side")
+        raise ValueError(
+            f"scores and probs have strides {scores.stride()} and {probs.stride()}; the last one must be 1: call "
+            "contiguous()"
+        )
     losses = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
     best = torch.empty(len(scores), dtype=torch.long, device=scores.device)
     if len(scores):
