@@ -61,7 +61,7 @@ class TrainedHead(nn.Module):
         draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
         vocabulary lacks it. The loss is sum_k decay^k * (sum of row losses) / denominators[k]; without a teacher it is
         0, and only the hits are computed.
-        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is the right token).
+        Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
         assert draft_choice is not None, "hits need the right tokens"
         count = len(supervision.roots)
