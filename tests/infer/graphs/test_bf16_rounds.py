@@ -53,7 +53,9 @@ def partings(target: Target, draft: Any, shape: str, capture: Any) -> tuple[list
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-@pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,1,4"), ("eagle3", "3,3,8")])
+@pytest.mark.parametrize(
+    "name, shape", [("none", ""), ("eagle3", "3,3,8"), pytest.param("eagle3", "3,1,4", marks=pytest.mark.slow)]
+)
 def test_graphs_equal_eager_rounds_but_for_near_ties(small_target, build, recording, device, name, shape):
     """On a GPU with real graphs, on kernels; on a CPU by replay."""
     target, draft = in_bf16(small_target, None if name == "none" else build(name), device)
@@ -63,6 +65,7 @@ def test_graphs_equal_eager_rounds_but_for_near_ties(small_target, build, record
     assert draft is None or accepted > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_round_is_no_near_tie(small_target, build, recording, monkeypatch):
     """Else the test above would say nothing."""
     wrong_lengths(monkeypatch)

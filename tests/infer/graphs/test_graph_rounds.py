@@ -60,10 +60,15 @@ def engine_with(target: Any, draft: Any, shape: str, graphs: GraphSettings | Non
 
 
 CASES = [
-    ("none", "", "drawn"), ("eagle3", "3,1,4", "greedy"), ("eagle3", "3,1,4", "cut"), ("eagle3", "3,3,8", "greedy"),
-    ("eagle3", "3,3,8", "drawn"), ("eagle3", "3,3,8", "asking"), ("eagle2", "3,3,8", "cut"),
+    ("none", "", "drawn"),
+    ("eagle3", "3,1,4", "cut"),
+    ("eagle3", "3,3,8", "asking"),
     ("mtp-three-layers", "4,1,5", "greedy"),
-]  # fmt: skip
+    pytest.param("eagle3", "3,1,4", "greedy", marks=pytest.mark.slow),
+    pytest.param("eagle3", "3,3,8", "greedy", marks=pytest.mark.slow),
+    pytest.param("eagle3", "3,3,8", "drawn", marks=pytest.mark.slow),
+    pytest.param("eagle2", "3,3,8", "cut", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name, shape, settings", CASES)
@@ -111,6 +116,7 @@ def test_graphs_where_pages_run_out(small_target, build, recording):
     graphed.close(), eager.close()
 
 
+@pytest.mark.slow
 def test_another_shape_is_another_recording(small_target, build, recording):
     """A wider shape leaves more to read for the next round, so that what was recorded before reads old memory."""
     engine = engine_with(small_target, build("eagle3"), "5,3,12", GraphSettings(ROWS, recording))

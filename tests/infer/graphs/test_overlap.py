@@ -129,9 +129,13 @@ def agreeing(small_target, shared_draft):
 
 
 CASES = [
-    ("none", "", True, None), ("eagle2", "3,1,4", True, None), ("eagle2", "3,3,8", True, None),
-    ("eagle2", "3,3,8", False, None), ("eagle2", "3,3,8", True, 112), ("mtp-three-layers", "4,1,5", True, None),
-]  # fmt: skip
+    ("none", "", True, None),
+    ("eagle2", "3,3,8", True, 112),
+    pytest.param("eagle2", "3,1,4", True, None, marks=pytest.mark.slow),
+    pytest.param("eagle2", "3,3,8", True, None, marks=pytest.mark.slow),
+    pytest.param("eagle2", "3,3,8", False, None, marks=pytest.mark.slow),
+    pytest.param("mtp-three-layers", "4,1,5", True, None, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name, shape, overlap, tokens", CASES)
