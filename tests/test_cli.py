@@ -88,8 +88,8 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         assert error.startswith("toolkit: error: ") and error.count("\n") == 1 and message in error, error
 
 
-def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """argparse alone refuses `run RECIPE --print-config a.b=c`."""
+def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By default argparse rejects `run RECIPE --print-config a.b=c`."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: x\ntarget: {model: tiny}\n")
     assert cli.main(["run", str(recipe), "seed=1", "--print-config", "train.max_steps=9"]) == 0

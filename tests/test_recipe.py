@@ -145,7 +145,7 @@ def test_wrong_input_says_key_value_and_need(tmp_path: Path, override: str, told
 
 
 def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
-    """YAML keeps the last of two equal keys in silence; a recipe must not."""
+    """YAML silently keeps the last of two equal keys; a recipe must not."""
     assert "target.model is missing" in refused(write(tmp_path, "name: x\ntarget: {}\n"))
     assert "given twice: seed" in refused(write(tmp_path, MINIMAL + "seed: 1\nseed: 2\n"))
     assert "holds a list" in refused(write(tmp_path, "- name\n"))
@@ -154,7 +154,7 @@ def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_recipes_are_frozen_and_name_their_run_folder(tmp_path: Path) -> None:
-    """Settings that change while a run goes on would make its manifests lie."""
+    """Settings that change during a run would make its manifests wrong."""
     recipe = load_recipe(write(tmp_path, MINIMAL), ["run_dir=/elsewhere"])
     assert recipe.run_dir == "/elsewhere"
     with pytest.raises(dataclasses.FrozenInstanceError):

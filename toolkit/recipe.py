@@ -1,6 +1,6 @@
-"""The recipe: every setting of a pipeline run as one frozen tree, read from YAML and dotted overrides.
+"""The recipe: all settings of a pipeline run as one frozen tree, read from YAML and dotted overrides.
 
-Unknown keys, wrong types and values out of range raise `RecipeError`; nothing is ignored or converted in silence.
+Unknown keys, wrong types and values out of range raise `RecipeError`; nothing is silently ignored or converted.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """The model whose output is to be reproduced: demo name, hub id, directory or GGUF file."""
+    """The model whose output must be reproduced: demo name, hub id, directory or GGUF file."""
 
     model: str
     revision: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["int8", "int4"] | None = None  # in all stages: what the target then writes is to be drafted
+    quantization: Literal["int8", "int4"] | None = None  # in all stages, since drafts must match the quantized target
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Where user turns come from: `sources` (files or hub:org/name), self-synthesis by the target, or both."""
+    """The origin of user turns: `sources` (files or hub:org/name), self-synthesis by the target, or both."""
 
     sources: tuple[str, ...] = ()
-    limit: PositiveInt | None = None  # at most so many conversations from the sources
-    synthesize: NonNegativeInt = 0  # accepted prompts wanted from self-synthesis
+    limit: PositiveInt | None = None  # maximum number of conversations from the sources
+    synthesize: NonNegativeInt = 0  # number of accepted prompts from self-synthesis
     systems: tuple[str, ...] = ()  # system prompts that steer self-synthesis, in turn; "" is the template's default
     temperature: NonNegativeFloat = 1.0
     top_p: Share = 0.95
@@ -53,14 +53,14 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the target answers the prompts. `held_out` is the share of conversations kept from training."""
+    """How the target answers the prompts. `held_out` is the share of conversations excluded from training."""
 
     temperature: NonNegativeFloat = 0.0
     top_p: Share = 1.0
     max_tokens: PositiveInt = 160
     batch_size: PositiveInt = not_in_fingerprint(64)
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # above 0: training is judged on it
-    # Store the hidden states that the answers are written with, for train.data.features: offline.
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # above 0: training is evaluated on it
+    # Store the hidden states computed while answering, for train.data.features: offline.
     keep_features: bool = not_in_fingerprint(False)
     torch_compile: bool = not_in_fingerprint(False)  # compiled layers, on a CPU
 
@@ -75,18 +75,20 @@ class TokenMapSettings:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens"; prompts None means the built-in 40.
-    Of several prompt files each is a task."""
+    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens".
+
+    prompts None: the 40 built-in prompts. Of several prompt files, each is one task.
+    """
 
     __pydantic_config__ = STRICT
     prompts: Annotated[tuple[str, ...], Some] | None = None
     limit: PositiveInt | None = None
     max_tokens: PositiveInt = 96
     temperature: NonNegativeFloat = 0.0
-    # Measured too, each into a record of its own: acceptance-T1.json.
+    # Also measured; each is written to its own record, such as acceptance-T1.json.
     further_temperatures: tuple[NonNegativeFloat, ...] = ()
     shapes: Shapes = ("4,1,5", "4,4,16")
-    warmup: NonNegativeInt = 2  # prompts decoded before the clock starts
+    warmup: NonNegativeInt = 2  # prompts decoded before timing starts
 
     def __post_init__(self) -> None:
         others = self.further_temperatures
@@ -118,7 +120,7 @@ class Recipe:
     def _rules(self) -> Iterator[Rule]:
         plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None
         yield "name", plain, "a name of letters, digits, '.', '_' or '-' (it names the run folder)"
-        # Features of compiled layers differ from those of training, whose forwards are not compiled.
+        # Features of compiled layers differ from those of training, which does not compile its forwards.
         eager = not (self.rollouts.keep_features and self.rollouts.torch_compile)
         yield "rollouts.torch_compile", eager, "false under rollouts.keep_features: true"
         read = not self.rollouts.keep_features or self.train.data.features == "offline"
@@ -130,7 +132,7 @@ class Recipe:
 
 
 def default_recipe_path() -> Path:
-    """The demo recipe of this checkout. Raises `RecipeError` when the package was installed without it."""
+    """Return the demo recipe of this checkout. Raises `RecipeError` when the package was installed without it."""
     path = REPOSITORY / "recipes" / "smollm2-135m.yaml"
     if not path.is_file():
         raise RecipeError(f"no demo recipe at {path}: `pip install -e .` from a clone, or name a recipe file")
@@ -140,7 +142,7 @@ def default_recipe_path() -> Path:
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:
     """Read a recipe file, then apply overrides of the form `section.key=value` (value in YAML) in order.
 
-    head: the kind of head where neither names one.
+    head: the kind of head if neither the file nor an override gives one.
     Raises FileNotFoundError, or `RecipeError` that names the file and the key.
     """
     path = Path(path)
@@ -148,9 +150,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
         raise FileNotFoundError(f"no recipe at {path}; the demo recipe is recipes/smollm2-135m.yaml")
     tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(tree, dict):
-        raise RecipeError(
-            f"{path} holds a {type(tree).__name__}; a mapping with keys such as name and target is needed"
-        )
+        raise RecipeError(f"{path} holds a {type(tree).__name__}; expected a mapping with keys such as name and target")
     try:
         recipe = _recipe(tree, overrides, head)
     except RecipeError as error:
@@ -174,14 +174,14 @@ def _recipe(tree: dict[str, Any], overrides: Sequence[str], head: HeadName) -> R
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as plain JSON-ready values (tuples become lists)."""
+    """Return the resolved recipe as JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 def result_settings(section: Any) -> dict[str, Any]:
-    """The keys of one section that decide its result, as JSON-ready values; those of nested sections by former names.
+    """Return the keys of a section that affect its result, as JSON values; nested keys have their former names.
 
-    Left out are keys that only say how the work is cut up, stored or shown: a cut-off stage may go on with others.
+    Keys that only affect batching, storage or output are omitted, so an interrupted stage may resume with other values.
     """
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(section):
@@ -195,5 +195,5 @@ def result_settings(section: Any) -> dict[str, Any]:
 
 
 def print_config(recipe: Recipe) -> None:
-    """Print the resolved whole on stdout as YAML that `load_recipe` reads back to the same recipe."""
+    """Print the resolved recipe on stdout as YAML, which `load_recipe` reads back to the same recipe."""
     print(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")

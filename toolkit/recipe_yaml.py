@@ -1,4 +1,4 @@
-"""Strict YAML: a mapping becomes a tree of frozen dataclasses, or an error that names the key and what is needed."""
+"""Strict YAML: read a mapping into a tree of frozen dataclasses; errors have the key and what is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rule = tuple[str, bool, str]  # key, whether its value is right, what is needed
 
 
 def check(section: object, place: str, rules: Iterable[Rule]) -> None:
-    """Raises `RecipeError` with one line for each rule that `section` breaks. place: its key and a dot, or nothing."""
+    """Raise `RecipeError` with one line per rule that `section` breaks. place: the section's key and a dot, or ""."""
     wrong = [(key, needed) for key, right, needed in rules if not right]
     if wrong:
         lines = (f"{place}{key} = {attrgetter(key)(section)!r}, but {needed} is needed" for key, needed in wrong)
@@ -33,7 +33,7 @@ def check(section: object, place: str, rules: Iterable[Rule]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 2e-3 as a number (YAML 1.1 calls it text) and refuses a key given twice."""
+    """SafeLoader that reads 2e-3 as a number (a string in YAML 1.1) and rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -48,7 +48,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The YAML value in `text`. Raises `RecipeError` that names `where` the text came from."""
+    """Parse a YAML value. Raises `RecipeError` with `where`, the source of the text."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -56,7 +56,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in `tree`; `build` finds unknown keys."""
+    """Set one `section.key=value` in `tree`; `build` detects unknown keys."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"override {override!r} is not of the form section.key=value, e.g. train.max_steps=20")
@@ -69,9 +69,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def build(cls: type[T], tree: Mapping[str, Any], section: str = "") -> T:
-    """The dataclass `cls` from a mapping: an integer counts as a float, a list as a tuple, anything else must fit.
+    """Build the dataclass `cls` from a mapping. Integers become floats and lists tuples; other types must match.
 
-    section: where `cls` stands in a recipe, for messages. Raises `RecipeError` with one line for each problem.
+    section: the key of `cls` in a recipe, for messages. Raises `RecipeError` with one line per problem.
     """
     try:
         return TypeAdapter(cls).validate_json(json.dumps(tree))  # JSON: a list fits a tuple
@@ -81,7 +81,7 @@ def build(cls: type[T], tree: Mapping[str, Any], section: str = "") -> T:
         raise RecipeError("\n".join(_problem(cls, one, section) for one in error.errors())) from None
 
 
-# pydantic's messages speak of JSON here.
+# In place of pydantic's messages, which name JSON types.
 _WORDS = {
     "bool_type": "it must be true or false",
     "dataclass_type": "it must be a mapping of keys",
@@ -91,7 +91,7 @@ _WORDS = {
 
 
 def _problem(cls: type, error: ErrorDetails, section: str) -> str:
-    """One line: the key, what was given, what is needed."""
+    """Return one line: the key, what was given, what is needed."""
     loc, given, context = error["loc"], error["input"], error.get("ctx", {})
     if isinstance(context.get("error"), RecipeError):  # raised by a section's own check, which names its keys
         return str(context["error"])

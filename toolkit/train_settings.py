@@ -17,7 +17,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def not_in_fingerprint(default: Any) -> Any:
-    """A field that does not decide the result of its stage."""
+    """Return a field that does not affect the result of its stage."""
     return field(default=default, metadata={"not_in_fingerprint": True})
 
 
@@ -69,14 +69,14 @@ class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
     ttt_steps: PositiveInt = 4  # steps of the training-time test, K
-    curriculum: tuple[PositiveFloat, ...] = ()  # shares of the training that take 1, 2, .. steps; the rest: ttt_steps
-    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # step k weighs step_decay^k
+    curriculum: tuple[PositiveFloat, ...] = ()  # shares of the training with 1, 2, .. steps; the rest: ttt_steps
+    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k: step_decay^k
     loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
     token_weight: NonNegativeFloat = 0.1  # eagle2: of `loss` in a row's loss, as EAGLE publishes
     feature_weight: NonNegativeFloat = 1.0  # eagle2: of the distance to the target's last hidden state
-    anchors: PositiveInt | None = None  # roots of a row that later steps are unrolled from, drawn anew (null: all)
-    checkpointing: bool = not_in_fingerprint(False)  # backward computes the steps again: slower, less memory
-    mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask: an experiment that shows what the exact mask is worth
+    anchors: PositiveInt | None = None  # random roots per row for the steps after the first (null: all roots)
+    checkpointing: bool = not_in_fingerprint(False)  # backward recomputes the steps: slower, less memory
+    mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask, for an experiment on the value of the exact mask
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What a step reads. Lengths in tokens, batches in sequences."""
+    """The data of a step. Lengths in tokens, batches in sequences."""
 
     max_length: Annotated[int, Field(ge=3)] = 512  # three ids: one is predicted from two
     global_batch: PositiveInt = 8  # over all processes and accumulation steps
     micro_batch: PositiveInt = not_in_fingerprint(8)  # in one forward of one process
-    pack: bool = not_in_fingerprint(False)  # sequences of a micro-batch share rows where they fit; none sees another
+    pack: bool = not_in_fingerprint(False)  # short sequences share rows, without attending to each other
     # The target's features: by a forward in each step, or read from disk.
     features: Literal["online", "offline"] = not_in_fingerprint("online")
 
@@ -115,7 +115,7 @@ class EvaluationSettings:
     real_max_tokens: PositiveInt = 48
     real_shapes: Shapes | None = None  # "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps
     real_temperatures: Annotated[Temperatures, EachOnce] = (0.0, 1.0)
-    patience: PositiveInt | None = None  # stop after so many measurements (or forecasts, where none) without gain
+    patience: PositiveInt | None = None  # stop after this many measurements (else forecasts) without improvement
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class OnPolicySettings:
 
 @dataclass(frozen=True)
 class TrackingSettings:
-    """Where the metrics go beside metrics.jsonl."""
+    """Where metrics are logged, in addition to metrics.jsonl."""
 
     wandb: bool = not_in_fingerprint(False)
     wandb_project: str = not_in_fingerprint("toolkit")
@@ -218,7 +218,7 @@ class TrainSettings:
         yield "on_policy.every", self.target == "replicated" or not fresh, whole
 
     def check_processes(self, processes: int) -> None:
-        """Raises `RecipeError` when so many processes cannot share the global batch in whole micro-batches.
+        """Raise `RecipeError` when the processes cannot share the global batch in complete micro-batches.
 
         With more processes than sequences, some processes have no sequence.
         """
@@ -240,7 +240,7 @@ class TrainSettings:
 
 
 def changed(section: Any, *names: str) -> list[str]:
-    """Those of `names` that have another value than their default."""
+    """Return those of `names` whose value is not the default."""
     return [name for name in names if getattr(section, name) != getattr(type(section), name)]
 
 
@@ -263,7 +263,7 @@ _PLACES = {
 
 
 def check_moved(train: object) -> None:
-    """Raises `RecipeError` with one line for each key of the mapping `train` that has moved into a section of it."""
+    """Raise `RecipeError` with one line per key of the mapping `train` that has moved into one of its sections."""
     given = train if isinstance(train, dict) else {}
     moved = [name for name in _PLACES if name in given and not isinstance(given[name], dict)]
     if moved:

@@ -61,25 +61,25 @@ def test_report_of_a_whole_run(run_folder):
 def test_every_temperature_is_on_the_page(run_folder):
     """One measured and left out, or shown under another's name, would pass for a report of the whole."""
     measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
-    for heat, length in ((1.0, 1.234), (0.7, 1.567)):
-        rows = [row | {"temperature": heat, "accept_length": length} for row in measured["rows"]]
-        other = measured | {"rows": rows, "settings": measured["settings"] | {"temperature": heat}}
-        (run_folder / "bench" / f"acceptance-T{heat:g}.json").write_text(json.dumps(other))
-    real = [{"name": f"chain 4, T={heat}", "accept_length": 1.5 + heat} for heat in (0, 1)]
+    for temperature, length in ((1.0, 1.234), (0.7, 1.567)):
+        rows = [row | {"temperature": temperature, "accept_length": length} for row in measured["rows"]]
+        other = measured | {"rows": rows, "settings": measured["settings"] | {"temperature": temperature}}
+        (run_folder / "bench" / f"acceptance-T{temperature:g}.json").write_text(json.dumps(other))
+    real = [{"name": f"chain 4, T={value}", "accept_length": 1.5 + value} for value in (0, 1)]
     with (run_folder / "train" / "metrics.jsonl").open("a") as handle:
         handle.writelines(
             json.dumps({"step": step, "real_accept_length": 2, "real": real}) + "\n" for step in (100, 200)
         )
     json_path, html_path = write_report(run_folder)
     html = html_path.read_text()
-    places = [html.index(f"By draft shape, temperature {heat}<") for heat in ("0", "0.7", "1")]
+    places = [html.index(f"By draft shape, temperature {value}<") for value in ("0", "0.7", "1")]
     assert places == sorted(places) and Balance(html).broken == []
     assert (
         "1.57" in html[places[1] : places[2]]
         and "1.23" in html[places[2] :]
         and "1.23" not in html[places[0] : places[2]]
     )
-    assert all(f"chain 4, T={heat}" in html for heat in (0, 1)), "the engine's values while training, by temperature"
+    assert all(f"chain 4, T={value}" in html for value in (0, 1)), "the engine's measurements during training"
     record = json.loads(json_path.read_text())
     assert [one["settings"]["temperature"] for one in record["further_temperatures"]] == [0.7, 1.0]
     assert record["settings"]["temperature"] == 0
@@ -178,7 +178,7 @@ def test_axis_marks_are_powers_of_two():
 
 
 def test_the_forecast_on_the_page_is_that_of_the_head(run_folder):
-    """Training keeps the best checkpoint; the last forecast is of weights that nobody has."""
+    """Training keeps the best checkpoint; the weights of the last forecast are not stored."""
     path = run_folder / "train" / "metrics.jsonl"
     rows = [{"step": step, "forecast_accept_length": length} for step, length in ((10, 1.5), (20, 2.25), (30, 1.75))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -240,7 +240,7 @@ ANALYSIS = "<|channel|>analysis<|message|>They ask twice.<|end|><|start|>assista
     ],
 )
 def test_an_answer_in_channels(build_tokenizer, written: str, message: str, all_said: bool) -> None:
-    """Thoughts would stand in the next prompt as words that the target said aloud, "analysis" before them."""
+    """Otherwise the next prompt would hold the thoughts as part of the final answer, after the word "analysis"."""
     spec = FAMILIES["gpt-oss"]
     tokenizer = build_tokenizer(spec.template, list(spec.specials), spec.specials[1])
     assert answer_text(tokenizer, tokenizer(written, add_special_tokens=False)["input_ids"]) == (message, all_said)

@@ -1,4 +1,4 @@
-"""Which tokens of rollouts a training supervises, as text in colours or marks."""
+"""Show which tokens of rollouts a training supervises, as text with colours or marks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def preview(
     revision: str | None = None,
     coloured: bool = False,
 ) -> Iterator[str]:
-    """The first rollouts of a split, in the order in which they are numbered for training, then the totals.
+    """Yield the text of the first rollouts of a split, in the order of training, then the totals.
 
-    target: whose tokenizer; None: that of the target that wrote them. Raises `DataError` when they do not name it.
+    target: the model whose tokenizer is used; None: the target that wrote the rollouts. Raises `DataError` when the
+    rollouts do not name it.
     """
     examples, cut = load_examples(rollouts, split, max_length)
     provenance = next(read_rows(rollouts))[1].get("provenance") or {}
     name = target or provenance.get("target")
     if name is None:
-        raise DataError(f"{rollouts} does not say which target wrote it; name it with --target")
+        raise DataError(f"{rollouts} does not name the target that wrote it; give it with --target")
     tokenizer = load_tokenizer(name, revision)
     for example in islice(examples, limit):
         kinds = token_kinds(example.response)
@@ -48,7 +49,7 @@ def preview(
 
 
 def token_kinds(response: list[bool]) -> list[str]:
-    """Per token: context, first (A0 of an answer) or supervised, by the rule of `supervised_mask` at step 0."""
+    """Return the kind of each token: context, first (A0 of an answer) or supervised, as `supervised_mask` at step 0."""
     before = [False, *response[:-1]]
     return [
         CONTEXT if not inside else SUPERVISED if earlier else FIRST
@@ -57,7 +58,7 @@ def token_kinds(response: list[bool]) -> list[str]:
 
 
 def painted(example: Example, kinds: list[str], tokenizer: PreTrainedTokenizerBase, coloured: bool) -> str:
-    """The rollout's text, runs of one kind painted alike; special tokens are shown."""
+    """Return the rollout's text with a colour or mark per kind; special tokens are shown."""
     parts = []
     for kind, run_of in groupby(zip(kinds, example.input_ids, strict=True), key=lambda pair: pair[0]):
         text = tokenizer.decode([token for _, token in run_of], clean_up_tokenization_spaces=False)

@@ -20,7 +20,7 @@ SOURCES = {
     "ep": "SGLang's large-scale EP report, lmsys.org/blog/2025-05-05-large-scale-ep; one batch: by its gain of 25.5 %",
     "docs": "SGLang's documentation of speculative decoding",
     "bundle": "SpecBundle's raw results, batch 1, MT-Bench; the GPU is taken to be an H200 by its plain speed, and "
-    "scheduling, of which nothing is said, to be overlapped",
+    "scheduling, which is not stated, to be overlapped",
 }
 
 
