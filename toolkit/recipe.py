@@ -67,7 +67,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class TokenMapSettings:
-    """Size of the draft vocabulary, given as a count of ids or as the share of response tokens it must cover."""
+    """Size of the draft vocabulary: a number of ids, or the share of response tokens that it must cover."""
 
     size: PositiveInt | None = 8192
     coverage: Share | None = None
@@ -99,7 +99,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One pipeline run. `run_dir` is relative to the working directory and defaults to runs/<name>."""
+    """A pipeline run. run_dir: relative to the working directory; the default is runs/<name>."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -135,12 +135,12 @@ def default_recipe_path() -> Path:
     """Return the demo recipe of this checkout. Raises `RecipeError` when the package was installed without it."""
     path = REPOSITORY / "recipes" / "smollm2-135m.yaml"
     if not path.is_file():
-        raise RecipeError(f"no demo recipe at {path}: `pip install -e .` from a clone, or name a recipe file")
+        raise RecipeError(f"no demo recipe at {path}; run `pip install -e .` in a clone, or give a recipe file")
     return path
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:
-    """Read a recipe file, then apply overrides of the form `section.key=value` (value in YAML) in order.
+    """Read a recipe file and apply the overrides `section.key=value` (value in YAML) in order.
 
     head: the kind of head if neither the file nor an override gives one.
     Raises FileNotFoundError, or `RecipeError` that names the file and the key.
@@ -157,7 +157,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
         raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
     idle = recipe.train.idle_settings()
     if idle:
-        log.warning("%s: no effect, since train.evaluation.real_every is null: %s", path, ", ".join(idle))
+        log.warning(
+            "%s: these settings have no effect, since train.evaluation.real_every is null: %s", path, ", ".join(idle)
+        )
     return recipe
 
 
@@ -167,9 +169,9 @@ def _recipe(tree: dict[str, Any], overrides: Sequence[str], head: HeadName) -> R
         apply_override(tree, override)
     train = tree.setdefault("train", {})
     check_moved(train)
-    chosen = train.setdefault("head", {}) if isinstance(train, dict) else None
-    if isinstance(chosen, dict):
-        chosen.setdefault("kind", head)
+    head_section = train.setdefault("head", {}) if isinstance(train, dict) else None
+    if isinstance(head_section, dict):
+        head_section.setdefault("kind", head)
     return build(Recipe, tree)
 
 

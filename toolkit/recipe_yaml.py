@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class RecipeError(ValueError):
-    """A recipe file or override that cannot be used as written."""
+    """A recipe file or an override is not valid."""
 
 
-Rule = tuple[str, bool, str]  # key, whether its value is right, what is needed
+Rule = tuple[str, bool, str]  # key, whether its value is valid, what is needed
 
 
 def check(section: object, place: str, rules: Iterable[Rule]) -> None:
@@ -64,7 +64,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise RecipeError(f"override {override!r}: {section} = {tree!r} has no keys of its own")
+            raise RecipeError(
+                f"override {override!r}: {section} = {tree!r} has no keys of its own; it must be a mapping"
+            )
     tree[last] = parse_yaml(text, f"override {override!r}")
 
 
@@ -74,7 +76,7 @@ def build(cls: type[T], tree: Mapping[str, Any], section: str = "") -> T:
     section: the key of `cls` in a recipe, for messages. Raises `RecipeError` with one line per problem.
     """
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(tree))  # JSON: a list fits a tuple
+        return TypeAdapter(cls).validate_json(json.dumps(tree))  # in JSON mode a list is valid for a tuple
     except TypeError as error:
         raise RecipeError(f"{error}: write dates and the like in quotes") from None
     except ValidationError as error:
@@ -93,7 +95,7 @@ _WORDS = {
 def _problem(cls: type, error: ErrorDetails, section: str) -> str:
     """Return one line: the key, what was given, what is needed."""
     loc, given, context = error["loc"], error["input"], error.get("ctx", {})
-    if isinstance(context.get("error"), RecipeError):  # raised by a section's own check, which names its keys
+    if isinstance(context.get("error"), RecipeError):  # from the check of a section; it contains the keys
         return str(context["error"])
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
     key = (section + "".join(parts)).removeprefix(".")

@@ -1,4 +1,4 @@
-"""Settings of training: the section `train` of a recipe, and the checks across its keys."""
+"""Settings of training: the section `train` of a recipe, and the checks of its keys."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class HeadSettings:
     """The draft head and the weights it starts from."""
 
     kind: HeadName = "eagle3"
-    layers: PositiveInt = 1  # mtp: its layers, one a step, the last one fed back; eagle3, eagle2: decoder layers
+    layers: PositiveInt = 1  # mtp: one layer for each step, the last one repeats; eagle3, eagle2: decoder layers
     aux_layer_ids: tuple[int, ...] | None = None  # null: (2, n/2, n-3)
-    fc_norm: bool = False  # eagle3: each feature is normed before fc (EAGLE-3.1)
+    fc_norm: bool = False  # eagle3: a norm for each feature before fc (EAGLE-3.1)
     norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
-    sliding_window: PositiveInt | None = None  # positions that its attention sees (null: all), trained and served
-    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3's: where it and its norm start; null: as init
-    init: Literal["target", "copied", "random"] = "target"  # copied: without the regression of its fc
+    sliding_window: PositiveInt | None = None  # positions that its attention sees, in training and serving; null: all
+    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3: initial lm_head and norm; null: as init
+    init: Literal["target", "copied", "random"] = "target"  # copied: as target, without the regression for fc
 
     @property
     def stages(self) -> int:
@@ -69,39 +69,39 @@ class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
     ttt_steps: PositiveInt = 4  # steps of the training-time test, K
-    curriculum: tuple[PositiveFloat, ...] = ()  # shares of the training with 1, 2, .. steps; the rest: ttt_steps
-    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k: step_decay^k
+    curriculum: tuple[PositiveFloat, ...] = ()  # shares of the training with 1, 2, .. steps; then ttt_steps
+    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # step k has weight step_decay^k
     loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
-    token_weight: NonNegativeFloat = 0.1  # eagle2: of `loss` in a row's loss, as EAGLE publishes
-    feature_weight: NonNegativeFloat = 1.0  # eagle2: of the distance to the target's last hidden state
-    anchors: PositiveInt | None = None  # random roots per row for the steps after the first (null: all roots)
-    checkpointing: bool = not_in_fingerprint(False)  # backward recomputes the steps: slower, less memory
-    mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask, for an experiment on the value of the exact mask
+    token_weight: NonNegativeFloat = 0.1  # eagle2: weight of `loss`, as in EAGLE
+    feature_weight: NonNegativeFloat = 1.0  # eagle2: weight of the distance to the target's last hidden state
+    anchors: PositiveInt | None = None  # roots of a row in later steps, drawn for every micro-batch; null: all
+    checkpointing: bool = not_in_fingerprint(False)  # backward computes the steps again: slower, less memory
+    mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask, to measure what the exact mask is worth
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Optimizer and learning rate; the schedule counts optimizer steps."""
 
-    name: Literal["muon", "adamw"] = "muon"  # muon: matrices by Muon, lm_head and norms by AdamW
-    learning_rate: PositiveFloat = 1.5e-3  # AdamW's
+    name: Literal["muon", "adamw"] = "muon"  # muon: Muon for matrices, AdamW for lm_head and norms
+    learning_rate: PositiveFloat = 1.5e-3  # of AdamW
     muon_learning_rate: PositiveFloat = 0.02
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    max_grad_norm: PositiveFloat | None = None  # under AdamW (null: 0.5); Muon's updates have a size of their own
+    max_grad_norm: PositiveFloat | None = None  # with AdamW (null: 0.5); Muon's updates have a fixed norm
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """The data of a step. Lengths in tokens, batches in sequences."""
 
-    max_length: Annotated[int, Field(ge=3)] = 512  # three ids: one is predicted from two
+    max_length: Annotated[int, Field(ge=3)] = 512  # at least 3: one id is predicted from two
     global_batch: PositiveInt = 8  # over all processes and accumulation steps
-    micro_batch: PositiveInt = not_in_fingerprint(8)  # in one forward of one process
-    pack: bool = not_in_fingerprint(False)  # short sequences share rows, without attending to each other
-    # The target's features: by a forward in each step, or read from disk.
+    micro_batch: PositiveInt = not_in_fingerprint(8)  # of one forward of one process
+    pack: bool = not_in_fingerprint(False)  # pack sequences of a micro-batch into rows; none attends to another
+    # online: the target's forward computes the features in each step; offline: they are read from disk.
     features: Literal["online", "offline"] = not_in_fingerprint("online")
 
 
@@ -110,8 +110,8 @@ class EvaluationSettings:
     """Forecasts of accept_length, and its measurement by the engine ("real"). Intervals in optimizer steps."""
 
     eval_every: PositiveInt = 25
-    real_every: PositiveInt | None = 200  # null: the engine measures nothing
-    real_prompts: PositiveInt = 8  # the first of the held-out conversations
+    real_every: PositiveInt | None = 200  # null: no measurement by the engine
+    real_prompts: PositiveInt = 8  # number of held-out conversations, the first ones
     real_max_tokens: PositiveInt = 48
     real_shapes: Shapes | None = None  # "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps
     real_temperatures: Annotated[Temperatures, EachOnce] = (0.0, 1.0)
@@ -120,11 +120,11 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class OnPolicySettings:
-    """Fresh rollouts, written by the engine with the head in training."""
+    """Fresh rollouts, which the engine writes with the head in training as its drafter."""
 
     every: PositiveInt | None = None  # optimizer steps between fresh rollouts; null: never
-    prompts: PositiveInt | None = None  # answered each time; null: as many as the steps until the next time train on
-    temperatures: Temperatures = (0.0, 0.7, 1.0)  # in turn
+    prompts: PositiveInt | None = None  # rollouts of each interval; null: every * global_batch, each trained on once
+    temperatures: Temperatures = (0.0, 0.7, 1.0)  # used in turn
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TrackingSettings:
     tensorboard: bool = not_in_fingerprint(False)
 
 
-# Settings that only one kind of head reads.
+# Settings that only one kind of head uses.
 _OF_KIND = {
     "eagle3": ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head"),
     "eagle2": ("unroll.token_weight", "unroll.feature_weight"),
@@ -149,8 +149,8 @@ class TrainSettings:
 
     epochs: PositiveFloat = 3.0
     max_steps: PositiveInt | None = None
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 where the CPU multiplies that faster, else bf16
-    # A process holds the whole target, or a part of each layer.
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 on CPUs that multiply it faster, else bf16
+    # replicated: each process holds the full target; sharded: each process holds a part of every layer.
     target: Literal["replicated", "sharded"] = not_in_fingerprint("replicated")
     save_every: PositiveInt = not_in_fingerprint(50)
     keep_states: PositiveInt = not_in_fingerprint(2)
@@ -173,13 +173,13 @@ class TrainSettings:
         sees = head.sliding_window is None or head.sliding_window >= steps
         yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
         yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
-        # A setting that only another kind of head reads must not look as if it worked.
+        # A setting that this kind of head does not use must not look as if it had an effect.
         for kind, keys in _OF_KIND.items():
             for key in keys if kind != head.kind else ():
                 section, _, name = key.partition(".")
                 part = getattr(self, section)
                 value, default = getattr(part, name), getattr(type(part), name)
-                # Other kinds than eagle3 always draft with the target's output matrix.
+                # Kinds other than eagle3 always use the target's output matrix.
                 unread = value == default or (key == "head.lm_head" and value == "frozen")
                 yield key, unread, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},"
 
@@ -211,8 +211,8 @@ class TrainSettings:
         needed = "train.on_policy.every, the steps between fresh rollouts (null: never), or this setting's default"
         for name in changed(self.on_policy, "prompts", "temperatures"):
             yield f"on_policy.{name}", fresh, needed
-        # A sharded target runs in all processes at once. The engine's rounds differ between processes, which would
-        # then wait for each other forever.
+        # Every forward of a sharded target is a collective. The engine runs different numbers of forwards on each
+        # process, so the processes would wait for each other forever.
         whole = "null under train.target sharded (the engine needs all of it; `toolkit bench` measures trained heads)"
         yield "evaluation.real_every", self.target == "replicated" or self.evaluation.real_every is None, whole
         yield "on_policy.every", self.target == "replicated" or not fresh, whole
@@ -230,10 +230,11 @@ class TrainSettings:
         check(self, "train.", [("data.micro_batch", whole, f"a divisor of {share}, the sequences of a process,")])
 
     def idle_settings(self) -> list[str]:
-        """Settings of the engine's measurements in a training that has none, which may be switched off for once."""
+        """Settings of the engine's measurements that have no effect because real_every is null. They are no error: an
+        override may have switched the measurements off."""
         if self.evaluation.real_every is not None:
             return []
-        # Fresh rollouts are drafted with the first shape.
+        # Fresh rollouts use the first shape.
         shapes = ("real_shapes",) if self.on_policy.every is None else ()
         names = ("real_prompts", "real_max_tokens", *shapes, "real_temperatures")
         return [f"train.evaluation.{name}" for name in changed(self.evaluation, *names)]
@@ -244,7 +245,7 @@ def changed(section: Any, *names: str) -> list[str]:
     return [name for name in names if getattr(section, name) != getattr(type(section), name)]
 
 
-# Former names of keys where they are not the field's own. Fingerprints keep them: older run folders stay valid.
+# Former names of renamed keys. Fingerprints use them, so that older run folders stay valid.
 FORMER_NAMES = {
     "head.kind": "head",
     "unroll.curriculum": "ttt_curriculum",

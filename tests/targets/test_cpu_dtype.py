@@ -52,11 +52,11 @@ def test_the_faster_one_is_taken_and_remembered(monkeypatch, own_cache, caplog, 
     caplog.set_level(logging.INFO, logger="toolkit")
     first = pretend(monkeypatch, speedup)
     assert cpu_dtype.fastest_cpu_dtype() == expected and len(first) == 1
-    assert f"{speedup:.2f} times" in caplog.text and f"kept in {own_cache / 'cpu_products.json'}" in caplog.text
+    assert f"{speedup:.2f} times" in caplog.text and f"cached in {own_cache / 'cpu_products.json'}" in caplog.text
     caplog.clear()
     other = pretend(monkeypatch, 1 / speedup if speedup != 1 else 2.0)
     assert cpu_dtype.fastest_cpu_dtype() == expected and not other
-    assert "kept in" not in caplog.text
+    assert "cached in" not in caplog.text
     assert len(json.loads((own_cache / "cpu_products.json").read_text())) == 1
 
 

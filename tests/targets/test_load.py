@@ -96,7 +96,7 @@ def test_an_unreachable_hub_is_a_clear_error(monkeypatch):
         raise OSError("We couldn't connect to the hub\nlong advice")
 
     monkeypatch.setattr(load, "hf_hub_download", unreachable)
-    with pytest.raises(TargetError, match="'org/name': We couldn't connect to the hub. A directory"):
+    with pytest.raises(TargetError, match="'org/name' cannot be loaded: We couldn't connect to the hub. Give a directory"):
         load_target("org/name")
 
 

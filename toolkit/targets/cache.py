@@ -1,4 +1,4 @@
-"""The user's cache folder, and building a directory in it once, whole or not at all."""
+"""The user's cache folder, and directories in it that are built once and atomically."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def cache_root() -> Path:
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
-    """`directory`, made by `build(temporary)` unless it exists.
+    """`directory`, built by `build(temporary)` unless it exists.
 
-    A lock keeps a second process waiting for the first one's result. The folder takes its name only when it is
-    complete, so an interrupted build leaves nothing that looks finished. Raises `TargetError` when the cache
-    cannot be written.
+    With a lock, a second process waits for the result of the first. The folder is renamed to `directory` only after it
+    is complete, so an interrupted build never looks finished. Raises `TargetError` when the cache cannot be written.
     """
     if directory.is_dir():
         return directory
@@ -45,11 +44,11 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
 def _build(directory: Path, build: Callable[[Path], None]) -> None:
     prefix = f".{directory.name}.part-"
     for left_over in directory.parent.glob(prefix + "*"):
-        shutil.rmtree(left_over, ignore_errors=True)  # of a killed process: the lock says nobody is at work here
+        shutil.rmtree(left_over, ignore_errors=True)  # of a killed process, since we hold the lock
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=prefix))
     try:
         build(temporary)
-        # Temporary folders and safetensors files are made private; a result is as readable as the cache around it.
+        # Temporary folders and safetensors files are private to the user; the result must be readable by all.
         temporary.chmod(0o755)
         for path in temporary.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -60,11 +59,11 @@ def _build(directory: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # The kernel drops the lock with the process, so a killed one never leaves a stale lock behind.
+    # The kernel releases the lock when the process ends, so a killed process leaves no stale lock.
     with path.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process is making %s; waiting for it", path.name.strip(".").removesuffix(".lock"))
+            log.info("another process is building %s; waiting for it", path.name.strip(".").removesuffix(".lock"))
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

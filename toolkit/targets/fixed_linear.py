@@ -1,7 +1,7 @@
-"""A linear layer whose weight has a form that only multiplies: packed for this CPU, or quantised.
+"""A linear layer for inference only, whose weight is packed for this CPU or quantised.
 
-Such a weight cannot be written to a file or copied. Without the refusals below a model would lose its weights silently
-(they are no parameters and stand in no state dict), or fail inside torch.
+Such a weight is not a parameter and not in the state dict. So copying, saving and loading raise an error here; torch
+would drop the weights silently or fail inside.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from toolkit.targets.errors import TargetError
 
 
 class FixedLinear(nn.Module, ABC):
-    """Base of linear layers for inference that cannot be copied, pickled, saved, or loaded into.
+    """Base class of linear layers for inference that cannot be copied, pickled, saved, or loaded into.
 
-    quantization: how the weight is rounded; None: it is not. Shapes: K = in_features, N = out_features.
+    quantization: the format of a quantised weight, or None. Shapes: K = in_features, N = out_features.
     """
 
     quantization: str | None = None
@@ -32,11 +32,11 @@ class FixedLinear(nn.Module, ABC):
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """[N, K] as a plain layer would hold it; may be computed at every call."""
+        """The weight [N, K] of the equivalent plain layer; may be computed at every call."""
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the weight; 0 where the weight is also a parameter of the model, which holds the bytes."""
+        """Bytes of the weight; 0 if the weight is also a parameter of the model and counted there."""
 
     @abstractmethod
     def product(self, inputs: Tensor) -> Tensor:
@@ -44,20 +44,20 @@ class FixedLinear(nn.Module, ABC):
 
     @abstractmethod
     def like(self, linear: nn.Linear) -> nn.Module:
-        """Another layer in this layer's form: packed or quantised in the same way."""
+        """`linear` packed or quantised in the same way as this layer."""
 
     def forward(self, inputs: Tensor, project: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
-        """`product`. A product that is handed in gets the plain weight (see `OutputMatrix`)."""
+        """`product`; another `project` is called with the plain weight (see `OutputMatrix`)."""
         return self.product(inputs) if project is F.linear else project(inputs, self.weight)
 
     def rows_of(self, ids: Tensor) -> nn.Module:
-        """A layer of these output rows alone; ids [M] -> [..., K] -> [..., M]."""
+        """A layer with only the output rows ids [M]: [..., K] -> [..., M]."""
         return self.like(linear_rows(self.weight, self.bias, ids))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # what copy, deepcopy and pickle ask
+    def __reduce_ex__(self, protocol: Any) -> Any:  # called by copy, deepcopy and pickle
         raise self._refusal("copied or pickled")
 
     def _save_to_state_dict(self, *given: Any, **named: Any) -> None:
@@ -69,8 +69,8 @@ class FixedLinear(nn.Module, ABC):
     def _refusal(self, what: str) -> TargetError:
         return TargetError(
             f"a model with a {type(self).__name__} ({self.extra_repr()}) cannot be {what}: its weights are packed for "
-            "this CPU or quantised. Load the target anew without a quantization, and copy or save it before it is "
-            "packed (loading a target does not pack it; opening an engine does)"
+            "this CPU or quantised. Load the target again without quantization, and copy or save it before an engine "
+            "opens it (the engine packs the weights)"
         )
 
 
@@ -80,7 +80,7 @@ def is_int8(model: nn.Module) -> bool:
 
 
 def linear_rows(weight: Tensor, bias: Tensor | None, ids: Tensor) -> nn.Linear:
-    """A plain layer of the rows `ids` [M] of weight [N, K] and bias [N]."""
+    """A plain layer with the rows `ids` [M] of weight [N, K] and bias [N]."""
     rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
     rows.weight = nn.Parameter(weight[ids], requires_grad=False)
     if bias is not None:

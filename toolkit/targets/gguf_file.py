@@ -1,4 +1,4 @@
-"""A GGUF file as a target: converted once to plain safetensors in the cache, so that later loads take a second."""
+"""Converts a GGUF file once to safetensors in the cache, so that later loads of the target take a second."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
 from toolkit.targets.errors import TargetError
-from toolkit.targets.quiet import without_bars
+from toolkit.targets.quiet import without_progress_bars
 from toolkit.weights import sha256_file
 
 log = get_logger(__name__)
 
-# Part of the cached folder's name: raise it when the conversion changes, so that old results are not used.
+# Part of the cached folder's name. Raise it when the conversion changes, so that old results are not used.
 CONVERSION = 1
-# GGUF `general.file_type`: all weights float32, or float16. Everything else is written as bfloat16.
+# GGUF `general.file_type` of float32 and float16 weights, converted to float32. All other types become bfloat16.
 EXACT_FILE_TYPES = (0, 1)
-# `tokenizer.ggml.pre` names whose digits stand alone before GPT-2's rule; transformers' loader knows only the latter.
+# Values of `tokenizer.ggml.pre` that split digits before GPT-2's rule; the loader of transformers applies GPT-2's only.
 SINGLE_DIGIT_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 PLAIN_GPT2_PRE = ("default", "gpt-2", "gpt2", "")
 
 
 def converted_gguf(path: Path) -> Path:
-    """The cached model directory of a GGUF file, keyed by the file's sha256; converted now if it is not there.
+    """The cached model directory of a GGUF file, keyed by the file's sha256; converts the file if needed.
 
-    Raises `TargetError` when the file is damaged or of a family that transformers cannot read from GGUF.
+    Raises `TargetError` when the file is damaged, or when transformers cannot read its family from GGUF.
     """
     return build_once(directory_of(sha256_file(path)), partial(convert, path))
 
 
 def directory_of(sha256: str) -> Path:
-    """Where the conversion of the GGUF file with this hash is kept. The folder's name is the target's revision."""
+    """The folder for the converted GGUF file with this hash. The folder's name is the target's revision."""
     return cache_root() / "targets" / f"gguf-{sha256[:16]}-v{CONVERSION}"
 
 
@@ -47,51 +47,51 @@ def convert(path: Path, into: Path) -> None:
     header = _read_header(path)
     dtype = torch.float32 if header.get("general.file_type") in EXACT_FILE_TYPES else torch.bfloat16
     log.info(
-        "converting %s (%.0f MB) to %s safetensors, once; it takes some seconds per 100 MB",
+        "converting %s (%.0f MB) to %s safetensors, once; this takes a few seconds per 100 MB",
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        # A pair when the loading info is asked for, which its type does not say.
-        with without_bars():
+        # Any: output_loading_info makes the result a pair, which the declared type lacks.
+        with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
             )
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
         raise TargetError(
-            f"{path} cannot be converted: {error}. Give the model's own directory or hub id instead"
+            f"{path} cannot be converted: {error}. Give the model's directory or hub id instead"
         ) from error
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         raise TargetError(
-            f"{path} lacks weights of {type(model).__name__}: {sorted(info['missing_keys'])}; get the whole file"
+            f"{path} lacks weights of {type(model).__name__}: {sorted(info['missing_keys'])}; download it again"
         )
     _split_text_as_trained(tokenizer, str(header.get("tokenizer.ggml.pre", "")))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    with without_bars():
+    with without_progress_bars():
         model.save_pretrained(into)
     tokenizer.save_pretrained(into)
     _refuse_quantised(into / "config.json")
 
 
 def _read_header(path: Path) -> dict[str, object]:
-    from gguf import GGUFReader  # optional: only those who open a GGUF file need it
+    from gguf import GGUFReader  # an optional package, needed only for GGUF files
 
     try:
         fields = GGUFReader(path).fields
     except (ValueError, IndexError, OSError, struct.error) as error:
-        raise TargetError(f"{path} is no whole GGUF file ({error}); download it again") from error
-    # The long arrays (tokens, merges) are not needed here and slow to read.
+        raise TargetError(f"{path} is not a complete GGUF file ({error}); download it again") from error
+    # Not the long arrays (tokens, merges), which are slow to read.
     return {
         name: field.contents() for name, field in fields.items() if name in ("general.file_type", "tokenizer.ggml.pre")
     }
 
 
 def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None:
-    """Give the tokenizer the pre-tokenizer that GGUF names only by a word (`tokenizer.ggml.pre`).
+    """Give the tokenizer the pre-tokenizer that `tokenizer.ggml.pre` names.
 
-    Without it "2024" may become one token that the model never saw in training.
+    Without it "2024" may become one token that the model has never seen in training.
     """
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or pre in PLAIN_GPT2_PRE:
@@ -101,11 +101,11 @@ def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
         return
-    log.warning("tokenizer.ggml.pre %r is not known here: text may be cut into other tokens than in training; "
+    log.warning("tokenizer.ggml.pre %r is not supported: text may be split into other tokens than in training; "
                 "compare with the model's own tokenizer", pre)  # fmt: skip
 
 
 def _refuse_quantised(config_path: Path) -> None:
     assert "quantization_config" not in json.loads(config_path.read_text()), (
-        f"{config_path} still calls the weights packed"
+        f"{config_path} still has a quantization_config after dequantization"
     )

@@ -1,4 +1,4 @@
-"""Loading a target by name: the demo, a hub id, a directory or a GGUF file; checked once, here."""
+"""Loads and checks a target by its name: the demo, a hub id, a directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.errors import TargetError, UnknownFamilyError
 from toolkit.targets.gguf_file import converted_gguf
-from toolkit.targets.quiet import without_bars
+from toolkit.targets.quiet import without_progress_bars
 from toolkit.targets.target import Target
 
 __all__ = ["DTYPES", "Target", "TargetError", "load_config", "load_target", "load_tokenizer", "split_revision"]
@@ -38,7 +38,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def stated_dtype(config: PretrainedConfig) -> torch.dtype:
-    """bfloat16 where the config says so, else float32."""
+    """bfloat16 if the config has it, else float32."""
     stated = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
 
@@ -53,12 +53,12 @@ def load_target(
 ) -> Target:
     """Load a target by the demo's name, hub id (org/name, org/name@revision), directory or .gguf path.
 
-    dtype: "bfloat16", "float32", or "auto": what auto_dtype chooses. revision is for hub ids; for the demo and GGUF
-    files, whose revision is the file's hash, it must equal that. The target of a path is named by its full path, so
-    that it is the same one from any folder. Raises `TargetError`.
+    dtype: "bfloat16", "float32", or "auto", which calls auto_dtype. revision: of a hub id. The revision of the demo and
+    of GGUF files is the file's hash; if given, it must match. The name of a local target is its absolute path, so that
+    it does not depend on the working directory. Raises `TargetError`.
     """
     if dtype != "auto" and dtype not in DTYPES:
-        raise TargetError(f"dtype {dtype!r} came; one of auto, {', '.join(DTYPES)} is needed")
+        raise TargetError(f"dtype is {dtype!r}; expected one of auto, {', '.join(DTYPES)}")
     name, revision = split_revision(str(name), revision)
     source, resolved = _locate(name, revision)
     config = _load_config(source, resolved)
@@ -74,35 +74,36 @@ def load_target(
 
 
 def load_config(name: str | Path, revision: str | None = None) -> tuple[PretrainedConfig, str, str | None]:
-    """The configuration of a target, without its weights, and where it was found: a directory or hub id, its revision.
+    """The configuration of a target, the directory or hub id where it was found, and its revision. Loads no weights.
 
-    By the same names as `load_target`. Raises `TargetError`.
+    Takes the same names as `load_target`. Raises `TargetError`.
     """
     source, resolved = _locate(*split_revision(str(name), revision))
     return _load_config(source, resolved), source, resolved
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target, by the same names as `load_target`. Raises `TargetError`."""
+    """The tokenizer of a target; takes the same names as `load_target`. Raises `TargetError`."""
     source, resolved = _locate(*split_revision(str(name), revision))
     return _load_tokenizer(source, resolved)
 
 
 def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """org/name@revision -> org/name and its revision; any other name as it came, with `revision`.
+    """org/name@revision -> (org/name, revision); any other name -> (name, `revision`).
 
-    Raises `TargetError` when the name and `revision` say different ones.
+    Raises `TargetError` when the name and `revision` give different revisions.
     """
     found = HUB_NAME.match(name)
     if found is None or Path(name).suffix == ".gguf" or Path(name).exists():
         return name, revision
     if revision not in (None, found["revision"]):
-        raise TargetError(f"target {name}: revision {revision!r} came too; one of the two is needed")
+        raise TargetError(f"target {name} contains a revision, but revision is {revision!r}; give only one of them")
     return found["name"], found["revision"]
 
 
 def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
-    """Where transformers finds `name`, and its revision: None for a directory, the GGUF's hash, or the hub revision."""
+    """The directory or hub id of `name` for transformers, and its revision: None for a directory, the hash of a GGUF
+    file, or the hub's commit."""
     path = Path(name).expanduser()
     if name == DEMO_NAME:  # a folder of that name is ./smollm2-135m
         directory = demo_directory()
@@ -113,36 +114,32 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     elif path.is_dir():
         if revision is not None:
             raise TargetError(
-                f"target {name} is a directory, revision {revision!r} came with it; only hub ids have revisions"
+                f"target {name} is a directory, but revision is {revision!r}; only hub ids have revisions, leave it out"
             )
         if not (path / "config.json").is_file():
-            raise TargetError(f"target directory {name} has no config.json; a Hugging Face model directory is needed")
+            raise TargetError(f"target directory {name} has no config.json; give a Hugging Face model directory")
         return str(path), None
     elif path.exists():
-        raise TargetError(
-            f"target {name} is a file of an unknown kind; a directory, a .gguf file or a hub id is needed"
-        )
+        raise TargetError(f"target {name} is a file of an unknown kind; give a directory, a .gguf file or a hub id")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise TargetError(
-            f"target {name} does not exist; a directory, a .gguf file, a hub id or {DEMO_NAME!r} is needed"
-        )
+        raise TargetError(f"target {name} does not exist; give a directory, a .gguf file, a hub id or {DEMO_NAME!r}")
     elif "/" not in name and difflib.get_close_matches(name.lower(), [DEMO_NAME], cutoff=0.8):
-        raise TargetError(f"target {name!r} is not known; the demo is called {DEMO_NAME!r}")
+        raise TargetError(f"target {name!r} does not exist; the demo is called {DEMO_NAME!r}")
     else:
         return name, _commit(name, revision)
     own = directory.name
     if revision is not None and revision != own:
         raise TargetError(
-            f"target {name}: revision {revision!r} was asked for, the file has {own!r}; leave the revision out"
+            f"target {name}: revision is {revision!r}, but the file's revision is {own!r}; leave the revision out"
         )
     return str(directory), own
 
 
 def _commit(name: str, revision: str | None) -> str:
-    """The commit that a hub id's revision (None: main) is now: all its files are then of that one, and a head can say
-    which target it was trained for. Offline it is the one in the cache."""
+    """The current commit of a hub id's revision (None: main); offline, the commit in the cache. All files are then
+    loaded from this commit, and a head's record can name it."""
     try:
-        # Files of the cache lie in snapshots/COMMIT/; transformers does not say which it took.
+        # Files of the cache lie in snapshots/COMMIT/; transformers does not report the commit.
         return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise TargetError(_no_config(name, error)) from error
@@ -150,13 +147,13 @@ def _commit(name: str, revision: str | None) -> str:
 
 def _no_config(source: str, error: BaseException) -> str:
     return (
-        f"no model configuration could be had for target {source!r}: {_first_line(error)} A directory, a .gguf "
-        f"file, a hub id that can be reached, or the built-in {DEMO_NAME!r} is needed"
+        f"the model configuration of target {source!r} cannot be loaded: {_first_line(error)} Give a directory, a "
+        f".gguf file, a hub id that can be reached, or the built-in {DEMO_NAME!r}"
     )
 
 
 def full_name(name: str) -> str:
-    """A target's name that is the same from any folder, without its revision."""
+    """A target's name without its revision, with the absolute path of a local target."""
     name, _ = split_revision(name)
     path = Path(name).expanduser()
     return str(path.resolve()) if name != DEMO_NAME and path.exists() else name
@@ -164,21 +161,21 @@ def full_name(name: str) -> str:
 
 def _load_config(source: str, revision: str | None) -> PretrainedConfig:
     try:
-        # Unsaid, transformers asks on the terminal whether to run a repository's own code.
+        # Without trust_remote_code, transformers asks on the terminal whether to run the repository's code.
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except OSError as error:
         raise TargetError(_no_config(source, error)) from error
     except (ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise UnknownFamilyError(
-                f"target {source!r} is of a family that transformers has only by the repository's own code, which is "
-                "not run here; a family that transformers knows is needed"
+                f"target {source!r} needs the code of its own repository, which is not run here; give a target whose "
+                "family is part of transformers"
             ) from error
         raise UnknownFamilyError(_no_config(source, error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
         raise TargetError(
             f"target {source!r} is a {config.model_type} model ({', '.join(config.architectures or ['unnamed'])}); "
-            "a decoder-only causal LM that transformers knows is needed"
+            "give a decoder-only causal LM whose family is part of transformers"
         )
     return config
 
@@ -188,18 +185,20 @@ def _load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBas
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TargetError(
-            f"target {source!r} has no tokenizer that can be loaded: {_first_line(error)} Put tokenizer.json and "
-            "tokenizer_config.json beside the weights"
+            f"the tokenizer of target {source!r} cannot be loaded: {_first_line(error)} Put tokenizer.json and "
+            "tokenizer_config.json into the folder of the weights"
         ) from error
     if len(tokenizer) == 0:
-        raise TargetError(f"target {source!r} has an empty tokenizer; put tokenizer.json beside the weights")
+        raise TargetError(
+            f"target {source!r} has an empty tokenizer; put its tokenizer.json into the folder of the weights"
+        )
     return tokenizer
 
 
 def _load_model(source: str, revision: str | None, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        # A pair when the loading info is asked for, which its type does not say.
-        with without_bars():
+        # Any: output_loading_info makes the result a pair, which the declared type lacks.
+        with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 revision=revision,
@@ -213,24 +212,26 @@ def _load_model(source: str, revision: str | None, config: PretrainedConfig, dty
     missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
     if missing or mismatched:
         raise TargetError(
-            f"the weights of target {source!r} do not fill {type(model).__name__}: missing {_some(missing)}; wrong "
-            f"shape {_some(mismatched)}. Such a model would answer at random: a complete causal LM checkpoint is needed"
+            f"the weights of target {source!r} do not match {type(model).__name__}: missing {_some(missing)}; wrong "
+            f"shape {_some(mismatched)}. These weights would stay random; give a complete causal LM checkpoint"
         )
     if info["unexpected_keys"]:
-        log.warning("target %s: weights that no layer takes: %s", source, _some(sorted(info["unexpected_keys"])))
+        log.warning("target %s has weights that no layer uses: %s", source, _some(sorted(info["unexpected_keys"])))
     return model
 
 
 @torch.inference_mode()
 def _check_logits(target: Target) -> None:
-    """The engine and the teacher read logits off the body; a family whose forward does more than we know is refused."""
+    """Raise `TargetError` if the model's logits differ from `Target.logits` of the body's last hidden state, which the
+    engine and the teacher use."""
     ids = torch.arange(min(4, target.vocab_size), device=target.device)[None]
     ours = target.logits(target.body(input_ids=ids, use_cache=False).last_hidden_state).float()
     theirs = target.model(input_ids=ids, use_cache=False).logits.float()
     if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
         raise TargetError(
-            f"{type(target.model).__name__} ({target.name}) changes its logits in a way that is not known here "
-            f"(largest difference {(ours - theirs).abs().max().item():.3g}); it cannot be a target"
+            f"{type(target.model).__name__} ({target.name}) changes its logits in a way that is not supported "
+            f"(largest difference {(ours - theirs).abs().max().item():.3g}), so it cannot be a target; choose another "
+            "model family"
         )
 
 

@@ -1,4 +1,4 @@
-"""transformers' bars for what takes a second, kept off the terminal; the hub's bars for downloads stay."""
+"""Hides the progress bars of transformers for loading and saving weights; download bars of the hub stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers.utils import logging as transformers_logging
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """No "Loading weights" and no "Writing model shards" inside; afterwards all is as it was."""
+def without_progress_bars() -> Iterator[None]:
+    """Hide "Loading weights" and "Writing model shards" inside; restores the earlier settings."""
     shown, downloads_shown = transformers_logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()
     if downloads_shown:

@@ -1,4 +1,4 @@
-"""The Hugging Face target: reached by the same words in every model family.
+"""The Hugging Face target, with the same attributes for every model family.
 
 Shapes: T = tokens, H = hidden size, V = rows of the output embedding.
 """
@@ -21,15 +21,15 @@ from toolkit.weights import sha256_json
 
 LAYER_NAMES = ("layers", "h", "blocks")
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-SENTINEL = "Zebra7Quartz"  # an answer that no template changes
+SENTINEL = "Zebra7Quartz"  # an answer that templates leave as it is
 
 
 @dataclass(eq=False)
 class Target:
-    """A frozen causal LM with its tokenizer. Built by `load_target`, or from in-memory parts.
+    """A frozen causal LM with its tokenizer, from `load_target` or from a model in memory.
 
     Raises `TargetError` when the model is not a decoder stack with token embeddings, a final norm and a linear output
-    embedding, or when the tokenizer has ids the embedding lacks.
+    embedding, or when the tokenizer has ids without an embedding row.
     """
 
     model: PreTrainedModel
@@ -44,13 +44,13 @@ class Target:
         self.model.requires_grad_(False)
         if self.dtype is None:
             self.dtype = next(self.model.parameters()).dtype
-        # Touch every part now, so that a foreign architecture fails here and not in the middle of a run.
+        # Find every part now, so that an unsupported architecture fails here and not during a run.
         parts = (self.body, self.layers, self.final_norm, self.embed_tokens, self.lm_head, self.max_context)
-        assert all(part is not None for part in parts), "a target part was resolved to None"
+        assert all(part is not None for part in parts), "a part of the target is None"
         if len(self.tokenizer) > self.vocab_size:
             raise TargetError(
                 f"the tokenizer of {self.name} has {len(self.tokenizer)} ids and the model {self.vocab_size} embedding "
-                "rows; every id needs a row: use the tokenizer that was published with the model"
+                "rows, but every id needs a row; use the tokenizer that was published with the model"
             )
 
     @property
@@ -60,17 +60,17 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def weight_bits(self) -> float:
-        """Bits per weight as the model is held in memory, over all of its weights."""
+        """Mean bits per weight of the model in memory."""
         return weight_bits(self.model)
 
     @property
     def precision(self) -> str:
-        """What the weights and the arithmetic are, in words."""
+        """Quantization, dtype and bits per weight, for logs and reports."""
         dtype = str(self.dtype).removeprefix("torch.")
         weights = "" if self.quantization is None else f"{self.quantization} weights, "
         return f"{weights}{dtype}, {self.weight_bits:.3g} bits a weight"
@@ -92,7 +92,7 @@ class Target:
 
     @cached_property
     def body(self) -> nn.Module:
-        """The inner model whose forward gives the last hidden state, after the final norm."""
+        """The inner model; its forward returns the last hidden state, after the final norm."""
         body = self.model.get_decoder() if hasattr(self.model, "get_decoder") else None
         if body is None or body is self.model:
             raise self._unsupported("no inner decoder (get_decoder)")
@@ -150,16 +150,16 @@ class Target:
 
     @cached_property
     def max_context(self) -> int:
-        """Number of positions the target was made for."""
+        """The largest number of positions that the target supports."""
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             value = getattr(self.config, name, None)
             if isinstance(value, int) and value > 0:
                 return value
-        raise self._unsupported("its config states no max_position_embeddings")
+        raise self._unsupported("its config has no max_position_embeddings")
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer: generation config, config and tokenizer eos, and the template's end of turn."""
+        """Ids that end an answer: eos of generation config, config and tokenizer, and the template's end of turn."""
         found: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
         for source in (generation, self.config, self.tokenizer):
@@ -181,22 +181,22 @@ class Target:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits over config, name and revision; the same in every dtype and quantization."""
-        # `architectures` is filled in by save_pretrained: a target would change its name by being saved.
-        passing = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
-        config = {key: value for key, value in self.config.to_dict().items() if key not in passing}
+        # save_pretrained adds `architectures`; saving a target must not change its fingerprint.
+        left_out = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+        config = {key: value for key, value in self.config.to_dict().items() if key not in left_out}
         return sha256_json([_plain(config), self.name, self.revision])[:16]
 
     def _unsupported(self, what: str) -> TargetError:
         return TargetError(
-            f"{type(self.model).__name__} ({self.name}) cannot be a target: {what}. A decoder-only causal LM with "
-            "token embeddings, a list of layers, a final norm and a linear output embedding is needed"
+            f"{type(self.model).__name__} ({self.name}) cannot be a target: {what}. A target must be a decoder-only "
+            "causal LM with token embeddings, a list of layers, a final norm and a linear output embedding"
         )
 
 
 def weight_bits(model: PreTrainedModel) -> float:
-    """Bits per weight as the model holds them, over the weights of the published model (tied ones counted once).
+    """Bits of all weights in memory, divided by the number of weights of the published model (tied ones count once).
 
-    An output matrix that was tied before it was quantised takes memory of its own, and counts.
+    An output matrix that was tied before it was quantised takes additional memory, which counts.
     """
     held, weights = 0, 0
     for weight in model.parameters():
@@ -211,7 +211,7 @@ def weight_bits(model: PreTrainedModel) -> float:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template puts right after an assistant's words, or None.
+    """The special token that the chat template puts right after an assistant's answer, or None.
 
     Raises `TargetError` when the template cannot render a question and its answer.
     """
@@ -222,7 +222,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:
         raise TargetError(
-            f"the chat template cannot render a question and its answer ({error}); mend the template"
+            f"the chat template cannot render a question and its answer ({error}); correct the template"
         ) from error
     after = rendered.rpartition(SENTINEL)[2].strip() if SENTINEL in rendered else ""
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
@@ -231,7 +231,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """A config value as JSON: what is no JSON (dtypes, tuples, sets) by its text."""
+    """A config value for JSON; other types (dtypes, sets) become their text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
