@@ -148,7 +148,7 @@ def test_missing_and_doubled_keys_are_refused(tmp_path: Path) -> None:
     """YAML silently keeps the last of two equal keys; a recipe must not."""
     assert "target.model is missing" in refused(write(tmp_path, "name: x\ntarget: {}\n"))
     assert "given twice: seed" in refused(write(tmp_path, MINIMAL + "seed: 1\nseed: 2\n"))
-    assert "contains a list" in refused(write(tmp_path, "- name\n"))
+    assert "holds a list" in refused(write(tmp_path, "- name\n"))
     with pytest.raises(FileNotFoundError, match="recipes/smollm2-135m.yaml"):
         load_recipe(tmp_path / "absent.yaml")
 

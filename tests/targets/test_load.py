@@ -96,7 +96,8 @@ def test_an_unreachable_hub_is_a_clear_error(monkeypatch):
         raise OSError("We couldn't connect to the hub\nlong advice")
 
     monkeypatch.setattr(load, "hf_hub_download", unreachable)
-    with pytest.raises(TargetError, match="'org/name' cannot be loaded: We couldn't connect to the hub. Give a directory"):
+    words = "'org/name' cannot be loaded: We couldn't connect to the hub. Give a directory"
+    with pytest.raises(TargetError, match=words):
         load_target("org/name")
 
 
