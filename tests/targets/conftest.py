@@ -89,7 +89,7 @@ def tiny_gguf(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def tiny_gguf_q8(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target with its matrices packed in 8 bits, and a `pre` that nobody knows."""
+    """The tiny target with matrices packed in 8 bits, and an unknown `tokenizer.ggml.pre`."""
     return write_gguf(
         tmp_path_factory.mktemp("gguf-q8") / "tiny-q8.gguf", tiny_target, pre="newest-rule", quantised=True
     )

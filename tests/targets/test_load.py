@@ -142,7 +142,7 @@ def test_weights_of_another_shape_are_refused(directory):
         load_target(directory)
 
 
-def test_weights_nobody_takes_are_named(directory, monkeypatch):
+def test_unused_weights_are_warned_of(directory, monkeypatch):
     """Extra tensors (MTP layers, a vision tower) are common in good checkpoints: they are said, not refused."""
     tensors = load_tensors(directory / "model.safetensors")
     tensors["model.mtp.weight"] = torch.ones(3)

@@ -1,4 +1,4 @@
-"""The engine behind data's `generate`: every request answered once, as each ends, and the engine kept full."""
+"""`generate` with the engine: it yields each request once, as soon as it ends, and keeps the batch full."""
 
 from __future__ import annotations
 

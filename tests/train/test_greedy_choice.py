@@ -60,8 +60,8 @@ def test_only_greedy_rollouts_speak_for_the_argmax(tiny_target, tiny_draft, path
     assert _step(tiny_target, tiny_draft, replace(greedy, greedy=None), shift=1)[1] > 0
     wrong = greedy.input_ids.clone()
     wrong[greedy.response] = tiny_draft.token_map.ids[0]
-    told = _step(tiny_target, tiny_draft, replace(greedy, input_ids=wrong))[0]
-    assert not torch.equal(told.right, known.right), "it is the rollout's ids that are read"
+    changed = _step(tiny_target, tiny_draft, replace(greedy, input_ids=wrong))[0]
+    assert not torch.equal(changed.right, known.right), "the step reads the rollout's ids"
 
 
 def test_earlier_turns_are_not_what_was_written(tiny_target, path):

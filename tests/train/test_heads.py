@@ -69,8 +69,8 @@ def runs(tiny_run, tmp_path_factory) -> Path:
     _train(jobs[: len(HEADS)])
     for name in HEADS:
         shutil.copytree(folder / name, folder / f"{name}-again", ignore=shutil.ignore_patterns("ckpt", "state-000040"))
-    told = _train(jobs[len(HEADS) :])
-    assert told.count("resumed from") == len(HEADS)
+    stderr = _train(jobs[len(HEADS) :])
+    assert stderr.count("resumed from") == len(HEADS)
     return folder
 
 

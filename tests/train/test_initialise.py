@@ -46,7 +46,7 @@ def test_copies_of_the_target(tiny_target, tiny_draft):
 
 
 def test_copied_is_the_target_s_layers_without_the_regression(tiny_target, tiny_draft):
-    """What the regression is worth is told by a start that differs in `fc` alone."""
+    """A start that differs only in `fc` measures the gain of the regression."""
     plan = plan_head(TrainSettings(head=HeadSettings(init="copied")), tiny_target, tiny_draft.token_map)
     starts = {
         name: start_head(plan, TrainSettings(), tiny_target, 3, batches).state_dict()
@@ -266,7 +266,7 @@ def test_an_eagle2_head_starts_as_the_best_linear_guess(tiny_target):
         wanted = states[:, 2:].flatten(0, 1).double()
         best = torch.linalg.lstsq(read.double(), wanted).solution
     least = (read.double() @ best - wanted).square().mean()
-    assert least < 0.95 * wanted.var(0).mean(), "little could be told otherwise"
+    assert least < 0.95 * wanted.var(0).mean(), "a smaller ratio would show no difference"
     assert (out - wanted).square().mean() < 1.01 * least
 
 
@@ -288,7 +288,7 @@ def test_mtp_layers_start_as_the_last_layer(tiny_target):
 
 @pytest.mark.parametrize("choice", ["random", "target", "frozen"])
 @pytest.mark.parametrize("start", ["random", "target"])
-def test_the_output_matrix_starts_as_told(tiny_target, tiny_draft, monkeypatch, start, choice):
+def test_the_output_matrix_starts_as_set(tiny_target, tiny_draft, monkeypatch, start, choice):
     """`train.head.lm_head` decides about the matrix and its norm whatever the rest starts from; frozen keeps it."""
     scale = torch.full_like(tiny_target.final_norm.weight, 1.5)
     monkeypatch.setattr(tiny_target.final_norm.weight, "data", scale)

@@ -281,7 +281,7 @@ def test_wandb_offline(tiny_run, tmp_path):
 
 
 def test_the_loss_of_the_recipe(tiny_run, tmp_path):
-    """Total variation is at most 1, where the default's cross-entropy lies above: an ignored setting would show."""
+    """Total variation is at most 1; the default's cross-entropy is larger, so the test detects an ignored setting."""
     rows = _train(_copy_run(tiny_run, tmp_path / "run"), "train.max_steps=3", "train.unroll.loss=total_variation")
     assert all(0 < value < 1 for row in rows for value in row["loss_by_step"])
 

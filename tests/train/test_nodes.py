@@ -38,7 +38,7 @@ def test_accelerate_reads_the_recipe(name):
 
 
 def lines_typed(path: Path, command: str) -> list[list[str]]:
-    """The lines of a file, commented out or not, that type this command: the words behind it."""
+    """The arguments of each line of a file, commented out or not, that contains this command."""
     whole = path.read_text().replace("\\\n#", " ").replace("\\\n", " ")
     lines = [line.removeprefix("#").strip() for line in whole.splitlines()]
     return [shlex.split(line.removeprefix(command), comments=True) for line in lines if line.startswith(f"{command} ")]
@@ -133,7 +133,7 @@ def slurm(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("head", "script"), [(None, SCRIPT), ("mtp", "toolkit/train/mtp.py"), ("loss", None)])
-def test_the_job_trains_the_head_it_is_told(slurm, tmp_path, head, script):
+def test_the_job_trains_the_chosen_head(slurm, tmp_path, head, script):
     """Every node starts that head's script; a head that is none is refused before any node starts."""
     (tmp_path / "accelerate").write_text('#!/bin/bash\necho "$@"\n')
     environment = {**slurm, **({} if head is None else {"HEAD": head})}

@@ -142,7 +142,7 @@ def test_heads_of_the_last_state_store_no_more(tiny_target, data, tmp_path):
 
 
 def test_only_what_is_missing_is_made(tiny_target, data, opened, monkeypatch, tmp_path):
-    """Killed between shards, a writer must go on behind the last one; a whole store costs no forward but the check."""
+    """A writer killed between shards continues after the last one; a complete store needs one forward, the check."""
     monkeypatch.setattr(offline, "FORWARD_TOKENS", 64)
     monkeypatch.setattr(feature_store, "SHARD_BYTES", 1)
     read: list[int] = []

@@ -1,4 +1,4 @@
-"""What plain decoding would have taken is told by plain rounds of as many rows."""
+"""The time of plain decoding is estimated from plain rounds with the same number of rows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _write(path, *texts: list[int]) -> None:
 
 
 def test_an_answer_longer_than_the_context(tiny_target, tmp_path, monkeypatch, caplog):
-    """Positions behind it were never trained in the target: its features there mean nothing, or the table ends."""
+    """The target was not trained on positions past its context: features there are useless, or indexing fails."""
     monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
     caplog.set_level("INFO")
     path = tmp_path / "rollouts.jsonl"

@@ -1,4 +1,4 @@
-"""The engine in the midst of a training leaves nothing behind."""
+"""An engine that runs during a training frees its memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.train import temporary_engine as passing_engine
+from toolkit.train import temporary_engine
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """On a GPU pages that are freed but kept by torch, or an engine that something still holds, leave the next step
-    without room: the cache is emptied before the engine is built and again when it is gone."""
+    """On a GPU, memory that torch caches, or an engine that is still referenced, leaves too little for the next step.
+    So the cache is emptied before the engine is built and again after it is freed."""
     alive: list[weakref.ref] = []
     emptied: list[list[bool]] = []
 
@@ -25,7 +25,7 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
         alive.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(passing_engine, "Engine", build)
+    monkeypatch.setattr(temporary_engine, "Engine", build)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([one() is not None for one in alive]))
 
     def use(engine: Engine) -> list[int]:
@@ -36,7 +36,7 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
 
     gc.disable()
     try:
-        written = passing_engine.with_engine(use, tiny_target, tiny_draft, max_running_requests=1, context_length=64)
+        written = temporary_engine.with_engine(use, tiny_target, tiny_draft, max_running_requests=1, context_length=64)
         assert len(written) == 4 and not fails and emptied == [[], [False]]
     except RuntimeError as error:
         assert str(error) == "after 4 tokens" and fails and len(emptied) == 2

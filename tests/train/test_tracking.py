@@ -80,7 +80,7 @@ def test_trackers_draw_scalars():
 
 
 def test_a_fresh_rollouts_row_is_dropped_unless_training_went_over(tmp_path):
-    """It is written at the step where its state lies: kept, it would come twice after a kill behind it."""
+    """The row has the step of its state: if `rewind` kept it, a run that was killed after it would write it twice."""
     metrics = Metrics(tmp_path / "metrics.jsonl", main=True, settings=TrainSettings(), run_name="t", config={})
     for row in ({"step": 4, "loss": 1.0}, {"step": 4, "rollouts": 7}, {"step": 8, "rollouts": 7}):
         metrics.write(row)

@@ -54,7 +54,7 @@ def test_the_stored_curve(tiny_target, tiny_draft):
     (a shift, a weight, a denominator) is off by percents. TOOLKIT_RECORD_TRAJECTORY=1 writes the curve anew."""
     rows = _train(tiny_target, tiny_draft)
     right = [step[0] for step in rows["right_by_step"]]
-    assert sum(right[-BATCHES:]) > 3 * sum(right[:BATCHES]), "a curve of a head that learns nothing would show little"
+    assert sum(right[-BATCHES:]) > 3 * sum(right[:BATCHES]), "the head must learn, or its curve shows little"
     if os.environ.get("TOOLKIT_RECORD_TRAJECTORY"):
         CURVE.write_text(json.dumps(rows) + "\n", encoding="utf-8")
     stored = json.loads(CURVE.read_text(encoding="utf-8"))
