@@ -15,7 +15,7 @@ LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
 
 @pytest.mark.parametrize("quantization", LAYERS)
 def test_a_fixed_model_is_neither_copied_nor_saved(tiny_target_directory, tmp_path, quantization):
-    """Its weights stand in no state dict: what was written would be a model without them, found out much later."""
+    """Its weights are not in the state dict, so a saved file would silently lack them."""
     target = load_target(tiny_target_directory, quantization=quantization)
     pack(target)
     model = target.model
@@ -26,7 +26,7 @@ def test_a_fixed_model_is_neither_copied_nor_saved(tiny_target_directory, tmp_pa
         ("saved", lambda: model.save_pretrained(tmp_path / "out")),
         ("loaded into", lambda: model.load_state_dict({})),
     ):
-        says = rf"a {LAYERS[quantization]} \(in_features=.*\) cannot be {what}: .* Load the target anew"
+        says = rf"a {LAYERS[quantization]} \(in_features=.*\) cannot be {what}: .* Load the target again"
         with pytest.raises(TargetError, match=says):
             act()
     assert not list(tmp_path.glob("out/*.safetensors"))
