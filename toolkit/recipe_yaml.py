@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -104,9 +105,20 @@ def _problem(cls: type, error: ErrorDetails, section: str) -> str:
     if error["type"] == "unexpected_keyword_argument":
         for name in loc[:-1]:
             cls = typing.get_type_hints(cls)[str(name)]
-        known = [key.removesuffix(str(loc[-1])) + name for name in typing.get_type_hints(cls)]
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}")
+        known = _keys_below(cls, key.removesuffix(str(loc[-1])))
+        leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = difflib.get_close_matches(str(loc[-1]), leaves, n=1, cutoff=0.5)
+        return f"unknown key {key}; " + (
+            f"did you mean {leaves[near[0]]}?" if near else f"known keys: {', '.join(typing.get_type_hints(cls))}"
+        )
     wanted = _WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     quoted = f' (write it in quotes: "{given}")' if error["type"] == "string_type" and given is not None else ""
     return f"{key} = {given!r}: {wanted}{quoted}"
+
+
+def _keys_below(cls: type, prefix: str) -> list[str]:
+    """Return the dotted names of all keys of a section, those of its own before those of its sections."""
+    hints = typing.get_type_hints(cls)
+    inner = [(name, hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    below = [key for name, hint in inner for key in _keys_below(typing.cast(type, hint), f"{prefix}{name}.")]
+    return [prefix + name for name in hints] + below
