@@ -39,11 +39,11 @@ torch.set_num_threads(1)  # of every worker: two workers share two cores
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """`pytest` alone runs the plain tier in two worker processes. Named paths run every tier, in this process."""
-    is_worker = hasattr(config, "workerinput")  # it has the first process's options
-    if is_worker or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     config.option.markexpr = config.option.markexpr or PLAIN
-    if config.option.numprocesses is None and not config.option.usepdb:
+    is_worker = hasattr(config, "workerinput")  # it parses the command line anew and starts no workers of its own
+    if not is_worker and config.option.numprocesses is None and not config.option.usepdb:
         config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
