@@ -138,7 +138,7 @@ def test_native_mtp_layers(tmp_path, family):
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "model-1.safetensors")})
     report = inspect_target(str(tmp_path))
     assert rows(report)["native MTP layers"] == found
-    unknown = [line for line in report.wrong if "the repository's own code, which is not run" in line]
+    unknown = [line for line in report.wrong if "the code of its own repository, which is not run" in line]
     assert bool(unknown) == ("auto_map" in keys) and not (unknown and report.usable)
     (tmp_path / "model.safetensors.index.json").unlink()
     said = rows(inspect_target(str(tmp_path)))["native MTP layers"]
