@@ -1,7 +1,4 @@
-"""Any drafter, drafting as deep and wide as it pays: times its rounds and lets `AdaptiveShape` choose the next.
-
-Shapes: B rows, N nodes a row, A the longest accepted path (root included).
-"""
+"""A drafter that wraps another one, times its rounds and lets `AdaptiveShape` choose the next shape."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from toolkit.infer.verify.walk import VerifyResult
 class AdaptiveDrafter:
     """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
 
-    A round lasts from propose to observe, where the target's choices have reached the host. What the engine does
-    between observe and the next propose (host work, other prompts) is the same for all shapes.
+    A round lasts from propose to observe, when the target's choices have reached the host. The engine's work between
+    observe and the next propose (host work, other prompts) is the same for all shapes.
     """
 
     def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -30,7 +27,7 @@ class AdaptiveDrafter:
         self.set_shape(shape)
 
     def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
-        """Let the choosers that `make_chooser` makes of the largest shape choose, from now on."""
+        """Replaces the chooser. make_chooser: returns a chooser for the largest shape."""
         self._make_chooser = make_chooser
         self.set_shape(self._shape)
 
@@ -61,7 +58,7 @@ class AdaptiveDrafter:
         if shape is None and self.chooser.probe_due:
             tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
             self.chooser.probed(requests, ranks)
-            started = self._clock()  # what a plain round takes is measured without it
+            started = self._clock()  # the time of a plain round excludes the probe
         elif shape is None:
             tree = self.inner.skip(requests, rows)
         else:

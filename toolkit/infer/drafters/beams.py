@@ -1,6 +1,6 @@
-"""EAGLE-2's dynamic trees (arXiv 2406.16858): candidates level by level; then `rerank` keeps the best of them.
+"""EAGLE-2's dynamic trees (arXiv 2406.16858): `draft_beams` expands level by level, `rerank` keeps the best candidates.
 
-Shapes: B rows, k beams, C candidates a row, H head hidden size, n nodes a row.
+Shapes: B rows, k beams, C candidates a row, D size of the draft vocabulary, H head hidden size, n nodes a row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
 def draft_beams(
     nodes: DraftRollout, shape: DraftShape, limits: Sequence[DraftShape | None] | None, to_target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Expand the k best nodes of each level by their k best children.
+    """Expands the k best nodes of each level by their k best children.
 
-    Returns the candidates in level order: tokens, parents (candidate numbers, -1 the root), levels [C], scores.
-    limits: shapes of single rows; candidates beyond a row's own get the score -inf. to_target [D]: the target's ids of
-    what the head scores.
+    Returns the candidates in level order: tokens [B, C], parents [B, C] (candidate numbers, -1 for the root),
+    levels [C], scores [B, C] (cumulative log-probabilities). limits: a shape for each row; candidates outside a row's
+    shape get the score -inf. to_target [D]: the target ids of the draft vocabulary.
     """
     device = to_target.device
     k, steps, rows = shape.top_k, shape.num_steps, len(nodes.tokens)
@@ -50,7 +50,7 @@ def draft_beams(
         if beyond is not None:
             scores = scores.masked_fill(beyond[level], -torch.inf)  # a row has no more beams than branches
         tokens = child_tokens.gather(1, chosen)
-        parents = first + chosen // k  # which beam each new one grew from: it inherits hidden state and ancestors
+        parents = first + chosen // k  # the parent beam: the child inherits its hidden state and ancestors
         beams = total + chosen
         total += k * k
     tokens, above, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -60,7 +60,7 @@ def draft_beams(
 def rerank(
     roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, scores: Tensor, nodes: Sequence[int], deepest: int
 ) -> DraftTree:
-    """The second phase: the tree of the best candidates; arguments as in `tree_reference.rank_candidates`."""
+    """Runs the second phase: returns the tree of the best candidates. Arguments: `tree_reference.rank_candidates`."""
     ranked = ops_for(tokens.device.type).rank_candidates(roots, tokens, parents, levels, scores, nodes, deepest)
     return DraftTree(
         ranked.tokens, ranked.parents, ranked.depths, ranked.mask, ranked.valid, deepest=deepest, is_chain=False
@@ -68,23 +68,23 @@ def rerank(
 
 
 def _children(nodes: DraftRollout, hidden: Tensor, k: int, to_target: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, n, H] -> log-probabilities (<= 0, fp32) and target ids of the k best children, [B, n, k] each."""
-    # Never nan, and no child exceeds its parent: rerank relies on it.
+    """Returns log-probabilities (<= 0, fp32) and target ids of the k best children of [B, n, H], [B, n, k] each."""
+    # Scores are never nan, and no child's score exceeds its parent's: rerank relies on both.
     scores, ids = ops_for(hidden.device.type).top_log_probs(nodes.logits(hidden), k)
     return scores, to_target[ids]
 
 
 def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> Tensor:
-    """[steps, B, k] bool: children of that rank, on that level, are more than the row's own shape has."""
+    """Returns [steps, B, k] bool: children of this level and rank are outside the row's shape."""
     widths = torch.tensor([0 if one is None else one.top_k for one in limits], device=ranks.device)
     depths = torch.tensor([0 if one is None else one.num_steps for one in limits], device=ranks.device)
     levels = torch.arange(1, steps + 1, device=ranks.device)
     return (ranks >= widths[:, None]) | (levels[:, None] > depths)[:, :, None]
 
 
-@lru_cache(maxsize=4096)  # kept: a recorded round reads it
+@lru_cache(maxsize=4096)  # keeps the tensor alive: a recorded round reads it
 def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
-    """The level of every candidate, [C] in level order."""
+    """Returns the level of every candidate, [C] in level order."""
     k = shape.top_k
     sizes = [candidates(1, k)] + [k * k] * (shape.num_steps - 1)
     return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -1,4 +1,4 @@
-"""Which drafter serves what was given to draft with, and which verifier goes with it."""
+"""Choose the drafter and the verifier for a draft head, n-gram lookup or neither."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def choose_drafter(
     *,
     draws: Draws | None = None,
 ) -> Drafter:
-    """A drafter of `shape` for a head of any kind or n-gram lookup; one that drafts nothing for None.
+    """Returns a drafter of `shape` for a head of any kind or n-gram lookup; `NoDrafter` if `draft` is None.
 
-    pool: where a head's cache lies. draws: requests whose drafts are drawn from the head's distribution; None: none.
+    pool: the pages of the head's cache. draws: tells whether a request's drafts are drawn from the head's distribution;
+    None: no request's are.
     """
     if draft is None:
         return NoDrafter()
@@ -37,10 +38,10 @@ def choose_drafter(
 
 
 def choose_verifier(name: str, draft: Draft | None, shape: DraftShape | None) -> Verifier:
-    """The verifier of that name; "auto" becomes "target" where drafts cannot be drawn: without a head, and in trees.
+    """Returns the verifier of this name; "auto" becomes "target" without a head and for trees.
 
-    Raises EngineError for an unknown name and for drafts without a distribution, DraftShapeError for a tree where only
-    a chain will do.
+    Raises EngineError for an unknown name or if the verifier needs drawn drafts and there is no head. Raises
+    DraftShapeError if the verifier needs a chain and `shape` is a tree.
     """
     verifier = VERIFIERS.get(name)
     if verifier is None:

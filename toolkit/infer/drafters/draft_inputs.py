@@ -1,4 +1,4 @@
-"""Committed positions that a head has not read yet: their target features and the tokens that follow them.
+"""The inputs of a head at committed positions it has not read yet: target features and the tokens after them.
 
 Shapes: B running rows, R rows, P positions held a row, W feature width, S stages of the head, H head hidden size.
 """
@@ -11,10 +11,10 @@ import torch
 
 
 class DraftInputs:
-    """Grows as it is needed. Row r holds counts[r] positions side by side; what lies after them is left over.
+    """Buffers that grow on demand. The first counts[r] positions of row r are valid; later entries are stale.
 
-    features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: what each stage but the last left at its last committed
-    position, which the next stage reads at the first unread one.
+    features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: the output of each stage but the last at its last committed
+    position. The next stage reads it at its first unread position.
     """
 
     def __init__(self, width: int, stages: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,11 +25,11 @@ class DraftInputs:
 
     @property
     def stores(self) -> list[torch.Tensor]:
-        """All that it holds, by row."""
+        """All tensors with one entry a row."""
         return [self.features, self.tokens, self.carry]
 
     def hold(self, rows: int, positions: int) -> None:
-        """Make room for `positions` unread positions in `rows` rows."""
+        """Grows the buffers to at least `rows` rows of `positions` positions."""
         old_rows, old_positions = self.tokens.shape
         if rows <= old_rows and positions <= old_positions:
             return
@@ -43,7 +43,7 @@ class DraftInputs:
         self.carry[:old_rows] = carry
 
     def append(self, features: torch.Tensor, tokens: torch.Tensor, starts: Sequence[int]) -> None:
-        """Write features [B, A, W] and tokens [B, A] into rows 0..B-1, from position starts[b] on."""
+        """Writes features [B, A, W] and tokens [B, A] into rows 0..B-1, from position starts[b] on."""
         rows, longest = tokens.shape
         self.hold(rows, max(starts) + longest)
         if min(starts) == max(starts):

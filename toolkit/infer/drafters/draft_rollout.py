@@ -1,19 +1,20 @@
-"""One round of drafting: the positions a head reads, level by level, each after its true ancestors.
+"""One round of drafting: the head reads the unread positions, then the drafted nodes, level by level.
 
 Shapes: B rows, P unread positions a row, M nodes a row (unread positions first, then drafted nodes as they are added),
-n nodes added at a time, H head hidden size.
+n nodes added at a time, H head hidden size, S stages of the head.
 
-A node is a token with the position before it, whose hidden state it is read with. With L tokens committed, x_{L-1} the
+A node is a token; the head reads it with the hidden state of the position before. With L tokens committed, x_{L-1} the
 root, and k the stage (MTP layer) from 0:
 
     node (token)     ..  x_{L-2}   x_{L-1}   level 1   level 2
     position         ..  L-3-k     L-2-k     L-1-k     L-k       in stage k
-    hidden           its parent's: for stage 0 the target's feature up to x_{L-1}, for stage k > 0 what stage k-1 left
-                     at the parent, and past the last stage what the last stage itself left there
+    hidden           stage 0: the target's feature, for nodes up to x_{L-1}
+                     stage k > 0: the output of stage k-1 at the parent
+                     levels beyond the number of stages: the output of the last stage at the parent
     predicts         ..  level 1+k of the chain after it
 
-So level 1 is drafted by stage 0 at x_{L-1}, level 2 by stage 1 at the nodes of level 1, and stage 1 first has to read
-all nodes that stage 0 has read. A head of one stage only ever reads its new nodes.
+Stage 0 drafts level 1 at x_{L-1}; stage 1 drafts level 2 at the nodes of level 1. Stage 1 must first read all nodes
+that stage 0 has read. A head of one stage reads each node once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, sta
 
 
 class HeadReader:
-    """A head with its caches, one for each stage: what is read is also remembered."""
+    """A head with one KV cache per stage; `read` writes to them."""
 
     def __init__(
         self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device, pool: PagePool
@@ -46,7 +47,7 @@ class HeadReader:
     def read(
         self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
     ) -> Tensor:
-        """One pass of a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
+        """Runs a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
         rows, new = tokens.shape
         layers = count()
 
@@ -63,15 +64,17 @@ class DraftRollout:
     """The nodes of one round.
 
     tokens, positions (those of stage 0) and parents (node numbers; -1: the position before the first node): [B, M].
-    sees [B, M, M]: which nodes each one attends to, beside everything committed before the round.
-    states [B, M, H]: what the newest stage left at each node it has read. stage: that stage's number.
+    sees [B, M, M]: which nodes each node attends to, besides all positions read before the round.
+    states [B, M, H]: the output of the current stage at each node. stage: the number of that stage.
     """
 
     def __init__(
         self, reader: HeadReader, rows: RoundRows, tokens: Tensor, hidden: Tensor, carry: Tensor, room: int
     ) -> None:
-        """tokens [B, P] and hidden [B, P, H]: the unread positions, of which row b has rows.unread[b]; what lies after
-        those is left over. carry [B, S-1, H] as `DraftInputs` has it. room: nodes that will be added at most."""
+        """tokens [B, P] and hidden [B, P, H]: the unread positions; the first rows.unread[b] of row b are valid.
+
+        carry [B, S-1, H]: see `DraftInputs`. room: the most nodes that will be added.
+        """
         (batch, unread), device = tokens.shape, tokens.device
         self._reader, self._table, self._old_carry = reader, rows.table, carry
         self._reach = rows.span(unread + room)
@@ -81,7 +84,7 @@ class DraftRollout:
         self._begin = rows.lengths - rows.unread  # [B]: positions that stage 0 has read before
         self.positions = self._begin[:, None] + at
         self.parents = (at - 1).repeat(batch, 1)
-        # A row with fewer unread positions has padding after them, which no drafted node descends from.
+        # A row with fewer unread positions has padding after them. No drafted node descends from padding.
         self.sees = torch.zeros(batch, unread + room, unread + room, dtype=torch.bool, device=device)
         self.sees[:, :unread, :unread] = torch.ones(unread, unread, dtype=torch.bool, device=device).tril()
         self.roots = rows.unread[:, None] - 1  # [B, 1]: the node of each row's last token
@@ -89,7 +92,7 @@ class DraftRollout:
         self.states = self._read(hidden, unread)
 
     def grow(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Add a level: tokens [B, n] below the nodes `parents` [B, n]. Returns the head's states there, [B, n, H]."""
+        """Adds a level: tokens [B, n] below the nodes `parents` [B, n]. Returns the head's states there, [B, n, H]."""
         added, start = tokens.shape[1], self.nodes
         new = slice(start, start + added)
         self.tokens[:, new] = tokens
@@ -106,21 +109,21 @@ class DraftRollout:
         return self.states[:, new]
 
     def at_roots(self) -> Tensor:
-        """The newest stage's states at each row's last committed token, [B, H]."""
+        """Returns the current stage's states at each row's last committed token, [B, H]."""
         return _rows_of(self.states, self.roots)[:, 0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Scores [..., D] of the tokens that follow, by the stage that left `states` [..., H]."""
+        """Returns the logits [..., D] of the next token for `states` [..., H] of the current stage."""
         return self._reader.head.logits(self.stage, states)
 
     def finish(self) -> Tensor:
-        """Let stages that drafted no level read the committed positions too; the next round's carry, [B, S-1, H]."""
+        """Lets the remaining stages read the nodes too. Returns the carry of the next round, [B, S-1, H]."""
         while self.stage + 1 < self._reader.head.stages:
             self._next_stage()
         return torch.stack(self._carries, dim=1) if self._carries else self._old_carry
 
     def _next_stage(self) -> None:
-        """All nodes so far, read by a stage that has read none of them."""
+        """Lets the next stage read all nodes so far."""
         self._carries.append(self.at_roots())
         below = torch.cat((self._old_carry[:, self.stage, None], self.states), dim=1)
         hidden = _rows_of(below, self.parents[:, : self.nodes] + 1)
@@ -128,9 +131,9 @@ class DraftRollout:
         self.states = self._read(hidden, self.nodes)
 
     def _read(self, hidden: Tensor, new: int) -> Tensor:
-        """The newest `new` nodes with hidden [B, new, H], in the current stage."""
+        """Runs the current stage over the newest `new` nodes with hidden [B, new, H]."""
         newest, depths = slice(self.nodes - new, self.nodes), self.positions[:, : self.nodes] - self._begin[:, None]
-        # Stage k has read k positions less. (A row that is too short for that is not drafted for.)
+        # Stage k has read k positions fewer. (A row that is too short for that gets no drafts.)
         begin = (self._begin - self.stage).clamp(min=0)
         sees = self.sees[:, newest, : self.nodes]
         metadata = tree_metadata(self._reader.caches[self.stage], self._table, begin, self._reach, sees, depths)
@@ -139,5 +142,5 @@ class DraftRollout:
 
 
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
-    """states [B, M, H] at the node numbers [B, n] -> [B, n, H]."""
+    """Returns states [B, M, H] at the node numbers [B, n]: [B, n, H]."""
     return states.gather(1, numbers[:, :, None].expand(-1, -1, states.shape[2]))

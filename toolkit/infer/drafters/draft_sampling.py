@@ -1,6 +1,6 @@
-"""Which token of a head's scores is drafted next in a chain: the most probable one, or one drawn from the head's law.
+"""Choose the next draft of a chain: the most probable token, or a token drawn from the head's distribution q.
 
-Shapes: B rows, R of them draw, n levels drafted, D ids drafted from.
+Shapes: B rows, R of them draw, D size of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
 
 
 class DraftSampling(Protocol):
-    """The picks of one round: called once for each level, then asked for the distributions that were drawn from."""
+    """Chooses the drafts of one round. Call it once per level, then ask for the distributions drawn from."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Scores [B, 1, D] -> places in the draft vocabulary, [B, 1]."""
+        """Returns draft vocabulary ids [B, 1] for logits [B, 1, D]."""
         ...
 
     def proposal(self) -> Proposal | None:
-        """None where nothing was drawn."""
+        """Returns the distributions; None if nothing was drawn."""
         ...
 
 
 class BestTokens:
-    """The most probable token in every row."""
+    """Chooses the most probable token in every row."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return logits.max(dim=-1).indices
@@ -42,11 +42,11 @@ class BestTokens:
 
 
 class DrawnTokens:
-    """Rows that `draws` draw from the head's law under their own settings; the others take the most probable. ids [D]:
-    the target ids of the draft vocabulary.
+    """Draws the drafts of requests for which `draws` is true; other rows take the most probable token.
 
-    Any q keeps the answers' law; with top-k, top-p and min-p in it too it lies nearer to the target's p. The draws
-    share nothing with those of the target, nor with those of other rounds.
+    ids [D]: the target ids of the draft vocabulary. The request's temperature, top-k, top-p and min-p shape q too. The
+    output distribution is exact for any q, but this q is nearer to the target's p. The random numbers are independent
+    of the target's and of other rounds'.
     """
 
     def __init__(self, requests: Sequence[Request], ids: Tensor, draws: Draws) -> None:
@@ -75,7 +75,7 @@ class DrawnTokens:
 
 
 def draft_sampling_for(requests: Sequence[Request], ids: Tensor, draws: Draws | None) -> DraftSampling:
-    """Of one round; draws None: no request ever draws. A round in which none does is a round of best tokens."""
+    """Returns the sampling of one round: `BestTokens` if no request draws. draws None: no request ever draws."""
     if draws is None or not any(map(draws, requests)):
         return BestTokens()
     return DrawnTokens(requests, ids, draws)

@@ -1,6 +1,6 @@
-"""What the engine asks of anything that drafts.
+"""The interface between the engine and its drafters.
 
-Shapes: B running rows, the engine's rows 0..B-1; `requests[row]` runs in each. `rows` are their tensors.
+Shapes: B running rows, the engine's rows 0..B-1. `requests[row]` is the request in a row; `rows` holds their tensors.
 """
 
 from __future__ import annotations
@@ -17,74 +17,83 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
 
-Ranks = list[list[int]]  # by row and position: the right token's rank among the drafts, their number if it is not there
+Ranks = list[list[int]]  # by row and position: rank of the right token among the drafts; their number if it is absent
 
 
 class Drafter(Protocol):
-    """Proposes trees. It sees the target only through what the engine's forwards left in its own hooks."""
+    """Proposes draft trees. It reads the target only through its own hooks on the engine's forwards."""
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a position that its entry in the drafter's cache depends on; 0 without a cache."""
+        """Number of tokens after a position that its entry in the drafter's cache depends on; 0 without a cache."""
         ...
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        """Positions behind a row's tokens that drafting `shape` may write in the drafter's cache. skips: with rounds of
-        skip or probe between those of propose."""
+        """Returns how many positions after a row's tokens drafting `shape` may write in the drafter's cache.
+
+        skips: rounds of skip or probe may run between those of propose.
+        """
         ...
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        """The target has just read the next `tokens` tokens (right-padded) of the requests in rows first_row ..
+        """Reads the prompt tokens that the target has just read: `tokens` a request, in rows first_row ..
 
-        Those from n_read on, of context_ids: to its end for all of them, or (a chunk) for none.
+        They are context_ids[n_read : n_read + tokens] of each request, padded on the right. They reach the end of
+        context_ids for all requests, or (a chunk) for none.
         """
         ...
 
     def positions_read(self, row: int, request: Request) -> int:
-        """How many of the row's first positions its cache holds as reading the tokens anew would leave them."""
+        """Returns the length of the row's prefix whose cache entries equal those of a new prefill."""
         ...
 
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        """A tree for every running row: of the request's own shape where it has one, as far as the drafter's allows.
+        """Returns a tree for every running row. A request's own shape applies within the drafter's shape.
 
-        A request that is not speculative gets its root only, and so does one for which there is nothing to propose.
+        A request gets its root only if it is not speculative or if the drafter has no draft for it.
         """
         ...
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        """Roots only, in the place of propose. The drafter goes on following the target, so it may propose again."""
+        """Returns roots only, in place of propose. The drafter keeps up with the target, so it can propose later."""
         ...
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
-        """As skip; and what one level of `width` drafts would have been worth at recent positions, whose successors
-        are known: nothing is verified for it. A row without such positions gets an empty list."""
+        """Returns roots only, as skip, and the ranks of known tokens among `width` drafts at recent positions.
+
+        The next tokens of these positions are committed already, so nothing is verified. A row without such positions
+        gets an empty list.
+        """
         ...
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """The host has read what the target accepted of the trees last proposed; the requests have not got it yet."""
+        """Takes what the target accepted of the last trees. The tokens are not yet appended to the requests."""
         ...
 
     def move_row(self, destination: int, source: int) -> None:
-        """Row `source` takes the place of the finished row `destination`."""
+        """Moves row `source` to the place of the finished row `destination`."""
         ...
 
     def set_shape(self, shape: DraftShape) -> None:
-        """Propose trees of this shape, at most, from now on."""
+        """Sets the largest shape to propose.
+
+        Raises `DraftShapeError` if the head cannot draft it, `EngineError` if there is no head.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of the target (hooks)."""
+        """Removes the hooks from the target."""
         ...
 
 
 def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
-    """[B, count]: the next tokens of the texts being read, padded on the right with 0."""
+    """Returns the next `count` unread tokens of each request's context_ids, [B, count], padded on the right with 0."""
     parts = (request.context_ids[request.n_read : request.n_read + count] for request in requests)
     return torch.tensor([part + [0] * (count - len(part)) for part in parts], device=device)
 
 
 class NoDrafter:
-    """Plain decoding as a drafter: every tree is its root."""
+    """A drafter for plain decoding: every tree is a root only."""
 
     lookahead = 0
 

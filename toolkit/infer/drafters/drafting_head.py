@@ -1,6 +1,6 @@
-"""A loaded head on its target: where its features come from, and what scores its states.
+"""A loaded draft head on its target: the source of its features, and the output layer that scores its states.
 
-Shapes: B rows, N tokens a row, T = B*N, W feature width, H head hidden size, D ids drafted from.
+Shapes: B rows, N tokens a row, T = B*N, W feature width, H head hidden size, D size of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.targets.load import Target
 
 
 class SharedOutput(nn.Module):
-    """The rows of the target's output matrix that a token map keeps, gathered once; all of them without a map."""
+    """The target's output matrix, cut once to the rows that the token map keeps; the whole matrix without a map."""
 
     def __init__(self, target: Target, draft: DraftCheckpoint) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class SharedOutput(nn.Module):
             )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] as after the target's final norm -> logits [..., D], with the family's logit factor and soft cap."""
+        """Returns logits [..., D] of normed states [..., H], with the target family's logit factor and soft cap."""
         return self._target.finish_scores(self.lm_head(hidden.to(self._target.dtype)))
 
 
 class DraftingHead:
-    """A head as the drafter uses it. Its features arrive by hooks on the target.
+    """A head as the drafter uses it. Hooks on the target capture its features.
 
-    module: the head, which holds its weights. output: the rows of the target's output matrix that score a head without
-    one of its own, else None. stages, layers, width: as `HeadConfig` has them (width: `feature_size`, W).
+    module: the head with its weights. output: the target's output matrix, for a head without its own; else None.
+    stages, layers, width: as in `HeadConfig` (width is `feature_size`, W).
     """
 
     def __init__(self, draft: DraftCheckpoint, target: Target) -> None:
@@ -54,32 +54,32 @@ class DraftingHead:
         return self.module.config
 
     def features(self) -> Tensor:
-        """[B, N, W] of the target's last forward; taken once."""
+        """Returns the features of the target's last forward, [B, N, W]. They can be taken once."""
         return self._capture.take()
 
     def first_hidden(self, features: Tensor) -> Tensor:
-        """[..., W] -> [..., H]: what stage 0 reads where the target's own features are known."""
+        """Returns the hidden input of stage 0 for the target's features: [..., W] -> [..., H]."""
         return self.module.first_hidden(features)
 
     def step(self, stage: int, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int) -> Tensor:
-        """One pass over [T, H] -> [T, H]: what the next step reads as hidden, and `logits` scores."""
+        """Runs one stage over [T, H] -> [T, H]. The result is the next step's `hidden` and the input of `logits`."""
         return self.module(embeds, hidden, positions, attend, reach, stage)
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., D]."""
+        """Returns the logits of a stage's states: [..., H] -> [..., D]."""
         states = self.module.read(stage, hidden)
         return self.module.logits(states) if self.output is None else self.output(states)
 
     def remove(self) -> None:
-        """Take the hooks off the target."""
+        """Removes the hooks from the target."""
         self._capture.remove()
 
 
 def head_scoring(head: DraftingHead) -> Scoring:
-    """How its queries and keys are scored."""
+    """Returns the attention scale and the sliding window of the head."""
     return Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
 
 
 def stage_shape(head: DraftingHead, like: Tensor) -> KVShape:
-    """The cache entry of one stage, in `like`'s dtype and on its device."""
+    """Returns the shape of one stage's KV cache, with the dtype and the device of `like`."""
     return KVShape(head.layers, head.config.num_key_value_heads, head.config.head_dim, like.dtype, like.device)

@@ -1,18 +1,18 @@
-"""Drafting with a head that is fed its own output (EAGLE-3, EAGLE-1/2, MTP): chains, and EAGLE-2's dynamic trees.
+"""Drafts with an autoregressive head (EAGLE-3, EAGLE-1/2, MTP): chains, and EAGLE-2's dynamic trees.
 
-Shapes: B rows, H head hidden size, k beams, D ids drafted from.
+Shapes: B rows, H head hidden size, k beams, D size of the draft vocabulary.
 
 At position i the head reads (feature of i, embedding of token i+1) and predicts token i+2. With L tokens committed and
 the last one, x_{L-1}, as the tree's root:
 
     position      ..  L-3      L-2        L-1        L        ..
-    token next    ..  x_{L-2}  x_{L-1}    level 1    level 2
+    next token    ..  x_{L-2}  x_{L-1}    level 1    level 2
     predicts      ..  x_{L-1}  level 1    level 2    level 3
     feature       ..  target's target's   the head's own hidden state of the parent
 
-Positions up to L-2 are computed from the target's features once those are known: they are "unread" until the next
-draft, or until so many wait that skip reads them. What drafted nodes left after L-2 is overwritten. A drafted node sees
-the committed positions and its true ancestors. `draft_rollout.py` says what changes with several MTP layers.
+Positions up to L-2 use the target's features. They are "unread" until the next draft reads them, or until CATCH_UP of
+them wait and `skip` reads them. Later reads overwrite the cache entries of drafted nodes after L-2. A drafted node
+attends to the committed positions and its ancestors. `draft_rollout.py` describes heads with several MTP layers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.load import Target
 
-CATCH_UP = 160  # unread positions of a row that skip lets gather: those of an answer that ends sooner are never read
+CATCH_UP = 160  # unread positions of a row at which `skip` reads them; an answer that ends sooner saves the read
 
 
 class HeadDrafter:
-    """Owns the head's caches, the features it still has to read, and the hooks that bring them. module: the head."""
+    """Owns the head's caches, its unread inputs and its hooks on the target. module: the head."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class HeadDrafter:
         *,
         draws: Draws | None = None,
     ) -> None:
-        """As choose_drafter has them."""
+        """Arguments: see `choose_drafter`."""
         check_draft_matches(draft, target)
         self.module = draft.head
         self._head = DraftingHead(draft, target)
-        # A drafter that is dropped without close() must not leave its hooks on a model others go on using.
+        # Remove the hooks also if the drafter is dropped without close(): the target may stay in use.
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device
         self._dtype = next(draft.head.parameters()).dtype
@@ -69,8 +69,8 @@ class HeadDrafter:
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self._dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
-        # Of the round that runs: where what it accepts is kept, by row (None: nowhere), and what the head's stages left
-        # where they read all that was unread (None: they did not).
+        # Of the current round. _starts: where `inputs` stores the accepted positions of each row (None: nowhere).
+        # _carry: the next carry of `inputs` (None: the head has not read the unread positions).
         self._starts: list[int] | None = None
         self._carry: Tensor | None = None
         self._draws = draws
@@ -95,13 +95,16 @@ class HeadDrafter:
         return (CATCH_UP if skips else 0) + shape.num_steps + 1 + room_for(shape)  # after the longest unread row
 
     def _drafts(self, request: Request) -> bool:
-        """Whether anything is drafted for it: stage k reads its first position k tokens later than stage 0."""
+        """Returns whether the request gets drafts. The prompt must have at least `stages` tokens for it.
+
+        Stage k reads its first position k tokens later than stage 0.
+        """
         return request.speculative and len(request.prompt_ids) >= self._head.stages
 
     # -- following the target ------------------------------------------------------------------------------------------
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        """Read what the target has read; of the last position what follows is only known when something was sampled."""
+        """Reads the positions that the target has read, except the last of a text: its next token is not known yet."""
         inputs, rows, stages = self.inputs, len(requests), self._head.stages
         here, every = slice(first_row, first_row + rows), torch.arange(rows, device=self._device)
         whole = requests[0].unread <= tokens
@@ -109,7 +112,7 @@ class HeadDrafter:
         if whole:
             inputs.hold(first_row + rows, 1)
             inputs.counts[first_row:] = [1] * rows
-            # A row that nothing is drafted for may stand on pages that the head has never read.
+            # A row without drafts may use pages that the head has never written.
             read = [max(0, len(one.context_ids) - stages) if self._drafts(one) else 0 for one in requests]
             self._read[first_row:] = read
         if not drafted:
@@ -119,7 +122,7 @@ class HeadDrafter:
         if whole:
             inputs.features[here, 0] = features[every, last]
             for row, request in enumerate(requests, start=first_row):
-                if request.output_ids:  # it comes back after it had lost its pages
+                if request.output_ids:  # the request was preempted and lost its pages
                     inputs.tokens[row, 0] = request.output_ids[-1]
         starts = [request.n_read for request in requests]
         texts = unread_tokens(requests, tokens + stages, self._device)
@@ -140,19 +143,20 @@ class HeadDrafter:
 
     @property
     def unread(self) -> list[int]:
-        """How many positions of each row wait to be read."""
+        """Number of unread positions of each row."""
         return self.inputs.counts
 
     def first_tokens(self, requests: Sequence[Request]) -> None:
-        """What follows a prompt's last position was not known when the prompt was admitted."""
+        """Stores the first sampled token as the one after a prompt's last position; `admit` did not know it."""
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
                 self.inputs.tokens[row, 0] = request.output_ids[0]
 
     def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
-        """The features of the accepted path become unread; the tokens after them are those that were just chosen.
+        """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
 
-        committed [B]: tokens of each row, 0 of padding."""
+        committed [B]: number of tokens each row committed; 0 for padding rows.
+        """
         if self._starts is None:
             return
         if self._carry is None:
@@ -162,18 +166,18 @@ class HeadDrafter:
             if self._carry.shape[1]:
                 self.inputs.carry[: len(self._carry)] = self._carry
         features = self._head.features().to(self._dtype)
-        if not tree.is_chain:  # of a chain the accepted nodes are the first ones
+        if not tree.is_chain:  # the accepted nodes of a chain are the first ones
             features = features.gather(1, followed.path[:, :, None].expand(-1, -1, features.shape[2]))
         self.inputs.append(features, followed.tokens, self._starts)
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """What the round has kept is counted, now that the host knows how much it was."""
+        """Updates the counts of unread positions; the host knows the accepted lengths only now."""
         if self._starts is not None:
             counts = [start + accepted + 1 for start, accepted in zip(self._starts, result.accepted, strict=True)]
             self.inputs.counts[: len(requests)] = counts
 
     def observe_recorded(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        """In the place of propose and observe: a recorded round has read all that was unread."""
+        """Replaces propose and observe after a recorded round, in which the head has read all unread positions."""
         self._starts = [0] * len(requests)
         self._note_read(requests)
         self.observe(requests, result)
@@ -190,7 +194,7 @@ class HeadDrafter:
         if not drafted:
             self._starts = None
             return root_only(rows.roots)
-        shape = DraftShape.covering(drafted)  # one rollout for the batch, of which each row keeps its part
+        shape = DraftShape.covering(drafted)  # one rollout for the batch; each row keeps its part
         sampling = draft_sampling_for(requests, self.to_target, self._draws)
         tree = self.draft(rows, shape, own, sampling, max(self.unread[: len(requests)]))
         self._note_read(requests)
@@ -204,9 +208,10 @@ class HeadDrafter:
         sampling: DraftSampling,
         unread: int,
     ) -> DraftTree:
-        """Read what is unread, `unread` positions of a row at most, and build a tree on each root.
+        """Reads the unread positions, at most `unread` a row, and builds a tree on each root.
 
-        own: the part of `shape` that each row keeps, None the root only. It can be recorded: the host decides nothing.
+        own: the part of `shape` that each row keeps; None keeps the root only. The method can be recorded: no
+        decision on the host depends on device values.
         """
         nodes = self._read_unread(rows, unread, room_for(shape))
         if shape.is_chain:
@@ -219,20 +224,20 @@ class HeadDrafter:
         return tree
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        """Roots only. Now and then the head reads what was committed meanwhile."""
+        """Returns roots only. The head reads the unread positions when a row has CATCH_UP of them."""
         drafts = [self._drafts(request) for request in requests]
         counts = self.unread[: len(requests)]
         if any(drafts) and max(counts) >= CATCH_UP:
             self._finish(self._read_unread(rows, max(counts), room=0))
             self._note_read(requests)
         else:
-            # A row that nothing is drafted for keeps its newest position only; it is never read for.
+            # A row without drafts keeps its newest position only; the head never reads it.
             starts = [count if one else 0 for count, one in zip(counts, drafts, strict=True)]
             self._starts, self._carry = starts if any(drafts) else None, None
         return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
-        """The unread positions are read, and drafted from where the token that followed is unread too."""
+        """Reads the unread positions. Drafts at each of them whose next token is unread too, and so known."""
         if not any(map(self._drafts, requests)):
             self._starts = None
             return root_only(rows.roots), [[] for _ in requests]
@@ -244,20 +249,20 @@ class HeadDrafter:
         return root_only(rows.roots), ranks
 
     def shape_of(self, request: Request) -> DraftShape | None:
-        """What is drafted for a request: its own shape as far as the engine's allows; None for its root only."""
+        """Returns the request's own shape within the drafter's, or the drafter's; None for a root only."""
         if not self._drafts(request):
             return None
         return self.shape if request.shape is None else request.shape.within(self.shape)
 
     def _read_unread(self, rows: RoundRows, unread: int, room: int) -> DraftRollout:
-        """The unread positions of every row, `unread` at most; `room` nodes more can be added."""
+        """Starts a rollout with the unread positions of every row, at most `unread`; `room` nodes can be added."""
         held = (slice(len(rows.roots)), slice(unread))
-        # Torch multiplies a part of a store row by row, with a copy of the weights for each.
+        # Without contiguous(), torch runs one matmul per row and copies the weights for each.
         hidden = self._head.first_hidden(self.inputs.features[held].contiguous())
         return DraftRollout(self.reader, rows, self.inputs.tokens[held], hidden, self.inputs.carry[held[0]], room)
 
     def _finish(self, nodes: DraftRollout) -> None:
-        """All stages read what was unread. The stores change in keep_features: a round that fails is run again."""
+        """Lets all stages read the unread positions. Does not change `inputs`, so that a failed round can run again."""
         self._carry = nodes.finish()
         self._starts = [0] * len(self._carry)
 
@@ -267,7 +272,7 @@ class HeadDrafter:
                 self._read[row] = request.length - self._head.stages
 
     def _draft_chain(self, nodes: DraftRollout, shape: DraftShape, sampling: DraftSampling) -> Tensor:
-        """Drafts [B, num_steps], target ids."""
+        """Returns the drafts as target ids, [B, num_steps]."""
         hidden, last = nodes.at_roots()[:, None], nodes.roots
         drafts = [self.to_target[sampling(nodes.logits(hidden))]]
         for _ in range(1, shape.num_steps):
@@ -278,20 +283,20 @@ class HeadDrafter:
 
 
 def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
-    """How many drafts of a chain each row keeps."""
+    """Returns how many drafts of a chain each row keeps."""
     return [0 if one is None else one.num_steps for one in own]
 
 
 def kept_of_tree(own: Sequence[DraftShape | None]) -> list[int]:
-    """How many nodes of a tree each row keeps, its root included."""
+    """Returns how many nodes of a tree each row keeps, root included."""
     return [1 if one is None else one.num_draft_tokens for one in own]
 
 
 def limits_of(own: Sequence[DraftShape | None], shape: DraftShape) -> Sequence[DraftShape | None] | None:
-    """What each row keeps of `shape`; None where none that is drafted for keeps less."""
+    """Returns what each row keeps of `shape`; None if every row with drafts keeps all of it."""
     return None if all(one in (None, shape) for one in own) else own
 
 
 def room_for(shape: DraftShape) -> int:
-    """Nodes that the head reads beyond the unread positions: every level but the last."""
+    """Returns how many drafted nodes the head reads: those of every level but the last."""
     return shape.top_k * (shape.num_steps - 1)

@@ -1,13 +1,13 @@
-"""Drafting without a head: what followed the same words earlier in the request (prompt lookup decoding).
+"""Drafts without a head: n-gram lookup in the request's own text (prompt lookup decoding).
 
-The longest n-gram at the end of prompt and answer that stood there before proposes what followed it then, the most
-recent time first:
+Find the longest n-gram at the end of prompt and answer that also occurs earlier, and propose the tokens that followed
+it. The most recent occurrence comes first:
 
     text     the cat sat on the mat . the cat ...        n-gram "the cat", found at the start
     drafts                                    sat on the mat
 
-With top_k > 1 the next older places (and shorter n-grams) propose too, and their continuations are merged into a tree.
-A text that ends inside its own match is continued from the draft itself, so that a loop is drafted to any length.
+With top_k > 1, older occurrences and shorter n-grams propose too; their continuations are merged into a tree. If a
+continuation reaches the end of the text, it continues with its own tokens, so a loop is drafted to any length.
 
 Shapes: B rows, N nodes.
 """
@@ -28,12 +28,16 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
 
-PLACES_PER_BRANCH = 4  # places looked at for every branch wanted: recent ones often continue alike
+PLACES_PER_BRANCH = 4  # occurrences tried per branch: recent ones often have the same continuation
 
 
 @dataclass(frozen=True)
 class NgramLookup:
-    """What to draft with in the place of a head. max_n, min_n: lengths of n-grams looked for, the longest first."""
+    """The settings of n-gram lookup, given in place of a head.
+
+    max_n, min_n: lengths of the n-grams to search for, the longest first. Raises `EngineError` unless
+    1 <= min_n <= max_n.
+    """
 
     max_n: int = 4
     min_n: int = 2
@@ -48,7 +52,7 @@ class NgramLookup:
 
 
 class History:
-    """One request's text, and where each of its n-grams ended. Every token is indexed once."""
+    """The text of one request, with an index from each n-gram to its ends. Every token is indexed once."""
 
     def __init__(self, lookup: NgramLookup) -> None:
         self._sizes = range(lookup.max_n, lookup.min_n - 1, -1)
@@ -56,7 +60,7 @@ class History:
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text. An n-gram is indexed when a token follows it, so the text's end never finds itself."""
+        """Appends to the text. An n-gram is indexed when a token follows it, so the text's end never matches itself."""
         text, ends = self.tokens, self._ends
         for token in tokens:
             end = len(text)
@@ -66,7 +70,7 @@ class History:
             text.append(token)
 
     def places(self) -> Iterator[int]:
-        """Where the tokens stand that followed the end of the text before: longest n-gram first, then most recent."""
+        """Yields positions after earlier occurrences of the text's end: longest n-gram first, then most recent."""
         seen: set[int] = set()
         for size in self._sizes:
             if size <= len(self.tokens):
@@ -76,7 +80,7 @@ class History:
                         yield place
 
     def continuation(self, place: int, count: int) -> list[int]:
-        """The `count` tokens from `place` on; past the end of the text come those just taken."""
+        """Returns `count` tokens from `place` on. After the end of the text it repeats the tokens just taken."""
         taken = self.tokens[place : place + count]
         while len(taken) < count:
             taken.append(taken[len(taken) - (len(self.tokens) - place)])
@@ -92,7 +96,7 @@ class Trie:
         self._branches = [0]
 
     def add(self, tokens: Sequence[int], shape: DraftShape) -> None:
-        """Add a path as far as the shape has nodes, and its nodes branches, left."""
+        """Adds a path, until the tree has num_draft_tokens nodes or a node has top_k children."""
         node = 0
         for token in tokens:
             child = self._children.get((node, token))
@@ -108,7 +112,7 @@ class Trie:
             node = child
 
     def in_level_order(self) -> tuple[list[int], list[int], list[int]]:
-        """Tokens, parents and depths with every level's nodes behind those of the level above."""
+        """Returns tokens, parents and depths of the nodes, sorted by depth."""
         order = sorted(range(len(self.tokens)), key=self.depths.__getitem__)
         number = {old: new for new, old in enumerate(order)}
         parents = [-1 if old == 0 else number[self.parents[old]] for old in order]
@@ -116,7 +120,7 @@ class Trie:
 
 
 class NgramDrafter:
-    """Knows nothing but the requests' own tokens; a row for which nothing is found gets its root only."""
+    """Drafts from the requests' own tokens. A row without a match gets its root only."""
 
     lookahead = 0
 
@@ -141,7 +145,7 @@ class NgramDrafter:
         return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
-        """Every token since the last look or draft is looked up as if it were to come."""
+        """Looks up every token since the last probe or draft, with the text before it."""
         histories = self._histories[: len(requests)]
         ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]
         return root_only(rows.roots), ranks
@@ -163,7 +167,7 @@ class NgramDrafter:
         if nodes == 1:
             return root_only(rows.roots)
         counts = [len(tokens) for tokens, _, _ in found]
-        # Padding hangs below the root; nobody sees it and it is not valid.
+        # Padding nodes are children of the root. They are not valid and no node attends to them.
         padded = [
             (
                 tokens + [tokens[0]] * (nodes - len(tokens)),
@@ -200,18 +204,18 @@ class NgramDrafter:
         if not request.speculative:
             return ranks
         new = _new(history, request)
-        answer = min(len(new), len(request.output_ids) - 1)  # the first token follows the prompt, which is no draft's
+        answer = min(len(new), len(request.output_ids) - 1)  # the first token follows the prompt; it is never drafted
         history.extend(new[: len(new) - answer])
         for token in new[len(new) - answer :]:
             places = islice(history.places(), 1 if width == 1 else PLACES_PER_BRANCH * width)
             drafts = list(dict.fromkeys(history.tokens[place] for place in places))[:width]
-            if drafts or rows > 1:  # alone, a row for which nothing is found takes a plain round
+            if drafts or rows > 1:  # a single row without a match runs a plain round
                 ranks.append(drafts.index(token) if token in drafts else width)
             history.extend([token])
         return ranks
 
 
 def _new(history: History, request: Request) -> list[int]:
-    """What a request has that its history has not."""
+    """Returns the tokens of a request that are not in its history yet."""
     known = len(history.tokens) - len(request.prompt_ids)
     return request.output_ids[known:] if known >= 0 else request.prompt_ids + request.output_ids

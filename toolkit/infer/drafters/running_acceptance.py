@@ -1,11 +1,12 @@
-"""How likely drafts are accepted now, by level and by how many of a node's children are looked at.
+"""Running estimates of draft acceptance, by tree level and by rank class of the accepted child.
 
-A wide tree also tells what a narrower one would have got: the rank of every accepted node among its siblings. With the
-widths 1, 2, 4 a level that was reached is asked three things in turn, each only where those before it failed:
+A wide tree also shows what a narrower one would have accepted: the rank of every accepted node among its siblings is
+known. With the widths 1, 2, 4 the ranks form three classes. A class is tested only if the classes before it failed:
 
     class 0: is it the best child?   class 1: the second?   class 2: the third or fourth?
 
-so a shape of width 2 passes a level with 1 - (1 - q0)(1 - q1), and chains keep the trees' q0 up to date.
+With q_c the rate of class c, a shape of width 2 passes a level with probability 1 - (1 - q0)(1 - q1). Chains update q0
+for the trees too.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.request import Request
 
 Table = list[list[float]]  # by class, then by level
-FIRST_GUESS = (0.6, 0.3)  # of class 0, and of every other
-GUESS_WEIGHT = 2.0  # tries that the guess counts for
-REQUEST_WEIGHT = 6.0  # tries that the engine's rates count for in a request's own
-ENGINE_MEMORY, REQUEST_MEMORY = 128, 48  # tries after which an old one has lost 63 % of its weight
+FIRST_GUESS = (0.6, 0.3)  # rates before any try: of class 0, and of every other class
+GUESS_WEIGHT = 2.0  # weight of the guess, in tries
+REQUEST_WEIGHT = 6.0  # weight of the engine's rates in a request's rates, in tries
+ENGINE_MEMORY, REQUEST_MEMORY = 128, 48  # number of tries in which an old try loses 63 % of its weight
 
 
 class Rates:
-    """Hits and tries by class and level, exponentially forgotten."""
+    """Hits and tries by class and level, with exponential decay."""
 
     def __init__(self, classes: int, levels: int, memory: int) -> None:
         self._keep = 1 - 1 / memory
@@ -35,7 +36,7 @@ class Rates:
         self._tries: Table = [[0.0] * levels for _ in range(classes)]
 
     def add(self, hits: Sequence[int], levels: int, classes: int) -> None:
-        """A row whose drafts had that many levels and classes: the class of every level it passed, in order."""
+        """Adds one row. hits: class of the accepted child, by level passed. levels, classes: of the drafted shape."""
         for level in range(min(len(hits) + 1, levels)):
             hit = hits[level] if level < len(hits) else classes
             for asked in range(min(hit + 1, classes)):
@@ -43,7 +44,10 @@ class Rates:
                 self._hits[asked][level] = self._hits[asked][level] * self._keep + (asked == hit)
 
     def estimates(self, above: Table | None = None) -> Table:
-        """The rates. Where tries are few they lean on `above`, or without it on the level before (first: a guess)."""
+        """Returns the rates, smoothed towards a prior.
+
+        The prior is `above`, or without it the rate of the level before (FIRST_GUESS for the first level).
+        """
         found: Table = []
         for asked, (hits, tries) in enumerate(zip(self._hits, self._tries, strict=True)):
             guess, rates = FIRST_GUESS[min(asked, 1)], []
@@ -57,9 +61,9 @@ class Rates:
 
 
 class RunningAcceptance:
-    """The engine's rates, and those of each running request, which start from them.
+    """The rates of the engine and of each running request. A request's rates start from the engine's.
 
-    widths: top_k of the shapes that are told apart, ascending from 1. levels: num_steps of the deepest.
+    widths: the values of top_k to distinguish, ascending from 1. levels: num_steps of the deepest shape.
     """
 
     def __init__(self, widths: Sequence[int], levels: int) -> None:
@@ -68,14 +72,16 @@ class RunningAcceptance:
         self._requests: WeakKeyDictionary[Request, Rates] = WeakKeyDictionary()
 
     def add(self, request: Request, shape: DraftShape, ranks: Sequence[int]) -> None:
-        """`shape` was drafted for a request: the ranks of its accepted nodes among their siblings, level by level."""
+        """Adds a verified draft. shape: as drafted. ranks: of the accepted nodes among their siblings, by level."""
         hits = [bisect_right(self._widths, rank) for rank in ranks]
         for rates in (self._engine, self._of(request)):
             rates.add(hits, shape.num_steps, self._classes(shape))
 
     def probe(self, request: Request, ranks: Sequence[int]) -> None:
-        """One level of the widest shape, unverified, at as many positions: the rank of the right token, or the width
-        where it was not there."""
+        """Adds unverified drafts of one level of the widest shape.
+
+        ranks: by position, the rank of the right token; the width if it is absent.
+        """
         classes, own = len(self._widths), self._of(request)
         for rank in ranks:
             hit = bisect_right(self._widths, rank)
@@ -83,11 +89,11 @@ class RunningAcceptance:
                 rates.add([hit] if hit < classes else [], 1, classes)
 
     def known_share(self, requests: Sequence[Request]) -> float:
-        """Of the requests, those that were drafted for or looked at, or never will be."""
+        """Returns the share of requests that were drafted for or probed, or are not speculative."""
         return sum(request in self._requests or not request.speculative for request in requests) / len(requests)
 
     def expected(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[float]:
-        """By shape: tokens that a verify step commits, the target's own included, mean over the requests."""
+        """Returns the expected accept_length of each shape (bonus token included), mean over the requests."""
         engine = self._engine.estimates()
         usual = _lengths(engine)
         totals = [0.0] * len(shapes)
@@ -106,12 +112,12 @@ class RunningAcceptance:
         return found
 
     def _classes(self, shape: DraftShape) -> int:
-        """How many classes a shape asks."""
+        """Returns how many classes a shape covers."""
         return bisect_left(self._widths, shape.top_k) + 1
 
 
 def _lengths(estimates: Table) -> Table:
-    """By class and number of levels, from 0: tokens committed when siblings up to that class are looked at."""
+    """Returns the expected accept_length by class (siblings up to it are drafted) and number of levels, from 0."""
     failed = [1.0] * len(estimates[0])
     found: Table = []
     for rates in estimates:

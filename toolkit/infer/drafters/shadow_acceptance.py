@@ -1,12 +1,12 @@
-"""What a head would have drafted at positions whose next token is known by now.
+"""Acceptance of drafts that were never verified: compare them with committed tokens.
 
-Shapes: B rows, P pending positions a row, L positions looked at in all, H head hidden size, D ids drafted from.
+Shapes: B rows, L positions probed in all rows, D size of the draft vocabulary.
 
-    pending (token)   x5   x6   x7        the head at x5 predicts x6, at x6 x7, at x7 what nobody knows yet
-    right token       x6   x7   -
+    unread token     x5   x6   x7        the head at x5 predicts x6, at x6 x7; the token after x7 is not known yet
+    right token      x6   x7   -
 
-Drafts drawn from the head's law (rejection sampling) are judged by their most probable tokens here, an approximation
-that only decides when drafting is tried.
+The drafts here are the most probable tokens, also for requests that draw their drafts (rejection sampling). This is an
+approximation. It only decides when drafting is tried.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from torch import Tensor
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.drafters.drafter import Ranks
 
-PROBED = 32  # positions drafted from, of all rows together (but at least one a row): the output matrix may be large
+PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
 
 
 def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> Ranks:
-    """nodes: the pending positions as stage 0 has just read them, counts[b] of row b. to_target [D]: target ids."""
+    """Returns the rank of each right token among the `width` most probable drafts; `width` if it is absent.
+
+    nodes: the unread positions, just read by stage 0; counts[b] of row b. to_target [D]: target ids of the draft
+    vocabulary.
+    """
     each = max(1, PROBED // len(counts))
     places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
     ranks: Ranks = [[] for _ in counts]

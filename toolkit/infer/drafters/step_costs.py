@@ -1,7 +1,7 @@
-"""What a round costs, by what is drafted in it and for how many rows: measured, and guessed where it is not yet.
+"""Seconds of a round by drafted shape and batch size: measured, or estimated if not measured yet.
 
-What drafts cost is kept beside what plain rounds cost at that time, where some ran shortly before: on a machine that is
-busy now and free a moment later, only the two of one time can be compared.
+The time of a drafting round is stored with the time of a plain round at that moment, if one ran shortly before. The
+load of a machine changes, so only times of the same moment are comparable.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from collections.abc import Sequence
 
 from toolkit.infer.request.draft_tree import DraftShape
 
-Arm = DraftShape | None  # what a round may draft; None: nothing, a plain step
-WINDOW = 9  # rounds remembered of each kind
-LEVEL_GUESS = 0.1  # of a plain round, for drafting a level, before any was
+Arm = DraftShape | None  # the shape that a round drafts; None: a plain round
+WINDOW = 9  # rounds kept per arm and batch size
+LEVEL_GUESS = 0.1  # estimated time to draft one level, in plain rounds, before any was measured
 
 
 class Seconds:
-    """The last rounds of one kind, in two parts: drafting, and all that follows it."""
+    """Times of the last WINDOW rounds of one arm, in two parts: drafting, and the rest of the round."""
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[float, float, float | None]] = deque(maxlen=WINDOW)
-        self._known: tuple[float | None, tuple[float, float]] | None = None  # the last answer; None: rounds came since
+        self._known: tuple[float | None, tuple[float, float]] | None = None  # cache of `parts`; None after `add`
 
     def add(self, draft: float, verify: float, plain: float | None = None) -> None:
-        """plain: what a plain round takes at that time; None: nothing says so."""
+        """Adds a round, in seconds. plain: time of a plain round at that moment; None if unknown."""
         self._rounds.append((draft, verify, plain))
         self._known = None
 
     def parts(self, plain: float | None = None) -> tuple[float, float]:
-        """Seconds of a typical round: drafting, and the rest; where a plain one's rest takes `plain` by now."""
+        """Returns the seconds of a typical round: drafting, and the rest.
+
+        plain: the current time of a plain round without its draft part; it rescales the measured times.
+        """
         if self._known is None or self._known[0] != plain:
             factors = [plain / then if plain and then else 1.0 for _, _, then in self._rounds]
             draft = _typical([draft * by for (draft, _, _), by in zip(self._rounds, factors, strict=True)])
@@ -39,11 +42,11 @@ class Seconds:
 
 
 class StepCosts:
-    """Seconds by arm and size of batch; sizes up to the next power of two count as one."""
+    """Seconds of a round by arm and batch size. Batch sizes up to the next power of two share one entry."""
 
     def __init__(self) -> None:
         self._seen: dict[int, dict[Arm, Seconds]] = {}
-        self._since_plain: dict[int, int] = {}  # rounds with so many rows
+        self._since_plain: dict[int, int] = {}  # drafting rounds since the last plain one, by batch size
 
     def add(self, batch: int, arm: Arm, draft: float, verify: float) -> None:
         size = _bucket(batch)
@@ -56,14 +59,16 @@ class StepCosts:
             seen.setdefault(arm, Seconds()).add(draft, verify, _plain(seen) if since < WINDOW else None)
 
     def all(self, batch: int, arms: Sequence[Arm]) -> dict[Arm, float]:
-        """Seconds of a round for those arms that are not much larger than what ran with so many rows: of twice its
-        nodes, or the next larger one where arms lie further apart."""
+        """Returns the seconds of a round for each arm not much larger than the largest one run at this batch size.
+
+        The limit is twice the nodes of the largest arm run, or the nodes of the next larger arm if these are more.
+        """
         run = max(map(_nodes, self._seen.get(_bucket(batch), {None: None})))
         reach = max(2 * run, min((n for n in map(_nodes, arms) if n > run), default=run))
         return {arm: self.seconds(batch, arm) for arm in arms if _nodes(arm) <= reach}
 
     def seconds(self, batch: int, arm: Arm) -> float:
-        """Of one round: measured, or guessed from what was. A plain round must have been measured."""
+        """Returns the seconds of one round: measured, or estimated. A plain round must have been measured."""
         wanted = _bucket(batch)
         here = self._seen.get(wanted, {})
         found = _of_one_size(here, arm)
@@ -77,16 +82,17 @@ class StepCosts:
                 ratios = [sum(_parts(here, one)) / sum(_parts(there, one)) for one in both]
                 return found * (sum(ratios) / len(ratios) if ratios else 1.0)
         assert arm is not None, "no plain round was measured"
-        # Nothing was ever drafted: the most that verifying takes.
+        # Nothing was ever drafted: assume the upper bound of the time to verify.
         plain = self.seconds(batch, None)
         return plain * (_nodes(arm) + LEVEL_GUESS * arm.num_steps)
 
 
 def _of_one_size(seen: dict[Arm, Seconds], arm: Arm) -> float | None:
-    """Measured, else in proportion to a shape that was: drafting by its levels, verifying by nodes beyond the root.
+    """Returns measured seconds, else those of the nearest shape: drafting scaled by levels, the rest by drafted nodes.
 
-    More nodes are never verified faster: on a noisy machine a useless draft must not look free. Nor do n nodes take
-    longer than n plain rounds: one round that something held up must not end drafting.
+    Lower bound: to verify more nodes is never faster, so that noise does not make a useless draft appear free. Upper
+    bound: n nodes take at most n plain rounds, so that one delayed round does not end drafting.
+    Returns None if no shape or no plain round was measured to scale from.
     """
     plain = _plain(seen)
     if arm in seen:
@@ -110,20 +116,20 @@ def _parts(seen: dict[Arm, Seconds], arm: Arm) -> tuple[float, float]:
 
 
 def _plain(seen: dict[Arm, Seconds]) -> float | None:
-    """Seconds of a plain round, without what comes before its forward; None: none was measured."""
+    """Returns the seconds of a plain round from its forward on; None if none was measured."""
     return seen[None].parts()[1] if None in seen else None
 
 
 def _nodes(arm: Arm) -> int:
-    """Verified, root included."""
+    """Returns the number of verified nodes, root included."""
     return 1 if arm is None else arm.num_draft_tokens
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The lower median: a machine that is busy for a moment makes a round slower, never faster."""
+    """Returns the lower median: a busy machine makes a round slower, never faster."""
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 def _bucket(batch: int) -> int:
-    """1, 2, 3-4, 5-8, ... rows."""
+    """Returns the bucket of a batch size: 1, 2, 3-4, 5-8, ... rows share one each."""
     return (batch - 1).bit_length()

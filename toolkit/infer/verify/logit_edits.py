@@ -1,13 +1,13 @@
-"""Penalties, bias and min_tokens: the target's logits as a request wants them changed, at every node of its tree.
+"""Apply penalties, logit bias and min_tokens to the target's logits, at every node of a request's tree.
 
-Each edit is a function of one token's logit and of how often that token stands in front, so only tokens that stand
-somewhere in front (or have a bias, or stop) are touched: C candidates a row instead of the vocabulary.
+An edit depends on one token's logit and on the count of this token in the preceding text. Only tokens of the preceding
+text, tokens with a bias and stop ids can change: C candidates a row in place of the vocabulary.
 
-Shapes: B rows of the batch, R of them edited, N nodes of a tree, n of them looked at here, C candidates a row,
+Shapes: B rows of the batch, R of them edited, N nodes of a tree, n nodes in this call, C candidates a row,
 V vocabulary.
 
-What stands in front of the token that a node chooses is what is committed and the drafts on the node's own path. The
-root is committed already, so that it is not counted again:
+The text before the token that a node chooses is the committed text and the drafts on the node's path. The root is
+committed already and is not counted twice:
 
     committed  ... x      tree  x ── a ── b          at node b: committed, a, b
                                   └─ c               at node c: committed, c
@@ -30,26 +30,26 @@ def penalises(params: SamplingParams) -> bool:
 
 
 def is_edited(request: Request) -> bool:
-    """True when the next token of this request is not chosen from the target's logits as they are."""
+    """Returns whether the target's logits are edited before the next token of this request is chosen."""
     return penalises(request.params) or bool(request.params.logit_bias) or holds_stops(request)
 
 
 def holds_stops(request: Request) -> bool:
-    """True while min_tokens forbids the stop ids."""
+    """Returns whether min_tokens still forbids the stop ids."""
     return bool(request.stop_set) and len(request.output_ids) < request.params.min_tokens
 
 
 class LogitEdits:
-    """The edits of some rows of the batch; follows their answers as they grow.
+    """The edits of some rows of the batch. `apply` first counts the new tokens of their answers.
 
-    requests: all of the batch. rows: the edited ones among them, ascending.
+    requests: all requests of the batch. rows: the numbers of the edited ones, ascending.
     """
 
     def __init__(self, requests: Sequence[Request], rows: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.rows = torch.tensor(rows, dtype=torch.long, device=device)
         self._requests = [requests[row] for row in rows]
         size = (len(rows), vocab_size)
-        self._counts = torch.zeros(size, dtype=torch.float32, device=device)  # in the answer
+        self._counts = torch.zeros(size, dtype=torch.float32, device=device)  # of each token in the answer
         self._in_prompt = torch.zeros(size, dtype=torch.bool, device=device)
         self._bias = torch.zeros(size, dtype=torch.float32, device=device)
         self._stops = torch.zeros(size, dtype=torch.bool, device=device)
@@ -76,16 +76,18 @@ class LogitEdits:
         self._frequency = column([p.frequency_penalty for p in params])
         self._presence = column([p.presence_penalty for p in params])
         first = [len(r.prompt_ids) + r.params.min_tokens for r in self._requests]
-        self._stops_from = torch.tensor(first, device=device)[:, None]  # the first position where a stop id may stand
+        self._stops_from = torch.tensor(first, device=device)[:, None]  # the first position where a stop id is allowed
 
     def apply(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int) -> None:
-        """Edits in place. logits [R, n, V] fp32 at the nodes first .. first+n-1 of the edited rows; positions [R, n]:
-        index in the sequence of the token that each chooses. tree: the whole batch's."""
+        """Edits logits in place: [R, n, V] fp32, at the nodes first .. first+n-1 of the edited rows.
+
+        positions [R, n]: index in the sequence of the token that each node chooses. tree: of the whole batch.
+        """
         self._follow()
         nodes = logits.shape[1]
         drafts = tree.tokens[self.rows, 1:]
         on_path = tree.mask[self.rows, first : first + nodes, 1:]
-        # A token may stand here twice. Both entries then hold the same value, so that it does not matter which is kept.
+        # A token may occur twice in `ids`. Both entries then hold the same value, so either may be kept.
         ids = torch.cat((self._candidates, drafts), dim=1)
         repeated = (drafts[:, :, None] == ids[:, None]).float()
         counts = self._counts.gather(1, ids)[:, None] + on_path.float() @ repeated
@@ -93,7 +95,7 @@ class LogitEdits:
         logits.scatter_(2, index, self._edited(logits.gather(2, index), counts, ids, positions))
 
     def _edited(self, logits: Tensor, counts: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
-        """The definition: logits and counts [R, n, C] of the tokens ids [R, C] -> what they become."""
+        """Returns the edited logits [R, n, C]. logits, counts [R, n, C]: of the tokens ids [R, C]."""
         in_answer = counts > 0
         scaled = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
         logits = torch.where(in_answer | self._in_prompt.gather(1, ids)[:, None], scaled, logits)
@@ -103,7 +105,7 @@ class LogitEdits:
         return logits.masked_fill(self._stops.gather(1, ids)[:, None] & too_early[:, :, None], -torch.inf)
 
     def _follow(self) -> None:
-        """Count the tokens that the answers got since the last round."""
+        """Counts the tokens that the answers got since the last call."""
         fresh: list[list[int]] = []
         rows: list[int] = []
         tokens: list[int] = []
@@ -123,7 +125,7 @@ class LogitEdits:
             self._candidates = torch.cat((self._candidates, self._padded(fresh)), dim=1)
 
     def _padded(self, ids: list[list[int]]) -> Tensor:
-        """[R, longest]; filled up with id 0, whose edit is right for every row."""
+        """Returns ids as [R, longest], padded with id 0. The edit of token 0 is right in every row."""
         longest = max(len(row) for row in ids)
         filled = [row + [0] * (longest - len(row)) for row in ids]
         return torch.tensor(filled, dtype=torch.long, device=self.rows.device).view(len(ids), longest)

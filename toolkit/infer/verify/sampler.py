@@ -1,10 +1,10 @@
-"""Which token follows every node: argmax, or a draw.
+"""Choose the token after every node: argmax, or a draw.
 
-By default a draw is a pure function of (seed, position, logits). Because it does not depend on how the logits came
-about, a verified tree node draws what plain decoding would draw at the same place: following a draft token only where
-it equals the draw is then exact at any temperature. `verifiers.py` has the other rules.
+By default a draw is a pure function of (seed, position, logits). A verified tree node therefore draws the same token as
+plain decoding at the same position. Verification that accepts a draft only if it equals the draw is exact at any
+temperature. `verifiers.py` has the other rules.
 
-Shapes: B rows, N nodes a row, n of them looked at here, V vocabulary.
+Shapes: B rows, N nodes a row, n nodes in this call, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Choices:
-    """The token after every node: tokens [B, n]; logprobs of the rows that asked, None if none did."""
+    """The token after every node. tokens [B, n]. logprobs: of the rows that asked for them; None if no row did."""
 
     tokens: Tensor
     logprobs: NodeLogprobs | None
 
     @property
     def extra(self) -> Callable[[Tensor], Tensor] | None:
-        """For `read_result`: what else it is to read."""
+        """The argument `extra` of `read_result`."""
         return None if self.logprobs is None else self.logprobs.extra
 
     @classmethod
     def joined(cls, parts: Sequence[Choices]) -> Choices:
-        """Parts that follow one another along the nodes."""
+        """Concatenates parts along the nodes."""
         if len(parts) == 1:
             return parts[0]
         kept = [part.logprobs for part in parts if part.logprobs is not None]
@@ -50,20 +50,20 @@ class Choices:
 
 
 class NodeSampler(Protocol):
-    """How a round chooses tokens."""
+    """Chooses the tokens of a round."""
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
-        """The tokens after the nodes first .. first+n-1 of `tree`.
+        """Returns the tokens after the nodes first .. first+n-1 of `tree`.
 
-        logits [B, n, V]; positions [B, n]: index in the sequence of the token to choose.
+        logits [B, n, V]. positions [B, n]: index in the sequence of the token to choose.
         """
         ...
 
 
 class Sampler:
-    """The settings of the running rows as tensors; built when the rows change, used in every step.
+    """The sampling parameters of the running rows as tensors. Built when the rows change, used in every step.
 
-    Rows without penalties, bias or min_tokens go past the edits, greedy ones past the draws.
+    Rows without penalties, bias or min_tokens skip the edits; greedy rows skip the draws.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Sampler:
 
     @property
     def outdated(self) -> bool:
-        """True when a row has reached its min_tokens, and may be spared the edits from now on."""
+        """True after a row has reached its min_tokens: a new Sampler may skip the edits of this row."""
         return any(not holds_stops(request) for request in self._holding)
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
-        """As NodeSampler has it."""
+        """See `NodeSampler`."""
         tokens = self._plain_rows(logits, positions, tree)
         if self._edits is not None:
             rows = self._edits.rows
@@ -100,7 +100,7 @@ class Sampler:
 
 
 class _Rows:
-    """Some rows of the batch, of which those with a temperature draw. numbers: their places in it (None: all of it)."""
+    """Some rows of the batch; those with temperature > 0 draw. numbers: their row numbers in it (None: all rows)."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Rows:
         self._choose = verifier.choose
 
     def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree) -> Tensor:
-        """logits [R, n, V] of these rows, positions [R, n]; tree: the whole batch's -> token ids [R, n]."""
+        """logits [R, n, V] and positions [R, n] of these rows, tree of the whole batch -> token ids [R, n]."""
         if not len(self._hot):
             return greedy(logits)
         if self._all_hot:
@@ -127,5 +127,5 @@ class _Rows:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most probable token, the lowest id among equals: [..., V] -> [...]."""
+    """Returns the most probable token, the lowest id among equals: [..., V] -> [...]."""
     return ops_for(logits.device.type).argmax(logits)

@@ -1,15 +1,15 @@
-"""The law of the next token: softmax at a temperature, cut by top-k, top-p and min-p. Drawn from, or written out.
+"""The distribution of the next token: softmax at a temperature, cut by top-k, top-p and min-p.
 
-Each cut keeps the tokens whose logit is not below a floor, so that tokens exactly as probable as the last one kept are
-kept too. Where the floor lies is seen among the W most probable tokens, W being known before any logit is:
+Each cut keeps the tokens whose logit is at least a floor, so tokens as probable as the last one kept are kept too. The
+W most probable tokens determine the floor. W does not depend on the logits:
 
     top-k       W = the largest k of the batch        min-p    W = 1
     top-p       W = the whole vocabulary              top-p after top-k    as top-k
 
-On a CPU, where a sort of a whole vocabulary costs more than a read of a result, top-p looks at a few first and at more
-only for rows that need them.
+On a CPU a sort of the whole vocabulary costs more than a read of a result. There top-p tries a small W first, and a
+larger W only for the rows that need it.
 
-Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocabulary, W tokens looked at.
+Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocabulary, W most probable tokens.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from torch import Tensor
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.seeded_uniform import Stream, round_uniform, uniform
 
-TOP_WIDTHS = (64, 1024)  # how many of the most probable tokens are looked at before the whole vocabulary is
+TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
 BLOCK = 256
 
 
 class RowDistributions:
-    """Temperature, top-k, top-p, min-p and seed of R requests that draw (temperature above 0), as tensors."""
+    """Temperature, top-k, top-p, min-p and seed of R requests with temperature > 0, as tensors."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         self._temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
         self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
         self._top_k = torch.tensor([p.top_k for p in params], dtype=torch.long, device=device)
         self._min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
-        # Known on the host, so that nothing has to be looked up on the device.
+        # Kept on the host, so that no read from the device is needed.
         self._cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
         self._largest_k = max((p.top_k for p in params), default=0)
         self._open = any(p.top_p < 1 and p.top_k == 0 for p in params)
         self._seeds = torch.tensor([p.seed for p in params], dtype=torch.long, device=device)[:, None]
 
     def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
+        """Draws tokens: logits [R, n, V], positions [R, n] of the tokens to draw -> ids [R, n]."""
         return draw_from(self._weights(logits), self.target_uniform(positions).flatten()).view_as(positions)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits [R, n, V] -> probabilities [R, n, V] fp32."""
+        """Returns the probabilities: logits [R, n, V] -> [R, n, V] fp32."""
         weights = self._weights(logits)
         if self._cut:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.view(logits.shape)
 
     def target_uniform(self, positions: Tensor) -> Tensor:
-        """The target's own numbers in [0, 1) at positions [R, n]: in every round, and in plain decoding, the same."""
+        """Returns the target's uniform numbers in [0, 1) at positions [R, n]. They do not depend on the round."""
         return uniform(self._seeds.expand_as(positions), positions)
 
     def round_uniform(self, roots: Tensor, positions: Tensor, stream: Stream) -> Tensor:
-        """Numbers of one round: roots [R, 1], positions [R, n] -> [R, n]."""
+        """Returns uniform numbers in [0, 1) of one round: roots [R, 1], positions [R, n] -> [R, n]."""
         return round_uniform(self._seeds, roots, positions, stream)
 
     def _weights(self, logits: Tensor) -> Tensor:
-        """logits [R, n, V] -> weights of the distributions, [R * n, V]."""
+        """Returns the weights of the distributions: logits [R, n, V] -> [R * n, V]."""
         nodes, size = logits.shape[1:]
         scaled = (logits.float() / self._temperature[:, None, None]).flatten(0, 1)
         if not self._cut:
@@ -73,7 +73,7 @@ class RowDistributions:
 
 
 def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device) -> tuple[int, ...]:
-    """How many of `size` tokens to look at: one number, which is enough for every row; several for one after the other.
+    """Returns the values of W to try in order, out of `size` tokens. The last one is enough for every row.
 
     open_top_p: some row has a top-p without a top-k before it.
     """
@@ -85,7 +85,10 @@ def widths_for(size: int, largest_k: int, open_top_p: bool, device: torch.device
 
 
 def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, widths: Sequence[int]) -> Tensor:
-    """logits [M, V], settings [M] (0, 1 and 0 cut nothing) -> weights [M, V] fp32: softmax, 0 where a token is cut."""
+    """Returns the softmax with 0 where a token is cut, [M, V] fp32, not normalised again.
+
+    logits [M, V]. top_k, top_p, min_p [M]: the values 0, 1 and 0 cut nothing. widths: as `widths_for` returns them.
+    """
     floor, certain = _floors(logits, top_k, top_p, min_p, widths[0])
     for width in widths[1:]:
         rows = (~certain).nonzero().squeeze(1)
@@ -96,19 +99,19 @@ def weights_left(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, wi
 
 
 def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The least logit that is kept, as the `width` most probable tokens show it: at least as many as any top_k.
+    """Computes the least logit kept from the `width` most probable tokens. width >= every top_k.
 
-    Returns (floors [M, 1], certain [M] bool): False where top-p's mass is not reached inside that width.
+    Returns (floors [M, 1], certain [M] bool). certain is False where these tokens do not reach the mass of top-p.
     """
-    # Where all are looked at: a sort alone, without the search for the k largest that topk begins with.
+    # For the whole vocabulary a sort is faster than topk, which searches for the k largest before it sorts them.
     every = width == logits.shape[1]
     top = (logits.sort(dim=-1, descending=True) if every else logits.topk(width, dim=-1)).values
-    # top-k: what lies below the k-th largest goes, and the mass that is left is the new whole.
+    # top-k: drop the tokens below the k-th largest; top-p then counts in shares of the mass that is left.
     kth = top.gather(1, (top_k.clamp(1, width) - 1)[:, None])
     limit = kth.masked_fill(top_k[:, None] == 0, -torch.inf)
     whole = logits.masked_fill(logits < limit, -torch.inf).logsumexp(dim=-1, keepdim=True)
     mass = (top - whole).double().exp().masked_fill(top < limit, 0.0)
-    # top-p: the first place where the sorted mass reaches top_p is the last one kept.
+    # top-p: the first place where the sorted mass reaches top_p is the last place kept.
     reached = mass.cumsum(dim=-1) >= top_p[:, None]
     inside = reached.any(dim=-1)
     last = torch.where(inside, reached.int().argmax(dim=-1), width - 1)
@@ -119,9 +122,9 @@ def _floors(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: 
 
 
 def draw_from(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF of a law given by weights [M, W] >= 0, not all 0; u [M] in [0, 1) -> indices [M].
+    """Draws by the inverse CDF: weights [M, W] >= 0 (each row with a positive sum), u [M] in [0, 1) -> indices [M].
 
-    Over many tokens first the block of tokens is drawn, then the token, so that sums stay short and exact.
+    Of many tokens it draws a block of BLOCK tokens first, then the token in it, so that sums stay short and exact.
     """
     rows, size = weights.shape
     if size <= max(BLOCK, TOP_WIDTHS[-1]):
@@ -140,6 +143,9 @@ def draw_from(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
-    """Index of the first running sum [M, W] above `goal` [M]; where rounding leaves none, of the last that grew."""
+    """Returns the index [M] of the first running sum [M, W] above `goal` [M].
+
+    If rounding leaves none, returns the index of the last sum that grew.
+    """
     goal = torch.minimum(goal, sums[:, -1] * (1 - 2.0**-50))
     return torch.searchsorted(sums, goal[:, None], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)

@@ -1,7 +1,7 @@
-"""Follow the target's own choices through a draft tree.
+"""Find the path through a draft tree that the target accepts.
 
-The target chooses a token at every node (argmax, or a seeded draw); starting at the root we step to the child that
-carries the chosen token until there is none. The tokens chosen on the way are exactly what plain decoding writes:
+The target chooses a token at every node (argmax, or a seeded draw). The path starts at the root and steps to the child
+that carries the chosen token, until no child does. Plain decoding writes the tokens chosen on this path:
 
     node on the path      root   p1    p2          counts = 2 drafts accepted
     its token             x      a     b
@@ -23,15 +23,19 @@ from toolkit.infer.request.draft_tree import DraftTree
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The accepted path of every row.
+    """The accepted path of every row of a batch of B.
 
-    path [B, A]: nodes on it, root first; A = depth of the tree + 1, or its nodes where these are fewer. Entries after
-    a row's own path are 0.
-    tokens [B, A]: the target's choice at each of them (what is committed).
+    On the device:
+    path [B, A]: node numbers, root first, then 0 after the end of a row's path. A = min(depth of the tree + 1, nodes).
+    tokens [B, A]: the target's choice at each node of the path. These tokens are committed.
 
-    On the host, by row: accepted: drafts accepted, path length - 1. path_nodes and path_tokens: the row's own path.
-    ranks: which child of its parent each accepted node was, from 0, in the order in which the drafter prefers them.
-    offered: drafted nodes. depth_offered: depth of the deepest one. extra_numbers: what was read with these.
+    On the host, by row:
+    accepted: number of drafts accepted (path length - 1).
+    path_nodes, path_tokens: `path` and `tokens` cut to the row's path.
+    ranks: rank of each accepted node among its siblings, from 0, in the drafter's order of preference.
+    offered: number of drafted nodes.
+    depth_offered: depth of the deepest drafted node.
+    extra_numbers: the values of `extra` in `read_result`, for the whole batch.
     """
 
     path: Tensor
@@ -46,21 +50,21 @@ class VerifyResult:
 
 
 def walk(tree: DraftTree, choices: Tensor, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
-    """choices [B, N]: the target's token at every node; extra as in `read_result`."""
+    """Returns the accepted paths. choices [B, N]: the target's token at every node. extra: see `read_result`."""
     return read_result(follow(tree, choices), extra)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> Followed:
-    """The accepted paths on the device; A, the most nodes that one can have."""
+    """Returns the accepted paths on the device, padded to A nodes (see `VerifyResult`)."""
     follow_choices = ops_for(choices.device.type).follow_choices
     parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
     return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
 
 
 def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
-    """What the host needs to know of the accepted paths, read from the device at once.
+    """Copies the accepted paths to the host in one transfer.
 
-    extra: from `path` to whatever else the host will need, int64 [.], which is read with it.
+    extra: maps `path` [B, A] to more numbers for the host, int64 of one dimension. The same transfer copies them.
     """
     rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
     longest = (followed.numbers.shape[1] - 3) // 3
@@ -74,7 +78,7 @@ def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = N
 
 
 def _read(rows: Tensor, extra_numbers: Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """rows [B, C] by row, and `extra_numbers` [.] with them: one copy to the host."""
+    """Returns rows [B, C] as lists and `extra_numbers` (one dimension) as a list, with one copy to the host."""
     if extra_numbers is None:
         return rows.tolist(), []
     count, width = rows.shape
