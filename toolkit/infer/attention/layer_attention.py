@@ -1,6 +1,6 @@
-"""The function that transformers calls in every attention layer: the one place that knows its keywords.
+"""The attention function that transformers calls in every layer. Only this module handles its keywords.
 
-Shapes: B rows, N tokens a row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from toolkit.infer.kernels.paged_reference import Scoring
 
 
 class LayerCall(NamedTuple):
-    """What a layer hands on beside queries, keys, values and their scoring. others: keywords not known here, those of
-    the model's own forward among them."""
+    """Arguments of a layer's attention call other than queries, keys, values and scoring. others: keywords that this
+    module does not know, including those of the model's own forward."""
 
     mask: Tensor | None
     dropout: float
     others: dict[str, Any]
 
 
-# the layer, q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], scoring, the call -> [B, N, Hq, Dv]
+# layer module, q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], scoring, call -> [B, N, Hq, Dv]
 LayerAttention = Callable[[Any, Tensor, Tensor, Tensor, Scoring, LayerCall], Tensor]
 
 
 def register_attention(name: str, attend: LayerAttention) -> None:
-    """Targets whose attention setting is `name` attend by `attend`. torch.compile and torch.export trace through it."""
+    """Register `attend` with transformers as the attention implementation `name`.
+
+    torch.compile and torch.export can trace through it.
+    """
 
     def attention(
         module: Any,

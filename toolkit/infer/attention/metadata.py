@@ -1,13 +1,13 @@
-"""What one forward needs to know about the cache: where its keys go, and who sees whom. Built once for all layers.
+"""Attention metadata of one forward: where its keys are written, and the attention mask. Built once for all layers.
 
-Shapes: B rows, N new tokens a row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
+Shapes: B rows, N new tokens per row, S keys, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv
 heads, D head dim of queries and keys, Dv of values.
 
-A row of the cache during a tree forward (prefix committed, nodes not yet):
+A row of the cache during a tree forward (the prefix is committed, the nodes are not):
 
-    position   0 .. len-1   len .. len+M-1
-    entry      prefix       node 0 .. M-1         the N new ones are the last of the M
-    seen by    all nodes    itself and descendants
+    position      0 .. len-1   len .. len+M-1
+    entry         prefix       node 0 .. M-1            the N new nodes are the last of the M
+    attended by   all nodes    itself and descendants
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from toolkit.infer.kernels.dispatch import Ops, RowAttention, ops_for
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import additive_mask, attend, attend_causal
 
-# New nodes of a row up to which one pass over its keys for every few of them beats a product of matrices.
+# Up to this many new nodes per row, a row attention kernel (a pass over the keys per few nodes) beats matrix products.
 FEW = 16
 
 
 class AttentionMetadata(Protocol):
-    """Stores a layer's new keys and values and attends over what its queries may see."""
+    """Writes a layer's new keys and values to the cache and computes its attention."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
@@ -40,7 +40,7 @@ class AttentionMetadata(Protocol):
 class PromptMetadata:
     """Prompts that start at position 0 of rows first_row .. first_row+B-1, padded on the right to N tokens.
 
-    What padding writes behind a prompt is overwritten by the row's next tokens before anybody sees it.
+    Padding writes entries after the prompt; the row's next tokens overwrite them before any query reads them.
     """
 
     def __init__(self, cache: KVCache, first_row: int, rows: int, tokens: int) -> None:
@@ -64,12 +64,11 @@ class PromptMetadata:
 
 
 class TreeMetadata:
-    """N new nodes a row after prefixes of lengths [B] tokens, in rows first_row .. first_row+B-1.
+    """N new nodes per row after prefixes of lengths [B] tokens, in rows first_row .. first_row+B-1.
 
-    table [B, P] int64: the rows' pages. span: positions that are read, at least those of the longest row with
-    its nodes.
-    node_mask [B, N, M] bool: which of the row's M nodes each new one sees, itself included.
-    depths [B, M]: position of each node relative to its row's length; needed only where layers have windows.
+    table [B, P] int64: page tables. span: number of positions read; at least the longest row with its nodes.
+    node_mask [B, N, M] bool: the nodes of the row that each new node attends to, itself included.
+    depths [B, M]: position of each node relative to its row's length; needed only for layers with a sliding window.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class TreeMetadata:
         return additive_mask(allowed, groups, dtype)
 
     def _allowed_keys(self) -> Tensor:
-        """[B, N, S] bool: the prefix, and the nodes that `node_mask` names."""
+        """Return [B, N, S] bool: True for the prefix and for the nodes set in `node_mask`."""
         if self._allowed is None:
             at = torch.arange(self._span, device=self._lengths.device)
             prefix = at < self._lengths[:, None]
@@ -129,12 +128,12 @@ class TreeMetadata:
         return self._allowed
 
     def _node_places(self) -> Tensor:
-        """[B, 1, M]: the position in its row where each node's entry lies."""
+        """Return [B, 1, M]: the position of each node's entry in its row."""
         nodes = torch.arange(self._node_mask.shape[2], device=self._lengths.device)
         return (self._lengths[:, None] + nodes)[:, None]
 
     def _distances(self) -> Tensor:
-        """[B, N, S]: how many positions before each query a key stands; a node stands at length + depth."""
+        """Return [B, N, S]: distance from each query back to each key; a node's position is length + depth."""
         assert self._depths is not None, "a target with windows needs the nodes' depths"
         stands = torch.arange(self._span, device=self._lengths.device).expand(self._rows, 1, self._span).clone()
         at = self._lengths[:, None] + self._depths
@@ -143,9 +142,9 @@ class TreeMetadata:
 
 
 def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], tokens: int) -> AttentionMetadata:
-    """The next `tokens` tokens (padded on the right) of prompts of which the first starts[b] are in the cache already.
+    """Return the metadata for the next `tokens` prompt tokens (padded on the right) of rows first_row .. first_row+B-1.
 
-    Rows first_row .. first_row+B-1.
+    starts[b]: prompt tokens that are in the cache already.
     """
     kernels = _paged_kernels(cache)
     if kernels is not None:
@@ -163,9 +162,9 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
 def tree_metadata(
     cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor | None = None
 ) -> AttentionMetadata:
-    """N new nodes a row after prefixes of lengths [B] tokens, in rows 0 .. B-1; arguments as of `TreeMetadata`.
+    """Return the metadata for N new nodes per row after prefixes of lengths [B] tokens, in rows 0 .. B-1.
 
-    Nothing is read on the host, so that a forward can be recorded and run again on other lengths and pages.
+    Arguments as in `TreeMetadata`. The host reads no tensor, so a recorded forward can run on other lengths and pages.
     """
     kernels = _paged_kernels(cache)
     if kernels is not None:
@@ -174,7 +173,7 @@ def tree_metadata(
 
 
 def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAttention | None:
-    """One call for a layer's attention, where rows are contiguous and few nodes are new."""
+    """Return the kernel that computes a layer's attention in one call; None unless rows are contiguous and N <= FEW."""
     shape = cache.shape
     choose = ops_for(shape.device.type).row_attention
     if choose is None or not cache.pool.contiguous or node_mask.shape[1] > FEW:
@@ -183,7 +182,7 @@ def _row_attention(cache: KVCache, lengths: Tensor, node_mask: Tensor) -> RowAtt
 
 
 def _paged_kernels(cache: KVCache) -> Ops | None:
-    """What reads this cache through its page tables; None: rows lie side by side, or are gathered first."""
+    """Return the ops that read this cache through its page tables; None: rows are contiguous or must be gathered."""
     shape = cache.shape
     ops = ops_for(shape.device.type)
     fits = max(shape.head_dim, shape.value_dim or 0) <= ops.paged_width

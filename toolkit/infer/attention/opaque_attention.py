@@ -1,8 +1,8 @@
-"""The engine's attention as compilers see it: one opaque operator, which finds the forward's metadata in this module.
+"""The engine's attention for torch.compile: one opaque operator, which reads the forward's metadata from this module.
 
-So what is compiled depends on the sizes of a layer's input alone, never on context, pages or mask.
+So compiled code depends on the input sizes of a layer only, not on context, pages or mask.
 
-Shapes: B rows, N tokens a row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from toolkit.infer.attention.layer_attention import LayerCall, register_attentio
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.kernels.paged_reference import Scoring
 
-COMPILED = "toolkit-compiled"  # the name under which transformers finds it
+COMPILED = "toolkit-compiled"  # its name in transformers' AttentionInterface
 
 
 class Now(threading.local):
-    """The layer that runs in this thread: what the operator cannot be handed through compiled code."""
+    """Metadata and index of the layer that runs in this thread; compiled code cannot pass them to the operator."""
 
     plan: AttentionMetadata
     layer: int

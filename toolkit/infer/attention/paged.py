@@ -1,6 +1,6 @@
-"""Plans whose attention reads keys and values where they lie, through the page tables: nothing is gathered.
+"""Attention metadata for paged kernels: they read keys and values in place, through the page tables, without a gather.
 
-Shapes: B rows, N new tokens a row, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv heads, D
+Shapes: B rows, N new tokens per row, M new and earlier uncommitted entries of a row (tree nodes), Hq and Hkv heads, D
 head dim of queries and keys, Dv of values.
 """
 
@@ -18,21 +18,21 @@ from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 
 
 class _PagedRows:
-    """Rows that are written at entries places [B, N] and read through table [B, P] up to `span`."""
+    """Rows written at entries places [B, N] and read through the page table [B, P] up to position `span`."""
 
     def __init__(self, cache: KVCache, ops: Ops, table: Tensor, places: Tensor, span: int) -> None:
         self._cache, self._write_kv, self._span = cache, ops.write_kv, span
         self._table, self._places = table, places
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> Pages:
-        """k [B, Hkv, N, D], v [B, Hkv, N, Dv] into the layer's pages, which come back."""
+        """Write k [B, Hkv, N, D] and v [B, Hkv, N, Dv] to the layer's pages; return the pages."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._write_kv(keys, values, k.transpose(1, 2), v.transpose(1, 2), self._places)
         return Pages(keys, values, self._table, self._cache.pool.page_size, self._span)
 
 
 class PagedPromptMetadata:
-    """The next `tokens` tokens (padded on the right) of prompts of which starts[b] are in the cache already."""
+    """The next `tokens` prompt tokens (padded on the right) of rows with starts[b] tokens in the cache already."""
 
     def __init__(self, cache: KVCache, ops: Ops, first_row: int, starts: Sequence[int], tokens: int) -> None:
         pool, device, span = cache.pool, cache.shape.device, max(starts) + tokens
@@ -45,15 +45,15 @@ class PagedPromptMetadata:
         pages = self._rows.write(layer, k, v)
         scaling, window, softcap, sinks = scoring
         if self._whole and softcap is None and sinks is None and (window is None or window >= self._tokens):
-            return reference.attend_causal(q, k, v, scaling=scaling)  # all it needs was just computed
+            return reference.attend_causal(q, k, v, scaling=scaling)  # k and v contain every key: skip the cache
         return self._attend_causal(q, pages, self._starts, scoring)
 
 
 class PagedTreeMetadata:
-    """N new nodes per row behind prefixes of lengths [B] tokens; node_mask and depths as of `TreeMetadata`.
+    """N new nodes per row after prefixes of lengths [B] tokens; node_mask and depths as in `TreeMetadata`.
 
-    table [B, P] int64: the rows' pages, up to position `span` at least. The host knows shapes and `span` only, so that
-    a forward can be recorded and run again on other lengths and pages.
+    table [B, P] int64: page tables, at least up to position `span`. The host uses shapes and `span` only, so a recorded
+    forward can run on other lengths and pages.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Finds out, once, what a target's layers ask of their attention, and refuses what the engine would not honour.
+"""Checks once, at load, which attention a target's layers use, and raises an error if the engine does not support it.
 
-transformers asks twice who attends to whom: a mask is built for each kind of layer, and the layer's own keywords
-(`sliding_window`) repeat it for kernels that take no mask. The engine goes by the keywords. So the probe lets
-transformers build its masks, takes their rules, and compares them with the keywords over the whole context: a chunked,
-bidirectional or forgotten window is found although the probe reads only a few tokens.
+transformers states the attention pattern twice: in the mask that it builds for each kind of layer, and in the layer's
+keywords (`sliding_window`) for kernels without a mask. The engine uses the keywords. So the probe lets transformers
+build its masks, takes their mask functions, and compares these with the keywords over the whole context. This finds a
+chunked, bidirectional or missing window although the probe's forward has only a few tokens.
 
-Shapes: B rows, N tokens a row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
+Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -23,23 +23,29 @@ from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import UnsupportedTargetError
 
 PROBE = "toolkit-probe"
-# Keywords that say nothing about who attends to whom; any other one that is set is refused.
+# Keywords without influence on the attention pattern; any other keyword that is set raises an error.
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
     | {"output_router_logits", "position_embeddings", "num_items_in_batch", "is_causal"}
 )
-SPREAD = 48  # positions of the context at which mask rules are compared, besides those around a window's edge
+SPREAD = 48  # positions of the context at which the masks are compared, besides those around a window's edge
 
 
 class AttentionProbe:
-    """Stands in for a plan: caches nothing, and writes down each layer's keys and values. max_context in tokens."""
+    """Takes the place of attention metadata: caches nothing and records the shapes of each layer's keys and values.
+
+    max_context: in tokens.
+    """
 
     def __init__(self, max_context: int) -> None:
         self.max_context = max_context
         self.seen: list[tuple[int, tuple[int, int, int], torch.dtype]] = []  # layer, (Hkv, D, Dv), dtype
 
     def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-        """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], sinks [Hq]."""
+        """Record a layer with q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], sinks [Hq].
+
+        Raises UnsupportedTargetError for other shapes.
+        """
         fits = q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3] and q.shape[1] % k.shape[1] == 0
         if not fits or (sinks is not None and sinks.shape != (q.shape[1],)):
             sunk = "" if sinks is None else f" and sinks {tuple(sinks.shape)}"
@@ -51,7 +57,10 @@ class AttentionProbe:
         self.seen.append((layer, (k.shape[1], k.shape[3], v.shape[3]), k.dtype))
 
     def kv_shape(self, name: str, layers: int, device: torch.device) -> KVShape:
-        """What the cache of a target of `layers` layers has to hold. Raises UnsupportedTargetError."""
+        """Return the KV shape of a target with `layers` layers.
+
+        Raises UnsupportedTargetError unless each layer called the attention once and all have one shape.
+        """
         called = [layer for layer, _, _ in self.seen]
         kinds = {kind for _, kind, _ in self.seen}
         if called != list(range(layers)) or len(kinds) != 1:
@@ -64,7 +73,8 @@ class AttentionProbe:
 
 
 def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
-    """What a layer asks for that is neither in `scoring` nor harmless is not honoured, so it is refused."""
+    """Record a layer's call. Raises UnsupportedTargetError if the probe does not reach the layer, for a keyword that is
+    neither in `scoring` nor HARMLESS, for dropout, and for an unsupported mask."""
     name, others = type(module).__name__, dict(call.others)
     plan: AttentionProbe | None = others.pop("plan", None)
     if plan is None:
@@ -84,7 +94,7 @@ def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call:
 
 
 def _noted_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **settings: Any) -> Tensor:
-    """Called by transformers where a body builds a mask: an empty one that carries its rule to the layers."""
+    """Return an all-True mask with its mask function as `rule`; transformers calls this to build a layer's mask."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=settings.get("device"))
     mask.rule = mask_function  # type: ignore[attr-defined]
     return mask
@@ -95,7 +105,8 @@ AttentionMaskInterface.register(PROBE, _noted_mask)
 
 
 def _check_mask(module: Any, mask: Tensor | None, window: int | None, max_context: int) -> None:
-    """The model's own mask must be what the engine makes of the keywords: causal, less than `window` places back."""
+    """Raise UnsupportedTargetError unless the model's mask equals the engine's: causal, less than `window` positions
+    back."""
     name = type(module).__name__
     if mask is not None and not hasattr(mask, "rule"):
         raise UnsupportedTargetError(
@@ -116,7 +127,7 @@ def _check_mask(module: Any, mask: Tensor | None, window: int | None, max_contex
 
 
 def _compared_positions(window: int | None, max_context: int) -> Tensor:
-    """Positions over the whole context, ascending, with those a window apart from others."""
+    """Return positions over the whole context, ascending, including pairs at a distance of about one window."""
     spread = torch.linspace(0, max_context - 1, SPREAD).long()
     edges = [spread] if window is None else [spread, *(spread + window + step for step in (-1, 0, 1))]
     at = torch.cat(edges)

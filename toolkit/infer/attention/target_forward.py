@@ -1,10 +1,10 @@
-"""Runs the target's own Hugging Face layers over the engine's cache.
+"""Runs the target's own Hugging Face layers on the engine's KV cache.
 
-The engine registers one attention function with transformers; a forward's plan (cache, places, masks) reaches it as a
-plain keyword of the body's forward. No mask function is registered under that name, so transformers builds no mask.
+The engine registers one attention function with transformers. A forward's attention metadata (cache, places, masks)
+reaches it as the keyword `plan` of the body's forward. No mask function is registered under that name, so transformers
+builds no mask.
 
-Shapes: B rows, N tokens a row, H hidden size, V vocabulary, Hq/Hkv heads, D head dim of queries
-and keys, Dv of values.
+Shapes: B rows, N tokens per row, H hidden size, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from toolkit.targets.load import Target, TargetError
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-# What a body that is handed something it does not know raises.
+# Errors that a body may raise when it gets an argument it does not know.
 FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
-    """By the forward's plan. That nothing else in `call` says who attends to whom was checked once, by the probe."""
+    """Attend with the forward's metadata. The probe has checked that the rest of `call` can be ignored."""
     plan: AttentionMetadata = call.others["plan"]
     return plan.attend(module.layer_idx, q, k, v, scoring)
 
@@ -42,15 +42,15 @@ register_attention(ATTENTION, _attend)
 
 
 class TargetForward:
-    """The target's body on the engine's attention. Other users of the model keep their own attention setting.
+    """The target's body with the engine's attention. Other users of the model keep their own attention setting.
 
-    Raises UnsupportedTargetError at construction if a layer's attention is not reached or does something unknown, or if
-    the engine's logits differ from the model's own.
+    The constructor raises UnsupportedTargetError if a layer does not call the engine's attention, if it uses an
+    unsupported attention feature, or if the engine's logits differ from the model's own.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.attention = ATTENTION  # the name under which transformers finds it
+        self.attention = ATTENTION  # its name in transformers' AttentionInterface
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
         try:
@@ -66,12 +66,12 @@ class TargetForward:
 
     @property
     def waits_for_positions(self) -> bool:
-        """Whether transformers compares the positions with a length, on the host, in every forward."""
+        """Whether transformers compares positions with a length on the host in every forward (dynamic rope)."""
         return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
     def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        # Compiled layers are programs for contiguous tensors.
+        # Compiled layers require contiguous tensors.
         return self._run(self.attention, input_ids, positions.contiguous(), plan)
 
     def _run(
@@ -100,9 +100,9 @@ class TargetForward:
         return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
 
     def compare_logits(self, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Half the tokens as a prompt, half as nodes behind it, against the model's own forward.
+        """Compare the logits of the engine's forward with the model's own; half the tokens are a prompt, half a chain.
 
-        running: what the engine's forwards run in. Raises UnsupportedTargetError where the two differ.
+        running: context manager around the engine's forwards. Raises UnsupportedTargetError if the logits differ.
         """
         device = self.target.device
         ids = (torch.arange(PROBE_TOKENS, device=device) * 7919 % self.target.vocab_size)[None]
@@ -128,19 +128,19 @@ class TargetForward:
 
 
 def _attention_configs(body: nn.Module) -> list[Any]:
-    """The distinct configs inside the body whose attention setting its layers read."""
+    """Return the distinct configs in the body from which its layers read their attention setting."""
     configs = [getattr(module, "config", None) for module in body.modules()]
     return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a model, and of its kinds of layers where they differ."""
+    """Return the rope settings of a model, and those of its layer types if they differ."""
     ropes = getattr(config, "rope_parameters", None) or {}
     return [ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))]
 
 
 def _context_limit(target: Target) -> int:
-    """Positions the target can be used for; ropes that change with the length end where they would change."""
+    """Return the maximum context in tokens; a length-dependent rope ends where its frequencies would change."""
     config, every = target.config, _ropes(target.config)
     if any(rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in every):
         name = "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""The engine's cache memory: pages of rows, kept prefixes, and which prefixes are evicted when pages run out."""
+"""The engine's cache memory: its size, pages of rows, cached prefixes and their eviction when pages run out."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from toolkit.infer.cache.prefix_cache import PrefixCache
 from toolkit.infer.request.errors import EngineError
 from toolkit.memory import usable_memory
 
-ROOM = 1024  # addresses of a row after the context, for drafted nodes and padding
-CPU_SHARE, GPU_SHARE = 0.125, 0.8  # of usable memory, or the GPU's free one, for the target's cache
+ROOM = 1024  # positions of a row after the context, for drafted nodes and padding
+CPU_SHARE, GPU_SHARE = 0.125, 0.8  # share of usable memory (CPU) or free memory (GPU) for the target's cache
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The size of an engine's cache, and how prompts are read into it.
+    """Cache size, prefix cache and prefill settings of an engine.
 
-    max_total_tokens: tokens that running requests and kept prefixes hold together; if they do not suffice, prefixes are
-    evicted first, then the youngest requests wait and are read again. None: whole contexts for all rows, at most an
-    eighth of the machine's or the container's memory (0.8 of what a GPU has free) for the target's cache. prefix_cache:
-    the part that a prompt shares with an earlier text is not read again. chunked_prefill_size: prompt tokens read
-    between two rounds of running answers.
-    scattered_pages: the layout of page_pool.py; None: on a GPU. mem_fraction_static: another share of the same memory.
-    Raises EngineError for a share that is not between 0 and 1 or given beside max_total_tokens, and for fewer tokens
-    than a page has.
+    max_total_tokens: maximum number of tokens in the cache, for running requests and cached prefixes together. When
+    they run out, the cache evicts prefixes first; then the engine preempts the youngest requests and prefills them
+    again later. None: whole contexts for all rows, limited to an eighth of the machine's or the container's memory (0.8
+    of a GPU's free memory) for the target's cache.
+    prefix_cache: do not prefill again the part that a prompt shares with an earlier text.
+    chunked_prefill_size: prompt tokens per prefill chunk, between two rounds of running requests.
+    scattered_pages: the scattered layout of page_pool.py; None: scattered unless on a CPU.
+    mem_fraction_static: share of the same memory, in place of the default.
+
+    Raises EngineError for a share outside (0, 1), a share together with max_total_tokens, or less than one page of
+    tokens.
     """
 
     max_total_tokens: int | None = None
@@ -52,7 +55,7 @@ class MemorySettings:
             )
 
     def pool(self, shape: KVShape, max_batch: int, max_context: int) -> PagePool:
-        """The pages for entries of `shape`."""
+        """Return a page pool for cache entries of `shape`."""
         scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
         longest = max_context + max(ROOM, self.chunked_prefill_size)
         return PagePool(max_batch, longest, self._pages(shape, max_batch, max_context), contiguous=not scattered)
@@ -72,21 +75,22 @@ DEFAULT_MEMORY = MemorySettings()
 
 
 class KVMemory:
-    """Pages of rows and kept prefixes. lookahead: tokens after a position that the drafter's entry there depends on.
+    """Manages the pages of rows and cached prefixes.
 
-    slack: positions that a step may write after a row's tokens (drafted nodes). reuse: keep prefixes.
+    lookahead: number of tokens after a position that the drafter's entry at this position depends on.
+    slack: positions that a step may write after a row's tokens (drafted nodes). reuse: cache prefixes.
     Raises EngineError if one request could need more than the pool holds: it could never end.
     """
 
     def __init__(self, pool: PagePool, max_context: int, lookahead: int, slack: int, *, reuse: bool) -> None:
         self.pool, self.slack = pool, slack
-        self.releases = 0  # rows that have released their pages so far
+        self.releases = 0  # number of row releases so far
         self._max_context, self._lookahead = max_context, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
         self.check_slack(slack)
 
     def check_slack(self, slack: int) -> None:
-        """Raise EngineError if a request of a whole context leaves no room for that many drafted nodes."""
+        """Raise EngineError if a request with a full context leaves no room for `slack` drafted nodes."""
         held = self.pool.capacity * self.pool.page_size
         if slack > ROOM or held < self._max_context + slack:
             raise EngineError(
@@ -96,11 +100,12 @@ class KVMemory:
             )
 
     def admit(self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True) -> int | None:
-        """Give the empty row pages for `tokens` and one step after them, starting with the kept prefix that they share.
+        """Give the empty row pages for `tokens` and one step after them; reuse the longest cached prefix.
 
-        drafted: the prefix must hold the drafter's entries too; otherwise those of the target suffice.
-        Returns the number of tokens that need not be read again; None if there is no room: `reserve` pages must stay
-        free for running requests. At least one token is left to read, and those that the drafter must see with it.
+        drafted: the prefix must hold the drafter's entries too; otherwise the target's entries suffice.
+        reserve: pages that must stay free for running requests.
+        Returns the number of tokens that need no prefill, or None if there is no room. At least max(1, lookahead)
+        tokens are left for prefill.
         """
         size = self.pool.page_size
         found: list[int] = []
@@ -108,13 +113,13 @@ class KVMemory:
             found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
         if self._start(row, found, len(tokens), reserve):
             return len(found) * size
-        # Where pages are copied, the prefix that was found takes room itself: try without it.
+        # In the contiguous layout the cached prefix takes room beside its copy: try again without the prefix.
         return 0 if found and self._start(row, [], len(tokens), reserve) else None
 
     def _start(self, row: int, found: Sequence[int], length: int, reserve: int) -> bool:
-        """Let the row begin with the pages `found`, with room for `length` tokens and one step."""
-        shared = 0 if self.pool.contiguous else len(found)  # shared pages take no further room
-        self.pool.hold(found)  # eviction must not free them
+        """Start the row with the pages `found` and grow it to `length` tokens and one step. False without room."""
+        shared = 0 if self.pool.contiguous else len(found)  # shared pages need no new pages
+        self.pool.hold(found)  # protects them from eviction
         room = self._free(self.pool.pages_of(length + self.slack) - shared + reserve)
         if room:
             taken = self.pool.adopt(row, found) and self.pool.grow(row, length + self.slack)
@@ -124,23 +129,23 @@ class KVMemory:
         return room
 
     def grow(self, row: int, length: int) -> bool:
-        """Make room for the row's `length` tokens and one step after them, if need be by evicting unused prefixes."""
+        """Grow the row to `length` tokens and one step; evict unused prefixes if necessary. False without room."""
         missing = self.pool.missing(row, length + self.slack)
         return self._free(missing) and self.pool.grow(row, length + self.slack)
 
     def grow_all(self, lengths: Sequence[int]) -> bool:
-        """The same for rows 0.. together; False, and no row has grown, if there is not room for all."""
+        """Grow rows 0 .. len(lengths)-1 together. False, without a change to any row, if there is no room for all."""
         positions = [length + self.slack for length in lengths]
         room = self._free(sum(self.pool.missing(row, count) for row, count in enumerate(positions)))
         return room and all(self.pool.grow(row, count) for row, count in enumerate(positions))
 
     def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
-        """Keep the row's first `positions` positions as a prefix. drafted: the drafter's cache holds them too."""
+        """Cache the row's first `positions` positions as a prefix. drafted: the drafter's cache holds them too."""
         if self._prefixes is not None:
             self._prefixes.keep(tokens, row, positions, self._whole(drafted))
 
     def _whole(self, drafted: bool) -> bool:
-        """Whether pages hold all entries of their tokens; without a drafter's cache, those of the target are all."""
+        """Whether pages hold all entries of their tokens; without lookahead the target's entries are all of them."""
         return drafted or not self._lookahead
 
     def release(self, row: int) -> None:
@@ -151,9 +156,9 @@ class KVMemory:
         self.pool.move(destination, source)
 
     def check_integrity(self) -> None:
-        """Assert that each page's count of holders is right."""
+        """Assert that the page pool's holder counts are right and that no page is lost."""
         self.pool.check_integrity([] if self._prefixes is None else self._prefixes.pages)
 
     def _free(self, pages: int) -> bool:
-        """Whether that many pages are free, if need be after evicting prefixes."""
+        """Make that many pages free; evict prefixes if necessary. False if that is impossible."""
         return pages <= self.pool.free or (self._prefixes is not None and self._prefixes.evict(pages))

@@ -1,7 +1,7 @@
-"""Keys and values at the addresses of a page pool, and windows: what one forward writes and reads of them.
+"""The KV cache on the pages of a page pool, and windows: the rows that one forward writes and reads.
 
-Shapes: L layers, E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values; of a window B
-rows, N new positions a row, S positions read.
+Shapes: E entries (positions of all pages), Hkv key heads, D head dim of keys, Dv of values, R rows of the pool. For a
+window: B rows, N new positions per row, S positions read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import gather_pages, write_kv
 
-NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone do not count as memory
+NO_RESERVE = 0x4000  # MAP_NORESERVE: untouched addresses do not count as used memory
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one cache entry holds; value_dim None: values are as wide as keys."""
+    """Shape of a KV cache. value_dim None: values are as wide as keys."""
 
     layers: int
     kv_heads: int
@@ -40,36 +40,36 @@ class KVShape:
 
 
 class Window(Protocol):
-    """Rows of a cache as one forward sees them, built once for all its layers."""
+    """Cache rows of one forward, built once for all its layers."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] at the window's new positions."""
+        """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] to the window's new positions."""
         ...
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Positions 0..S-1 of the rows: [B, S, Hkv, D] and [B, S, Hkv, Dv]."""
+        """Return keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of positions 0..S-1."""
         ...
 
 
 class KVCache:
-    """keys and values: per layer [E, Hkv, D or Dv]."""
+    """Keys [E, Hkv, D] and values [E, Hkv, Dv] of every layer."""
 
     def __init__(self, shape: KVShape, pool: PagePool) -> None:
         self.shape, self.pool = shape, pool
         widths = (shape.head_dim, shape.value_dim or shape.head_dim)
         entries = pool.page_count * pool.page_size
-        # One allocation a layer: a system that limits single ones would refuse all layers in one.
-        self._memory: dict[int, mmap.mmap] = {}  # by id of the tensor: where it comes on touch
+        # One allocation per layer: some systems limit the size of a single allocation.
+        self._memory: dict[int, mmap.mmap] = {}  # id of a tensor -> its memory map, on a Linux CPU
         self.keys, self.values = (
             [self._zeros((entries, shape.kv_heads, width)) for _ in range(shape.layers)] for width in widths
         )
         rows, size = pool.rows, pool.pages_per_row * pool.page_size
-        # [R, S, Hkv, D or Dv] of rows at home, made once: 60 views a step would be felt at batch 1.
+        # Views [R, positions of a row, Hkv, D or Dv], made once: 60 new views per step would slow down batch 1.
         self.contiguous_keys, self.contiguous_values = (
             [store[: rows * size].view(rows, size, *store.shape[1:]) for store in stores] if pool.contiguous else []
             for stores in (self.keys, self.values)
         )
-        # Numbers of a key row at home, and where the homes of each layer begin.
+        # Elements of a contiguous row's keys, and the address of each layer's first row.
         self.row_numbers = size * shape.kv_heads * shape.head_dim
         self._layer_addresses = [
             (keys.data_ptr(), values.data_ptr())
@@ -78,13 +78,14 @@ class KVCache:
         pool.attach(self)
 
     def contiguous_addresses(self, layer: int, row: int) -> tuple[int, int]:
-        """Where a row's keys and values begin, of a cache whose values are as wide as its keys."""
+        """Return the addresses of a row's keys and values; the values must be as wide as the keys."""
         keys, values = self._layer_addresses[layer]
         skipped = row * self.row_numbers * self.shape.dtype.itemsize
         return keys + skipped, values + skipped
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Zeros, as a masked key is multiplied by 0, and 0 * nan is nan. On a Linux CPU memory comes on touch."""
+        """Return zeros: a masked value is multiplied by 0, and 0 * nan is nan. On a Linux CPU the system allocates
+        memory at the first touch."""
         dtype, device = self.shape.dtype, self.shape.device
         size = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or sys.platform != "linux" or size == 0:
@@ -95,21 +96,21 @@ class KVCache:
         return zeros
 
     def window(self, first_row: int, table: Tensor, positions: Tensor, span: int) -> Window:
-        """Rows first_row .. first_row+B-1 with pages table [B, P], written at positions [B, N]; S = span."""
+        """Return a window of rows first_row .. first_row+B-1: page table [B, P], new positions [B, N], S = span."""
         places = self.pool.places_in(table, positions)
         if self.pool.contiguous:
             return ContiguousWindow(self, slice(first_row, first_row + len(table)), places, span)
         return PagedWindow(self, table, places, span)
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
-        """Copy whole pages, all layers."""
+        """Copy whole pages of all layers."""
         to, of = (torch.tensor(pages, device=self.shape.device) for pages in (destination, source))
         for store in (*self.keys, *self.values):
             pages = store.view(self.pool.page_count, self.pool.page_size, *store.shape[1:])
             pages.index_copy_(0, to, pages.index_select(0, of))
 
     def forget_pages(self, first: int, count: int) -> None:
-        """Give the memory of pages first .. first+count-1 back to the system; they read as zeros then."""
+        """Return the memory of pages first .. first+count-1 to the system; whole system pages then read as zeros."""
         for store in (*self.keys, *self.values):
             memory = self._memory.get(id(store))
             if memory is None:
@@ -121,13 +122,13 @@ class KVCache:
                 memory.madvise(mmap.MADV_DONTNEED, start, (end - start) // mmap.PAGESIZE * mmap.PAGESIZE)
 
     def move_entries(self, destination: Tensor, source: Tensor) -> None:
-        """Copy entries between places [M] of all layers; all are read before any is written."""
+        """Copy entries between places [M] in all layers; a layer's sources are read before a destination is written."""
         for store in (*self.keys, *self.values):
             store.index_copy_(0, destination, store.index_select(0, source))
 
 
 class ContiguousWindow:
-    """Rows that lie side by side: reading is a view."""
+    """Window of contiguous rows: a read is a view."""
 
     def __init__(self, cache: KVCache, rows: slice, places: Tensor, span: int) -> None:
         self._cache, self._places, self._seen = cache, places, (rows, slice(0, span))
@@ -140,7 +141,7 @@ class ContiguousWindow:
 
 
 class PagedWindow:
-    """Rows whose pages lie anywhere: reading gathers them. What reads through the table instead has to equal it."""
+    """Window of rows with scattered pages: a read gathers them. Paged kernels must give equal results."""
 
     def __init__(self, cache: KVCache, table: Tensor, places: Tensor, span: int) -> None:
         self._cache, self._places, self._span = cache, places, span

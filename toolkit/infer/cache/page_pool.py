@@ -1,17 +1,17 @@
-"""Which page of cache memory holds which positions of which row. Knows no keys; caches attach and copy when told.
+"""Page allocation: maps the positions of rows to pages of cache memory.
 
-A page holds `page_size` positions of the target's cache and of every cache of the drafter: one table serves all. At
-most `capacity` pages are held at a time, by rows (running requests) and by the prefix cache; a page shared by several
-is held once. There are two layouts:
+The pool stores no keys; caches attach to it and copy pages on its request. A page holds `page_size` positions of the
+target's cache and of every drafter cache: one table serves all. At most `capacity` pages are held at a time, by rows
+(running requests) and by the prefix cache; a shared page counts once. There are two layouts:
 
-    scattered   any page can follow any other, so a shared page is the same page in several tables. Attention reads
-                through the table (a kernel's work on a GPU; gathered copies in plain torch).
-    homes       every row has addresses of its own for a whole context, side by side, that the operating system backs
-                with memory when they are first touched (the idea of vAttention, arXiv 2405.04437). Attention reads
-                views, so a step copies nothing. Shared pages are copied in when a request is admitted, once.
+    scattered    any page can follow any other, so several tables can contain the same shared page. Attention reads
+                 through the table (a kernel on a GPU; gathered copies in plain torch).
+    contiguous   every row has its own contiguous address range for a whole context. The operating system allocates
+                 the memory at first touch (vAttention, arXiv 2405.04437). Attention reads views, so a step copies
+                 nothing. Shared pages are copied into the row once, at admission.
 
-    homes       | row 0: pages 0 .. n-1 | row 1: pages n .. 2n-1 | ... | spare pages (prefix cache) |
-    scattered   | page 0: never read, takes what is written for padding | pages 1 .. capacity       |
+    contiguous   | row 0: pages 0 .. n-1 | row 1: pages n .. 2n-1 | ... | spare pages (prefix cache) |
+    scattered    | page 0: never read, receives the writes of padding | pages 1 .. capacity          |
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 16
-KEPT_PAGES = 64  # of a home whose row has ended: what short requests need stays, what a long one took goes back
+KEPT_PAGES = 64  # pages of a released contiguous row that keep their memory; it suffices for short requests
 
 
 class PagedStore(Protocol):
-    """A cache whose entries lie at the pool's addresses."""
+    """A cache whose entries are addressed by the pool's pages."""
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None: ...
 
     def forget_pages(self, first: int, count: int) -> None:
-        """Nobody needs what these pages hold: their memory may go back to the system."""
+        """Drop the content of pages first .. first+count-1; their memory may return to the system."""
         ...
 
 
 class PagePool:
-    """rows: page tables. row_positions: the longest row. capacity: pages held at most; None: enough for every row."""
+    """Page tables of `rows` rows of at most `row_positions` positions.
+
+    capacity: maximum number of held pages; None: enough for every row at full length.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,8 @@ class PagePool:
         first_spare = rows * self.pages_per_row if contiguous else 1
         self.page_count = first_spare + self.capacity
         self.tables: list[list[int]] = [[] for _ in range(rows)]
-        self._spare = list(range(self.page_count - 1, first_spare - 1, -1))  # taken from the end: low pages first
-        self._holders: dict[int, int] = {}  # page -> how many tables and cached prefixes hold it
+        self._spare = list(range(self.page_count - 1, first_spare - 1, -1))  # popped from the end: low pages first
+        self._holders: dict[int, int] = {}  # page -> number of tables and cached prefixes that hold it
         self._stores: list[PagedStore] = []
 
     def attach(self, store: PagedStore) -> None:
@@ -66,22 +69,22 @@ class PagePool:
 
     @property
     def held(self) -> int:
-        """Pages that somebody holds."""
+        """Number of held pages."""
         return len(self._holders)
 
     @property
     def free(self) -> int:
-        """Pages that can still be taken."""
+        """Number of pages that can still be taken."""
         return self.capacity - self.held
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def missing(self, row: int, positions: int) -> int:
-        """Pages that the row lacks for that many positions."""
+        """Number of pages that the row lacks for `positions` positions."""
         return max(0, self.pages_of(positions) - len(self.tables[row]))
 
     def grow(self, row: int, positions: int) -> bool:
-        """Give the row pages for that many positions. False, and nothing changed, when they are not free."""
+        """Give the row pages for `positions` positions. False, without a change, if they are not free."""
         missing = self.missing(row, positions)
         if missing > self.free:
             return False
@@ -94,7 +97,7 @@ class PagePool:
         return True
 
     def release(self, row: int) -> None:
-        """The row ends: it lets go of its pages."""
+        """Drop all pages of the row."""
         table = self.tables[row]
         for page in table:
             self.drop(page)
@@ -104,7 +107,7 @@ class PagePool:
         self.tables[row] = []
 
     def move(self, destination: int, source: int) -> None:
-        """What row `source` holds becomes the empty row `destination`'s."""
+        """Move the pages of row `source` to the empty row `destination`; contiguous pages are copied."""
         assert not self.tables[destination], f"row {destination} is not empty"
         if not self.contiguous:
             self.tables[destination], self.tables[source] = self.tables[source], []
@@ -117,7 +120,7 @@ class PagePool:
     # -- shared prefixes -----------------------------------------------------------------------------------------------
 
     def adopt(self, row: int, pages: Sequence[int]) -> bool:
-        """Start the empty row with these pages of the prefix cache. False, and nothing changed, without room."""
+        """Start the empty row with these pages of the prefix cache. False, without a change, if there is no room."""
         assert not self.tables[row], f"row {row} is not empty"
         if self.contiguous:
             if not self.grow(row, len(pages) * self.page_size):
@@ -129,9 +132,10 @@ class PagePool:
         return True
 
     def share(self, row: int, numbers: range) -> list[int]:
-        """Pages for the prefix cache, holding what the row's pages of those numbers hold; as many as there is room for.
+        """Return pages for the prefix cache with the content of the row's pages `numbers`, as far as there is room.
 
-        The caller holds them, and lets go with `drop`.
+        Scattered pages are shared, contiguous ones are copied. The caller holds the pages and releases each with
+        `drop`.
         """
         mine = [self.tables[row][number] for number in numbers]
         if not self.contiguous:
@@ -144,12 +148,12 @@ class PagePool:
         return spare
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One holder more of pages that are held already; it lets go with `drop`."""
+        """Add one holder to pages that are already held; undo it with `drop`."""
         for page in pages:
             self._holders[page] += 1
 
     def drop(self, page: int) -> None:
-        """One holder of the page lets go."""
+        """Remove one holder of the page; free the page after the last one."""
         self._holders[page] -= 1
         if self._holders[page] == 0:
             del self._holders[page]
@@ -164,26 +168,26 @@ class PagePool:
     # -- addresses -----------------------------------------------------------------------------------------------------
 
     def place(self, row: int, position: int) -> int:
-        """Where an entry that the row holds lies in a cache."""
+        """Return the cache entry of a position that the row holds."""
         page, offset = divmod(position, self.page_size)
         return self.tables[row][page] * self.page_size + offset
 
     def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
-        """[B, count] int64: where the positions starts[b] .. starts[b]+count-1 of rows first_row .. lie in a cache."""
+        """Return [B, count] int64: the cache entries of positions starts[b] .. starts[b]+count-1 of row first_row+b."""
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
         table = self.table(first_row, len(starts), self.pages_of(max(starts) + count), device)
         return self.places_in(table, positions)
 
     def places_in(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Where `positions` [B, N] of rows whose pages are table [B, P] lie in a cache, [B, N] int64."""
+        """Return [B, N] int64: the cache entries of `positions` [B, N] of rows with page table [B, P]."""
         return table.gather(1, positions // self.page_size) * self.page_size + positions % self.page_size
 
     def holders(self, page: int) -> int:
-        """How many hold the page."""
+        """Number of holders of the page."""
         return self._holders.get(page, 0)
 
     def table(self, first_row: int, rows: int, pages: int, device: torch.device) -> Tensor:
-        """[rows, pages] int64: page tables, cut or (scattered) filled up with page 0."""
+        """Return page tables [rows, pages] int64; scattered tables are cut or padded with page 0."""
         if self.contiguous:
             numbers = torch.arange(first_row, first_row + rows, device=device)[:, None]
             return numbers * self.pages_per_row + torch.arange(pages, device=device)
@@ -191,7 +195,10 @@ class PagePool:
         return torch.tensor([table + [0] * (pages - len(table)) for table in tables], device=device)
 
     def check_integrity(self, cached: Sequence[int]) -> None:
-        """Assert that every page is held by those who hold it; `cached`: the pages of the prefix cache."""
+        """Assert that the holder counts match tables and prefix cache, and that no page is lost.
+
+        cached: the pages of the prefix cache.
+        """
         counted: dict[int, int] = {}
         for page in [page for table in self.tables for page in table] + list(cached):
             counted[page] = counted.get(page, 0) + 1

@@ -1,17 +1,18 @@
-"""Pages of text read before, found again by the tokens they hold.
+"""Prefix cache: a tree of pages of earlier texts, found again by their tokens (compare SGLang's radix cache).
 
-A drafter's entry at position i depends on tokens up to i + lookahead (EAGLE: 1, since it is read with the token after
-it; MTP: one for every layer). So a page is known by its own tokens and the `lookahead` behind them, below the page
-before it; with pages of 4 and a lookahead of 1:
+A drafter's entry at position i depends on tokens up to i + lookahead (EAGLE: 1, since position i is read with the next
+token; MTP: one per layer). So the key of a page is its own tokens and the next `lookahead` tokens, and its parent is
+the page before it. With pages of 4 and a lookahead of 1:
 
     tokens   t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ..
     page 0   t0 t1 t2 t3   t4
     page 1                 t4 t5 t6 t7   t8
 
-A request that nothing is drafted for leaves pages that hold the target's part alone. These are known by their own
-tokens and are found by its like only; they may stand on whole pages, never the other way round.
+A request without drafts leaves target-only pages: they hold the target's entries, not the drafter's. Their key is their
+own tokens, and only requests without drafts find them. A target-only page may be the child of a whole page, never its
+parent.
 
-Tokens are compared, not hashes. Least recently used pages go first; a page goes before the one it stands on.
+The cache compares tokens, not hashes. It evicts the least recently used pages first, and a child before its parent.
 """
 
 from __future__ import annotations
@@ -22,51 +23,51 @@ from dataclasses import dataclass, field
 
 from toolkit.infer.cache.page_pool import PagePool
 
-_Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's part too, and the tokens it is known by
+_Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's entries too, and the tokens of the key
 
 
 @dataclass(eq=False)
 class _Node:
     page: int
-    above: dict[_Key, _Node]  # where this node is filed
+    above: dict[_Key, _Node]  # the dictionary that contains this node: its parent's `below`, or the roots
     key: _Key
     below: dict[_Key, _Node] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """Holds pages of `pool` for texts that may come again."""
+    """Holds pages of `pool` for reuse by requests with the same prefix."""
 
     def __init__(self, pool: PagePool, lookahead: int) -> None:
         self._pool, self._lookahead = pool, lookahead
         self._roots: dict[_Key, _Node] = {}
-        self._recency: OrderedDict[_Node, None] = OrderedDict()  # the least recent first, always a leaf
+        self._recency: OrderedDict[_Node, None] = OrderedDict()  # the least recent first, which is always a leaf
 
     @property
     def pages(self) -> list[int]:
-        """All pages it holds."""
+        """All pages that the cache holds."""
         return [node.page for node in self._recency]
 
     def find(self, tokens: Sequence[int], most: int, drafted: bool = True) -> list[int]:
-        """Pages that hold the first positions of `tokens`, `most` pages at most; they become the most recent.
+        """Return the pages of the longest cached prefix of `tokens`, at most `most`; mark them as most recently used.
 
-        drafted: the drafter's part is needed too.
+        drafted: the pages must hold the drafter's entries too.
         """
         path = self._path(tokens, most, drafted)
         self._touch(path)
         return [node.page for node in path]
 
     def keep(self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True) -> None:
-        """Keep what the row's pages hold of its first `positions` positions, as far as there is room.
+        """Cache the row's pages of its first `positions` positions, as far as there is room.
 
-        Only whole pages whose successors are known are kept. `tokens`: the row's text. drafted: the drafter's part is
-        right too.
+        Only full pages are cached, and with `drafted` only those whose next `lookahead` tokens are known.
+        tokens: the tokens of the row. drafted: the drafter's entries are valid too.
         """
         complete = min(positions, len(tokens) - (self._lookahead if drafted else 0)) // self._pool.page_size
         path = self._path(tokens, complete, drafted)
         missing = complete - len(path)
         for node in path:
-            del self._recency[node]  # not to be evicted for its own continuation
-        if self._pool.contiguous:  # elsewhere sharing takes no page
+            del self._recency[node]  # must not be evicted for its own children
+        if self._pool.contiguous:  # scattered pages are shared, which takes no page
             self.evict(missing)
         for number, page in enumerate(self._pool.share(row, range(len(path), complete)), start=len(path)):
             key = self._key(tokens, number, drafted)
@@ -76,9 +77,9 @@ class PrefixCache:
         self._touch(path)
 
     def evict(self, pages: int) -> bool:
-        """Let go of the least recent pages until that many are free in the pool.
+        """Evict the least recently used pages until `pages` pages are free in the pool.
 
-        False, and nothing is let go, where all that could go would not suffice.
+        False, without an eviction, if all evictable pages do not suffice.
         """
         missing = pages - self._pool.free
         if missing <= 0:
@@ -93,9 +94,9 @@ class PrefixCache:
         return True
 
     def _evictable(self) -> list[_Node]:
-        """Pages that nobody else holds, nor any of those that stand on them; the least recent first."""
+        """Nodes that only the cache holds, and whose descendants only the cache holds; the least recent first."""
         found: list[_Node] = []
-        staying: set[int] = set()  # by the dictionary they are filed in: what these stand on stays too
+        staying: set[int] = set()  # ids of dictionaries with a node that stays: their parents stay too
         for node in self._recency:
             if id(node.below) in staying or self._pool.holders(node.page) > 1:
                 staying.add(id(node.above))
@@ -104,7 +105,7 @@ class PrefixCache:
         return found
 
     def _path(self, tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
-        """The longest one: whole pages, and unless `drafted`, behind as many of them as may be, the target's alone."""
+        """Return the longest path: whole pages and, unless `drafted`, target-only pages after them."""
         whole = self._follow([], tokens, most, drafted=True)
         if drafted or len(whole) >= most:
             return whole
@@ -113,11 +114,11 @@ class PrefixCache:
             behind = whole[length - 1].below if length else self._roots
             if self._key(tokens, length, drafted=False) in behind:
                 found = self._follow(whole[:length], tokens, most, drafted=False)
-                best = found if len(found) > len(best) else best  # of equal ones that with more whole pages
+                best = found if len(found) > len(best) else best  # on a tie, the path with more whole pages wins
         return best
 
     def _follow(self, path: list[_Node], tokens: Sequence[int], most: int, drafted: bool) -> list[_Node]:
-        """`path` and all known pages of that kind behind it."""
+        """Extend `path` with all matching pages of that kind, up to `most` pages."""
         while len(path) < most:
             node = (path[-1].below if path else self._roots).get(self._key(tokens, len(path), drafted))
             if node is None:
@@ -131,6 +132,6 @@ class PrefixCache:
         return drafted, tuple(tokens[number * size : (number + 1) * size + behind])
 
     def _touch(self, path: Sequence[_Node]) -> None:
-        for node in reversed(path):  # what a page stands on is always more recent than the page
+        for node in reversed(path):  # a parent is always more recent than its children
             self._recency[node] = None
             self._recency.move_to_end(node)

@@ -1,4 +1,4 @@
-"""Which implementation of each op a device gets: Triton kernels on a GPU, else plain torch."""
+"""Selects the implementation of each op by device: Triton kernels on a CUDA GPU, else plain torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 
-# q [B, Hq, N, D], k and v [B, Hkv, N, D], addresses of the first row's keys and values in a cache, numbers from one row
-# to the next, scaling -> [B, N, Hq, D]. The new keys and values are written after the rows' earlier nodes.
+# q [B, Hq, N, D], k and v [B, Hkv, N, D], addresses of the first row's keys and values in a cache, elements from one
+# row to the next, scaling -> [B, N, Hq, D]. The op writes the new keys and values after the rows' earlier nodes.
 RowAttention = Callable[[Tensor, Tensor, Tensor, int, int, int, float], Tensor]
-# dtype, widths of keys and values, lengths [B], node_mask [B, N, M] -> the attention; None: not for these
+# dtype, widths of keys and values, lengths [B], node_mask [B, N, M] -> the attention; None: unsupported arguments
 ChooseRowAttention = Callable[[torch.dtype, int, int, Tensor, Tensor], RowAttention | None]
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One function an op, all with the signature of the reference that defines it.
+    """One function per op, with the signature of the reference function that defines it.
 
-    paged_width: attention reads pages where they lie for heads up to this width; 0: it is better to gather them.
-    row_attention: attention of few new nodes over contiguous rows of a cache in one call; None: there is none.
+    paged_width: widest head for which attention reads pages in place; 0: gather pages instead, which is faster.
+    row_attention: attention of few new nodes over contiguous cache rows in one call; None: not available.
     """
 
     argmax: Callable[[Tensor], Tensor]
@@ -47,14 +47,14 @@ _chosen: dict[str, Ops] = {}
 
 
 def ops_for(device_type: str) -> Ops:
-    """The ops for "cpu" or "cuda"; chosen once, and logged."""
+    """Return the ops for "cpu" or "cuda"; the first call chooses and logs them."""
     if device_type not in _chosen:
         _chosen[device_type] = _choose(device_type)
     return _chosen[device_type]
 
 
 def install(device_type: str, ops: Ops) -> None:
-    """Use these ops for a kind of device from now on."""
+    """Use these ops for a device type from now on."""
     _chosen[device_type] = ops
 
 
@@ -84,7 +84,7 @@ REFERENCE = Ops(
 
 
 def triton_ops() -> Ops:
-    """The Triton kernels. Raises ImportError where triton is not installed."""
+    """Return the Triton kernels. Raises ImportError if triton is not installed."""
 
     def module(name: str) -> Any:
         return importlib.import_module(f"toolkit.infer.kernels.{name}")
@@ -103,6 +103,6 @@ def triton_ops() -> Ops:
 
 
 def use_device(device: torch.device) -> None:
-    """Triton launches on the thread's current device, whatever the device of its tensors."""
+    """Make `device` the thread's current device: Triton launches there, not on the device of its tensors."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

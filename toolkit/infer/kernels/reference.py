@@ -1,9 +1,9 @@
-"""The engine's ops in plain torch, the definition that faster kernels have to equal: attention, choices from logits.
+"""Attention, argmax and top-k in plain torch: the reference that faster kernels must match.
 
-Shapes: B rows, N queries a row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of
-queries and keys, Dv of values (the same but for DeepSeek's latent attention).
+Shapes: B rows, N queries per row, S keys, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys,
+Dv of values (equal to D except in DeepSeek's latent attention), V vocabulary.
 
-Grouped heads are folded into the query rows, so that no key or value is ever repeated:
+The heads of a group are folded into the query rows, so that keys and values are not repeated:
 
     q [B, Hq, N, D] -> [B, Hkv, G*N, D] against k, v [B, Hkv, S, ..]      (row g*N + n: query n, head g)
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The most probable token, the lowest id among equals: [..., V] -> [...] int64."""
-    # Not torch.argmax: in bf16 on a CPU that is five times slower.
+    """Return the most probable token, the lowest id on a tie: logits [..., V] -> [...] int64."""
+    # torch.argmax is five times slower in bf16 on a CPU.
     return logits.max(dim=-1).indices
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens: logits [..., V] -> log-probabilities (<= 0, never nan, descending) and ids [..., k].
+    """Return the k most probable tokens of logits [..., V]: log-probabilities fp32 and ids int64, both [..., k].
 
-    fp32 and int64. Of equals any are taken.
+    Log-probabilities are <= 0, never nan, and descending. On a tie any of the ids are returned.
     """
     logits = logits.float()
     top, ids = logits.topk(k, dim=-1)
@@ -33,7 +33,7 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def additive_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """allowed [B, N, S] bool -> [B, 1, G*N, S] with 0 where allowed and -inf elsewhere; every query needs one key."""
+    """allowed [B, N, S] bool -> [B, 1, G*N, S]: 0 where allowed, -inf elsewhere. Every query needs an allowed key."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
     rows, queries, keys = allowed.shape
     return mask[:, None].expand(rows, groups, queries, keys).reshape(rows, 1, groups * queries, keys)
@@ -53,7 +53,8 @@ def attend(
     -> [B, N, Hq, Dv].
 
     softcap c replaces a score s by c * tanh(s / c) before the mask (Gemma 2, arXiv 2408.00118).
-    sinks [Hq] are scores of a key with no value: they only take their share of the softmax (GPT-OSS, arXiv 2508.10925).
+    sinks [Hq] are scores of a key without a value: they add to the softmax denominator only (GPT-OSS, arXiv
+    2508.10925).
     """
     rows, q_heads, queries, width = q.shape
     kv_heads = k.shape[1]
@@ -71,7 +72,7 @@ def attend(
 
 
 def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of scores [B, Hkv, G*N, S] over the keys, and over the query head's sink where there are sinks [Hq]."""
+    """Softmax of scores [B, Hkv, G*N, S] over the keys, and over the query head's sink if sinks [Hq] are given."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     rows, kv_heads, folded, _ = scores.shape
@@ -81,7 +82,7 @@ def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, *, scaling: float) -> Tensor:
-    """Each query sees the keys up to its own place; q [B, Hq, N, D], k and v [B, Hkv, N, D or Dv] -> [B, N, Hq, Dv]."""
+    """Causal attention: q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2)

@@ -1,6 +1,6 @@
-"""What is done with draft trees on the device, in plain torch: the definition that Triton's kernels and C++ must equal.
+"""Device operations on draft trees in plain torch: the reference that the Triton kernels must match.
 
-Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order.
+Shapes: B rows, N nodes per row (root included), A = the tree's depth + 1, C candidates per row in level order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from toolkit.infer.request.draft_tree import node_numbers, without_padding
 
 @dataclass(frozen=True)
 class Followed:
-    """The accepted path of every row, root first; entries behind a row's own path are those of node 0.
+    """The accepted path of every row, root first; entries after the end of a row's path are those of node 0.
 
-    numbers [B, 3 + 3 * A] int64: all of it side by side, which the host reads at once:
+    numbers [B, 3 + 3 * A] int64: all fields in one tensor, which the host reads in one copy:
 
         accepted | offered | depth_offered | path .. | tokens .. | ranks ..
 
-    offered: drafts of the tree, and the depth of the deepest. ranks: which child of its parent each node is, from 0.
+    offered: drafted nodes of the tree. depth_offered: depth of the deepest one. ranks: index of each path node among
+    its parent's children, from 0.
     """
 
     numbers: Tensor
@@ -34,17 +35,17 @@ class Followed:
 
     @property
     def accepted(self) -> Tensor:
-        """[B]: drafts on the path."""
+        """[B]: number of accepted drafts."""
         return self.numbers[:, 0]
 
     @property
     def path(self) -> Tensor:
-        """[B, A]: nodes."""
+        """[B, A]: node numbers."""
         return self.numbers[:, 3:].chunk(3, dim=1)[0]
 
     @property
     def tokens(self) -> Tensor:
-        """[B, A]: the choice at each."""
+        """[B, A]: the chosen token at each node of the path."""
         return self.numbers[:, 3:].chunk(3, dim=1)[1]
 
 
@@ -58,11 +59,11 @@ def follow_choices(
     longest: int,
     is_chain: bool = False,
 ) -> Followed:
-    """Step from the root to the child that carries the token chosen at its parent, until there is none.
+    """Follow the chosen tokens from the root: step to the child with the token chosen at its parent, until none fits.
 
-    tokens, parents (-1 at the root), depths, choices: [B, N] int64. mask [B, N, N] bool: a node's row
-    marks it and its ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens. is_chain: each node's
-    parent is the one before it, which is all that is read of parents, depths and mask then.
+    tokens, parents (-1 at the root), depths, choices: [B, N] int64. mask [B, N, N] bool: a node's row marks it and its
+    ancestors. valid [B, N] bool. longest: A. Siblings carry different tokens. is_chain: each node's parent is the one
+    before it; parents, depths and mask are then not read.
     """
     offered = valid.sum(dim=1) - 1
     if is_chain:
@@ -74,7 +75,7 @@ def follow_choices(
     hit = tokens == choices.gather(1, parents.clamp(min=0))
     hit &= valid
     hit[:, 0] = True
-    # A node is on the path iff it and all its ancestors were chosen; siblings differ, so these nodes form one path.
+    # A node is on the path iff it and all its ancestors are chosen. Sibling tokens differ, so there is one path.
     on_path = ((hit[:, None] | ~mask).all(dim=-1)) & valid
     number = torch.arange(nodes, device=choices.device)
     path = torch.where(on_path, number, nodes).sort(dim=1).values[:, :longest]
@@ -93,7 +94,7 @@ def _side_by_side(
 
 
 class Ranked(NamedTuple):
-    """Trees of the best candidates: fields of `DraftTree`."""
+    """Trees of the best candidates; fields as in `DraftTree`."""
 
     tokens: Tensor
     parents: Tensor
@@ -111,13 +112,13 @@ def rank_candidates(
     nodes: Sequence[int],
     deepest: int,
 ) -> Ranked:
-    """EAGLE-2's second phase (arXiv 2406.16858): of all candidates row b keeps the nodes[b] - 1 of the highest score.
+    """Rerank all candidates (EAGLE-2's second phase, arXiv 2406.16858): row b keeps the nodes[b] - 1 best by score.
 
-    roots [B]; tokens, parents and scores [B, C] in level order, a parent given as candidate number (-1: the root);
-    levels [C] from 1 to `deepest`. A score is a cumulative log-probability, so no child exceeds its parent, and the
-    sort is stable: on a tie the parent, which has the lower number, is kept first. So no child is ever kept without its
+    roots [B]; tokens, parents and scores [B, C] in level order; a parent is a candidate number (-1: the root); levels
+    [C] from 1 to `deepest`. A score is a cumulative log-probability, so a child's score is at most its parent's. The
+    sort is stable: on a tie the parent, which has the lower number, comes first. So a child is never kept without its
     parent.
-    Where rows differ in their number of nodes, candidates of score -inf are not kept either.
+    If the rows differ in their number of nodes, candidates with score -inf are dropped too.
     """
     rows, found = tokens.shape
     most = max(nodes)
@@ -131,7 +132,7 @@ def rank_candidates(
     count = kept.shape[1]
     node_of = torch.zeros(rows, found + 1, dtype=torch.long, device=tokens.device)
     node_of.scatter_(1, kept + 1, torch.arange(1, count + 1, device=tokens.device).expand(rows, count))
-    parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1, the root, is node 0
+    parent_nodes = node_of.gather(1, parents.gather(1, kept) + 1)  # candidate -1 is the root, node 0
     minus_one = torch.full((rows, 1), -1, dtype=torch.long, device=tokens.device)
     depths = torch.cat((torch.zeros_like(minus_one), levels[kept]), dim=1)
     valid = torch.ones_like(depths, dtype=torch.bool)

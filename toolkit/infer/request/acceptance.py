@@ -1,4 +1,4 @@
-"""The one place where acceptance statistics are computed from the event log."""
+"""Acceptance statistics, computed from the event log; all reports use this module."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from toolkit.infer.request.request import VerifyEvent
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """Statistics over verify steps that offered drafts and were not cut short.
+    """Statistics over verify steps that offered drafts and were not truncated.
 
-    verify_steps: steps counted. truncated_steps: steps left out because a stop id or max_tokens cut them.
-    accept_length: mean tokens committed per counted step, bonus included, so >= 1 (nan without steps).
+    verify_steps: counted steps. truncated_steps: skipped steps, cut by a stop id, a stop string or max_tokens.
+    accept_length: mean tokens committed per counted step, bonus token included, so >= 1 (nan without steps).
     accept_rate[i]: of the steps that offered depth i+1 and accepted depth i, the share that accepted depth i+1.
     accept_rate_unconditional[i]: of the steps that offered depth i+1, the share that accepted depth i+1.
-    offered, accepted: drafted nodes and accepted ones, summed over counted steps.
+    offered, accepted: drafted nodes and accepted nodes, summed over counted steps.
     """
 
     verify_steps: int
@@ -29,7 +29,7 @@ class AcceptanceStats:
 
 
 def summarise(events: Iterable[VerifyEvent]) -> AcceptanceStats:
-    """Summarise any collection of events. Plain steps (nothing offered) are not counted; prefill leaves no event."""
+    """Summarise events of any requests. Plain decoding steps (offered == 0) are skipped; prefill logs no event."""
     drafted = [event for event in events if event.offered > 0]
     counted = [event for event in drafted if not event.truncated]
     deepest = max((event.depth_offered for event in counted), default=0)

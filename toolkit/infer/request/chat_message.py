@@ -1,6 +1,6 @@
-"""One message of a conversation as chat templates read it: {"role", "content"}, checked strictly.
+"""Strict checks of one chat message, {"role", "content"}, in the form that chat templates read.
 
-A field that is known but not honoured is refused by name unless it has its neutral value (`tool_calls`: []).
+A known but unsupported field raises an error that names it, unless it has a neutral value (`tool_calls`: []).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ANY = object()  # every value is neutral: the field only labels a request
+ANY = object()  # every value is neutral: the field is only a label of the request
 ROLES = ("system", "developer", "user", "assistant")
-# Field -> values that change nothing; null is neutral for all of them.
+# Field -> its neutral values, which change nothing; null is neutral for every field.
 MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "name": (),
     "refusal": (),
@@ -24,11 +24,11 @@ MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ChatMessageError(ValueError):
-    """A mapping that is no chat message."""
+    """A mapping is not a valid chat message."""
 
 
 class UnsupportedFieldError(ChatMessageError):
-    """A field that asks for something that is not supported; `field` is its name."""
+    """A field has a value that is not supported; `field` is its name."""
 
     def __init__(self, field: str, value: Any, neutral: tuple[Any, ...]) -> None:
         allowed = " or ".join(map(repr, neutral)) or "null"
@@ -37,7 +37,7 @@ class UnsupportedFieldError(ChatMessageError):
 
 
 def without_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """`body` without nulls and fields of neutral value. Raises UnsupportedFieldError."""
+    """Return `body` without nulls and neutral fields. Raises UnsupportedFieldError for other values of those fields."""
     kept = {}
     for name, value in body.items():
         if value is None:
@@ -50,12 +50,12 @@ def without_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ..
 
 
 def template_message(role: str, content: str) -> dict[str, str]:
-    """The message that chat templates read; OpenAI's role `developer` is the older `system`."""
+    """Return the message that chat templates read; OpenAI's role `developer` becomes `system`."""
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def read_message(message: Mapping[str, Any]) -> dict[str, str]:
-    """A message of a Python caller, with OpenAI's fields. Raises ChatMessageError that names the field."""
+    """Return the template message of a mapping with OpenAI's fields. Raises ChatMessageError that names the field."""
     fields = without_neutral(message, MESSAGE_NEUTRAL)
     for name in ("role", "content"):
         if name not in fields:
@@ -85,5 +85,5 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and both or neither a bool: 0 is not False here."""
+    """True if the values are equal and both or neither are bools: 0 is not False here."""
     return neutral is ANY or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))

@@ -1,4 +1,4 @@
-"""A conversation as the ids that the target reads, by its tokenizer's own chat template."""
+"""Converts a conversation to token ids with the chat template of the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jinja2.exceptions import TemplateError
 
 
 class ChatPromptError(ValueError):
-    """The target's chat template refuses the messages."""
+    """The target's chat template rejects the messages."""
 
 
 class NoChatTemplateError(ChatPromptError):
@@ -17,7 +17,7 @@ class NoChatTemplateError(ChatPromptError):
 
 
 def require_chat_template(tokenizer: Any) -> None:
-    """Raises NoChatTemplateError."""
+    """Raise NoChatTemplateError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise NoChatTemplateError(
             "the target's tokenizer has no chat template; choose an instruction-tuned target, or give raw prompts"
@@ -25,9 +25,9 @@ def require_chat_template(tokenizer: Any) -> None:
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Ids of {"role", "content"} messages and the beginning of the next answer; the template writes the special tokens.
+    """Return the ids of {"role", "content"} messages and the generation prompt; the template adds the special tokens.
 
-    Raises ChatPromptError: templates refuse what their model was not trained on, e.g. two user turns.
+    Raises ChatPromptError if the template rejects the messages, e.g. two user turns in a row.
     """
     require_chat_template(tokenizer)
     try:

@@ -1,12 +1,12 @@
-"""Token ids to text as they come: whole characters only, stop strings cut exactly, nothing ever taken back.
+"""Incremental detokenization: whole characters only, exact stop strings; emitted text never changes.
 
-Two things make the text of a token depend on its neighbours. A byte-level token may hold half of a UTF-8
-character, and a SentencePiece decoder drops the space before the first word of what it is given. So a token
-is decoded in a small window together with the tokens of the piece before it, and the piece is the difference:
+The text of a token depends on its neighbours for two reasons. A byte-level token may hold half of a UTF-8
+character. A SentencePiece decoder drops the space before the first word of its input. So a token is decoded
+in a small window together with the tokens of the previous piece, and the new piece is the difference:
 
-    ids      ... a b | c d            | = where the text has been handed out
+    ids      ... a b | c d            | = end of the emitted text
     window       a b   c d            decode(a b c d) minus decode(a b) is the new piece
-    piece              ^^^            held while it ends in U+FFFD: the character is not whole yet
+    piece              ^^^            held while it ends in U+FFFD: the character is incomplete
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
-CONTEXT_TOKENS = 6  # prompt tokens before a raw completion, enough to know whether a space belongs before it
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not form a character (yet)
+CONTEXT_TOKENS = 6  # prompt tokens decoded before a raw completion; they decide whether it starts with a space
 
 
 class IncrementalText:
-    """One sequence's text, token by token. Special tokens give no text."""
+    """The text of one sequence, token by token. Special tokens give no text."""
 
     def __init__(self, tokenizer: Any, special_ids: frozenset[int], context_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -29,7 +29,7 @@ class IncrementalText:
         self._known = self._decode(self._ids)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is still missing bytes."""
+        """Return the text that this token completes; "" while a character lacks bytes."""
         if token_id in self._special_ids:
             return ""
         self._ids.append(token_id)
@@ -39,7 +39,7 @@ class IncrementalText:
         return self._hand_out(text)
 
     def finish(self) -> str:
-        """What is left when the sequence ends: bytes that never became a character, as U+FFFD."""
+        """Return the rest at the end of the sequence: incomplete bytes, as U+FFFD."""
         return self._hand_out(self._decode(self._ids))
 
     def _hand_out(self, text: str) -> str:
@@ -58,8 +58,8 @@ class IncrementalText:
 class StopStrings:
     """Cuts a stream of text before the stop string that is complete first.
 
-    The rule is stated on characters, so the cut does not depend on how the text was split into tokens or
-    into accepted runs. Text that may still turn out to be the beginning of a stop string is held back.
+    The rule works on characters, so the cut does not depend on the split into tokens or accepted runs. Text that
+    may be the beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class StopStrings:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of `text` (after what was held) that may be shown; sets `hit` when a stop string is complete."""
+        """Return the held text and `text` up to the part that must be held; set `hit` if a stop string is complete."""
         if self.hit is not None:
             return ""
         text = self._held + text
@@ -84,12 +84,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The held text, when the sequence ended before a stop string was complete."""
+        """Return the held text after the sequence ended without a complete stop string."""
         held, self._held = self._held, ""
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
         longest = min(len(text), max((len(stop) for stop in self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -98,9 +98,9 @@ class StopStrings:
 
 
 class TextStream:
-    """`IncrementalText` with stop strings: push token ids, get the text that is safe to show.
+    """`IncrementalText` with stop strings: push token ids, get the text that is safe to emit.
 
-    unsearched: tokens at the start whose text is let through; a stop string can only begin behind it.
+    unsearched: number of first tokens whose text is emitted without a search; a stop string can begin only after it.
     """
 
     def __init__(self, text: IncrementalText, stops: StopStrings, unsearched: int = 0) -> None:
@@ -110,16 +110,16 @@ class TextStream:
 
     @property
     def hit(self) -> str | None:
-        """The stop string that is complete: the tokens after this one do not belong to the answer."""
+        """The complete stop string, or None. Later tokens do not belong to the answer."""
         return self._stops.hit
 
     @property
     def stopped(self) -> bool:
-        """True when a stop string is complete."""
+        """True if a stop string is complete."""
         return self.hit is not None
 
     def push(self, token_id: int) -> str:
-        """Text to show after this token; never half a character, never part of a stop string."""
+        """Return the text to emit after this token: whole characters, no part of a stop string."""
         text = self._text.push(token_id)
         if self._unsearched > 0:
             self._unsearched -= 1
@@ -127,7 +127,7 @@ class TextStream:
         return self._stops.push(text)
 
     def finish(self) -> str:
-        """Everything still held; call once, when the sequence has ended."""
+        """Return the held text; call once, after the sequence has ended."""
         if self.stopped:
             return ""
         shown = self._stops.push(self._text.finish())
@@ -144,7 +144,7 @@ class Detokenizer:
         self._special_ids |= frozenset(tokenizer.all_special_ids)
 
     def stream(self, stops: Sequence[str] = (), prompt_ids: Sequence[int] = (), unsearched: int = 0) -> TextStream:
-        """A new stream. `prompt_ids` only for raw completions, whose text goes on where the prompt ended."""
+        """Return a new stream. Pass `prompt_ids` for raw completions only: their text continues the prompt."""
         context = tuple(prompt_ids)[-CONTEXT_TOKENS:]
         text = IncrementalText(self._tokenizer, self._special_ids, context)
         return TextStream(text, StopStrings(stops), unsearched)

@@ -1,8 +1,8 @@
 """Draft trees: their shape, and the tensors of one batch of trees.
 
-Shapes: B requests, N nodes (root included), k beam width, R rows looked at, D draft vocabulary, V vocabulary. Node 0 is
-the root: the last committed token, whose target KV is not computed yet. Nodes stand in level order, so a parent's
-number is smaller than its child's.
+Shapes: B requests, N nodes (root included), R selected rows, D draft vocabulary, V vocabulary. Node 0 is the root: the
+last committed token, whose target KV is not computed yet. Nodes are in level order, so a parent's number is smaller
+than its child's.
 
     root 0 ── 1 ── 3        parents [-1, 0, 0, 1]   depths [0, 1, 1, 2]
           └── 2             mask row 3: nodes 0, 1, 3
@@ -22,11 +22,11 @@ from toolkit.infer.request.errors import DraftShapeError
 
 @dataclass(frozen=True)
 class DraftShape:
-    """How deep and wide to draft.
+    """Depth, width and size of a draft tree.
 
-    num_steps: levels. top_k: children looked at per node, and beams kept per level. num_draft_tokens: nodes verified,
-    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises `DraftShapeError` for a shape that
-    cannot be.
+    num_steps: levels. top_k: candidate children per node, and beams kept per level. num_draft_tokens: verified nodes,
+    root included. A chain has top_k 1 and num_draft_tokens == num_steps + 1. Raises `DraftShapeError` for an impossible
+    shape.
     """
 
     num_steps: int
@@ -54,7 +54,7 @@ class DraftShape:
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """Read "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
+        """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
             raise DraftShapeError(
@@ -63,16 +63,16 @@ class DraftShape:
         return cls(*(int(part) for part in parts))
 
     def as_text(self) -> str:
-        """The form `parse` reads."""
+        """Return the text that `parse` reads."""
         return f"{self.num_steps},{self.top_k},{self.num_draft_tokens}"
 
     def fits_in(self, limit: DraftShape) -> bool:
-        """No deeper, wider or larger than `limit`."""
+        """True if the shape is no deeper, wider or larger than `limit`."""
         return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
 
     def check_asked(self, limit: DraftShape | None, speculative: bool) -> None:
-        """Raises DraftShapeError where a request asks for this and the engine drafts `limit`, or nothing (None), and
-        where the same request asks for no drafts (speculative False)."""
+        """Raise DraftShapeError if a request with this shape sets speculative to False, or if the shape does not fit in
+        `limit`, the engine's shape (None: the engine has no drafter)."""
         if not speculative:
             raise DraftShapeError(
                 f"a request came with draft shape {self.as_text()} and speculative false, which drafts nothing; leave "
@@ -86,7 +86,7 @@ class DraftShape:
             )
 
     def within(self, limit: DraftShape) -> DraftShape:
-        """This shape, made no deeper, wider or larger than `limit`."""
+        """Return this shape, clipped to `limit` in depth, width and size."""
         steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)
         if k == 1:
             return DraftShape.chain(steps)
@@ -94,7 +94,7 @@ class DraftShape:
 
     @classmethod
     def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:
-        """The smallest shape that every one of `shapes` fits in."""
+        """Return the smallest shape that every one of `shapes` fits in."""
         different = set(shapes)
         if len(different) == 1:
             return different.pop()
@@ -112,17 +112,17 @@ class DraftShape:
 
 
 def candidates(num_steps: int, top_k: int) -> int:
-    """Nodes that EAGLE-2's expansion looks at, the root not counted."""
+    """Number of candidate nodes of EAGLE-2's expansion phase, without the root."""
     return top_k + (num_steps - 1) * top_k**2
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The distributions that a chain's drafts were drawn from.
+    """The distributions that the drafts of chains were sampled from.
 
     q [B, N-1, D] fp32: the distribution over the draft vocabulary at the node before each draft; 0 in rows whose drafts
-    were not drawn. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were drawn;
-    None: all that have a temperature.
+    were not sampled. ids [D]: the target ids of the draft vocabulary. drawn [B] bool: the rows whose drafts were
+    sampled; None: all rows with temperature > 0.
     """
 
     q: Tensor
@@ -130,7 +130,8 @@ class Proposal:
     drawn: Tensor | None = None
 
     def scattered(self, rows: Tensor, drafted: Tensor, vocab_size: int) -> Tensor:
-        """[R, N, V]: the distribution of the draft after each node of `rows` [R]; 0 where none is `drafted` [R, N]."""
+        """Return [R, N, V]: the distribution of the draft after each node of `rows` [R]; 0 where `drafted` [R, N] is
+        False."""
         whole = self.q.new_zeros(*drafted.shape, vocab_size)
         whole[:, :-1, self.ids] = self.q[rows] * drafted[:, :-1, None]
         return whole
@@ -138,14 +139,13 @@ class Proposal:
 
 @dataclass
 class DraftTree:
-    """One tree per row of the batch. Siblings carry different tokens.
+    """One tree per row of the batch. Siblings carry different tokens. Only the drafter writes the fields.
 
-    written by the drafter only:
     tokens, parents (-1 at the root), depths: [B, N] int64. mask [B, N, N] bool: mask[b, i, j]: j is i or its ancestor.
-    valid [B, N] bool: False for nodes that only pad a row; they see themselves and are seen by nobody.
-    deepest: no node is deeper; known without looking at `depths`, which may lie on a GPU.
-    is_chain: every node's parent is the node before it, so accepted nodes already stand side by side.
-    proposal: what the drafts were drawn from; None where they were not drawn, in any row.
+    valid [B, N] bool: False for padding nodes; a padding node attends to itself only, and no other node attends to it.
+    deepest: upper bound of `depths`, known on the host; a read of `depths` on a GPU would synchronize.
+    is_chain: every node's parent is the node before it, so the KV entries of accepted nodes are already contiguous.
+    proposal: the distributions of the drafts; None if no row's drafts were sampled.
     """
 
     tokens: Tensor
@@ -163,12 +163,12 @@ class DraftTree:
 
 
 def root_only(roots: Tensor) -> DraftTree:
-    """Plain decoding: trees of one node; roots [B]."""
+    """Return trees of one node, for plain decoding; roots [B]."""
     return DraftTree(roots[:, None], *_whole_chains(len(roots), 1, roots.device), 0, True)
 
 
 def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: Proposal | None = None) -> DraftTree:
-    """roots [B], drafts [B, n]: each draft follows the one before it. Row b keeps its first counts[b] drafts."""
+    """Return chains of roots [B] and drafts [B, n]. Row b keeps its first counts[b] drafts."""
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     rows, nodes = tokens.shape
     parents, depths, mask, valid = _whole_chains(rows, nodes, tokens.device)
@@ -178,27 +178,27 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
     return DraftTree(tokens, parents, depths, mask, valid, nodes - 1, True, proposal)
 
 
-@cache  # for good: recorded rounds read it
+@cache  # never freed: recorded rounds read it
 def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depths, mask and valid of chains that keep all their drafts."""
+    """Return parents, depths, mask and valid of chains that keep all their drafts."""
     depths = node_numbers(nodes, device).expand(rows, nodes)
     valid = torch.ones(rows, nodes, dtype=torch.bool, device=device)
     return depths - 1, depths, chain_mask(nodes, device).expand(rows, nodes, nodes), valid
 
 
-@cache  # for good: recorded rounds read it
+@cache  # never freed: recorded rounds read it
 def node_numbers(count: int, device: torch.device) -> Tensor:
-    """0 .. count-1: nodes, or the depths of a chain's."""
+    """Return 0 .. count-1: node numbers, or the depths of a chain's nodes."""
     return torch.arange(count, device=device)
 
 
-@cache  # for good: recorded rounds read it
+@cache  # never freed: recorded rounds read it
 def chain_mask(nodes: int, device: torch.device) -> Tensor:
-    """[N, N] bool: each node sees itself and those before it."""
+    """Return [N, N] bool: each node attends to itself and to the nodes before it."""
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
 
 
 def without_padding(mask: Tensor, valid: Tensor) -> Tensor:
-    """mask [B, N, N] with nodes that are not `valid` [B, N] seen by nobody, and seeing themselves only."""
+    """Return mask [B, N, N] in which a node that is not `valid` [B, N] attends to itself only."""
     own = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     return torch.where(valid[:, :, None], mask, own)

@@ -1,4 +1,4 @@
-"""What a user may have asked of the engine that it cannot do."""
+"""Errors for settings, requests and targets that the engine does not support."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class SamplingError(ValueError):
 
 
 class DraftShapeError(ValueError):
-    """A draft shape that cannot be, or that this head cannot draft."""
+    """An impossible draft shape, or one that this draft head cannot draft."""
 
 
 class EngineError(ValueError):
-    """An engine, or a request to it, that cannot work as it was asked for."""
+    """Engine settings, or a request, that cannot work as given."""
 
 
 class UnsupportedTargetError(TargetError):
-    """The target's attention does something that the engine's does not, so its answers would not be the target's."""
+    """The target's attention has a feature that the engine does not implement, so the answers would differ."""
 
 
 class CompileError(EngineError):
-    """Layers that cannot be compiled: this machine lacks something, or the target's code is not for it."""
+    """The target's layers cannot be compiled: the machine lacks a tool, or torch.compile rejects the target's code."""

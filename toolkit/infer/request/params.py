@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen."""
+"""Sampling parameters of one request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.infer.request.errors import SamplingError
 
-# Logits are divided, scaled and shifted in fp32: beyond these bounds they would overflow to infinities.
+# The sampler divides, scales and shifts logits in fp32: beyond these bounds they overflow to infinity.
 LEAST_TEMPERATURE = 1e-5
 MOST_PENALTY = 1e4
 MOST_BIAS = 1e4
@@ -19,32 +19,32 @@ MOST_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of one request. In the order in which they act on the target's logits:
+    """Settings of one request, in the order in which they act on the target's logits:
 
-    repetition_penalty: logits of the prompt's and the answer's tokens are divided by it where positive and multiplied
-        where negative (1: off; arXiv 1909.05858 as Hugging Face and vLLM have it).
-    frequency_penalty, presence_penalty: taken off a token's logit, once for every time and once if it is in the answer
-        so far (0: off; OpenAI's).
-    logit_bias: {token id: what is added to its logit}; kept as pairs in the order of the ids.
-    min_tokens: no stop id is chosen before the answer has so many tokens, and stop strings begin only behind them.
-    temperature: 0 takes the most probable token; above 0 the token is drawn from softmax(logits / temperature).
-    top_k: keep the k most probable tokens (0: all); then top_p: keep the smallest set whose mass reaches it (1: all);
-        then min_p: keep what is at least min_p times as probable as the most probable token (0: all; arXiv 2407.01082).
-        Tokens exactly as probable as the last one kept are kept too.
-    seed: of a request's draws; None: each request gets one of its own, at random. A draw is a pure function of (seed,
-        index of the token in the sequence, logits), so a speculative run and a plain run with one seed write the same
-        tokens. (Under verify="rejection" and "block" the tokens of a seed also depend on what was drafted, and only
-        their law is that of plain decoding.)
+    repetition_penalty: positive logits of the prompt's and the answer's tokens are divided by it, negative ones are
+        multiplied by it (1: off; arXiv 1909.05858, with the formula of Hugging Face and vLLM).
+    frequency_penalty, presence_penalty: subtracted from the logit of a token of the answer so far; the first once per
+        occurrence, the second once (0: off; OpenAI's definition).
+    logit_bias: {token id: value added to its logit}; stored as pairs in the order of the ids.
+    min_tokens: the answer has at least this many tokens before a stop id can be chosen or a stop string can begin.
+    temperature: 0 takes the most probable token; above 0 the token is sampled from softmax(logits / temperature).
+    top_k: keeps the k most probable tokens (0: all). top_p then keeps the smallest set whose mass reaches it (1: all).
+        min_p then keeps the tokens at least min_p times as probable as the most probable one (0: all; arXiv
+        2407.01082). Tokens exactly as probable as the last kept one are kept too.
+    seed: seed of the request's random draws; None: each request gets its own random seed. A draw is a pure function of
+        (seed, index of the token in the sequence, logits), so speculative and plain decoding with one seed write the
+        same tokens. (With verify="rejection" and "block" the tokens also depend on the drafts; only their distribution
+        is that of plain decoding.)
 
-    What ends the answer:
-    max_tokens: tokens written at most. The run also ends at the target's context limit.
-    ignore_eos: go on after the target's own stop ids (`stop_ids` below still end the answer).
-    stop_ids: further ids that end the answer; the id that ended it is the last output id.
-    stop: strings that end the answer; the token that completes one is the last output id. Searched in the text of the
-        answer alone, without special tokens.
+    End of the answer:
+    max_tokens: maximum number of output tokens. The answer also ends at the target's context limit.
+    ignore_eos: do not stop at the target's own stop ids (`stop_ids` below still end the answer).
+    stop_ids: additional ids that end the answer; the stop id is the last output id.
+    stop: strings that end the answer; the token that completes one is the last output id. Only the text of the answer
+        is searched, without special tokens.
 
     logprobs: None keeps none; n keeps each token's log-probability and those of the n most probable tokens. They are
-        the log-softmax of the target's own logits, before every setting above (vLLM's and SGLang's default too).
+        the log-softmax of the target's own logits, before every setting above (also the default of vLLM and SGLang).
 
     Raises `SamplingError` for a setting outside its range.
     """
@@ -75,7 +75,7 @@ class SamplingParams:
         self._check_end()
 
     def seeded(self) -> SamplingParams:
-        """These settings with a seed: a random one where none was given and something is drawn."""
+        """Return these settings with a seed: a random one if none was given and the temperature is above 0."""
         if self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63) if self.temperature > 0 else 0)
@@ -86,7 +86,7 @@ class SamplingParams:
         return dict(self.logit_bias)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises `SamplingError` for a biased id or a stop id outside the vocabulary."""
+        """Raise `SamplingError` for a biased id or a stop id outside the vocabulary."""
         for name, ids in (("logit_bias", self.biases), ("stop_ids", self.stop_ids)):
             inside = 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
             self._need(inside, name, f"the target's vocabulary is 0..{vocab_size - 1}")

@@ -1,4 +1,4 @@
-"""A request and the log of its verify steps, from which every statistic is derived."""
+"""A request and the log of its verify steps. Every statistic is computed from this log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class PromptTooLongError(EngineError):
-    """The prompt leaves no room for an answer inside the context the engine was given."""
+    """The prompt leaves no room for an answer in the engine's context."""
 
 
 class TokenLogprob(NamedTuple):
@@ -31,10 +31,10 @@ class TokenLogprob(NamedTuple):
 class VerifyEvent:
     """One verify step of one request.
 
-    offered: drafted nodes in the tree (0: a plain step). depth_offered: depth of the deepest one.
-    accepted: drafted tokens the target agreed with. committed: tokens really appended, accepted + 1 unless truncated.
-    truncated: a stop id, a stop string or max_tokens cut the run, so `committed < accepted + 1`.
-    draft_s, verify_s, commit_s: seconds of the step's parts; they are the whole batch's, shared by `batch` requests.
+    offered: drafted nodes in the tree (0: a plain decoding step). depth_offered: depth of the deepest one.
+    accepted: accepted draft tokens. committed: appended tokens; accepted + 1 unless truncated.
+    truncated: a stop id, a stop string or max_tokens cut the accepted tokens, so `committed < accepted + 1`.
+    draft_s, verify_s, commit_s: seconds of the step's parts for the whole batch of `batch` requests.
     """
 
     offered: int
@@ -50,33 +50,33 @@ class VerifyEvent:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way through the engine. Compared by identity."""
+    """One prompt and its state in the engine. Compared by identity."""
 
     # written by the caller, once
     id: str
     prompt_ids: list[int]
     params: SamplingParams
     speculative: bool = True
-    shape: DraftShape | None = None  # what is drafted for it, as far as the engine's own shape allows; None: that one
-    states_seed: bool = False  # its params came with a seed; else they have got one
+    shape: DraftShape | None = None  # its draft shape, limited by the engine's; None: the engine's
+    states_seed: bool = False  # True: the caller gave the seed; False: `seeded` added it
     arrival: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
-    # written by Engine only
+    # written by the Engine only
     output_ids: list[int] = field(default_factory=list)
     token_from_draft: list[bool] = field(default_factory=list)  # True: an accepted draft token, False: the target's own
     events: list[VerifyEvent] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output id where params.logprobs asks
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id if params.logprobs is set
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended the answer
     first_token_at: float | None = None
     finished_at: float | None = None
     stop_set: frozenset[int] = frozenset()
-    token_limit: int = 0  # output tokens at most: max_tokens, or less where the context ends first
-    text: TextStream | None = None  # where stop strings are searched; None without any
-    # written by Engine and Scheduler
-    n_read: int = 0  # tokens of `context_ids` whose keys the row holds, as long as it is read
-    ready: bool = False  # all of `context_ids` is read: it may be drafted for
-    cached_tokens: int = 0  # of the prompt: found in the prefix cache, not read
+    token_limit: int = 0  # maximum number of output tokens: max_tokens, or less if the context ends first
+    text: TextStream | None = None  # text in which stop strings are searched; None without stop strings
+    # written by the Engine and the Scheduler
+    n_read: int = 0  # during prefill: tokens of `context_ids` whose keys the row holds
+    ready: bool = False  # prefill of `context_ids` is complete: the request can be drafted for
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache, so not read
     preemptions: int = 0  # times it lost its pages to older requests
 
     @property
@@ -85,17 +85,17 @@ class Request:
 
     @property
     def ends_with_next(self) -> bool:
-        """The next round ends it, whatever that round finds: it writes a token at least."""
+        """True if the next round ends the request for certain: each round appends at least one token."""
         return len(self.output_ids) + 1 >= self.token_limit
 
     @property
     def length(self) -> int:
-        """Tokens in the sequence so far, prompt included."""
+        """Number of tokens in the sequence so far, prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def context_ids(self) -> list[int]:
-        """The tokens whose keys must be in the cache before the next round: all but the newest one written."""
+        """The tokens whose keys must be in the cache before the next round: all but the newest output token."""
         return self.prompt_ids + self.output_ids[:-1]
 
     @property
@@ -103,9 +103,9 @@ class Request:
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1) - self.n_read
 
     def append_run(self, tokens: Sequence[int], accepted: int) -> int:
-        """Append `accepted` drafted tokens and the target's own behind them, as far as stops and the limit allow.
+        """Append `accepted` draft tokens and then the bonus token, up to the first stop or the token limit.
 
-        Returns the number of tokens appended; sets `finish_reason` and `finished_at` when the run ended the answer.
+        Returns the number of appended tokens; sets `finish_reason` and `finished_at` if the answer ends.
         """
         now = time.perf_counter()
         if self.first_token_at is None:
@@ -124,7 +124,7 @@ class Request:
         return len(tokens)
 
     def _stop_at(self, token: int) -> int | str | None:
-        """The stop id or the stop string that ends the answer with this token."""
+        """Return the stop id or the stop string that ends the answer with this token, or None."""
         if token in self.stop_set:
             return token
         if self.text is None:
@@ -134,7 +134,7 @@ class Request:
 
 
 def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> list[int]:
-    """The prompt as it can be read. Raises EngineError, PromptTooLongError."""
+    """Return the prompt as a list of ints. Raises EngineError for bad ids or no ids, PromptTooLongError."""
     prompt = [int(token) for token in prompt_ids]
     if not prompt:
         raise EngineError("the prompt has no tokens; at least one is needed")
@@ -152,9 +152,9 @@ def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int)
 
 
 def one_for_each(given: Any, kind: Any, count: int, what: str) -> list[Any]:
-    """`given` for every one of `count` prompts, where it is a single one of `kind`; else one of its items for each.
+    """Return one item per prompt: `given` repeated `count` times if it is a single `kind`, else its items.
 
-    Raises EngineError for another number of them."""
+    Raises EngineError if the number of items differs from `count`."""
     items = [given] * count if isinstance(given, kind) else list(given)
     if len(items) != count:
         raise EngineError(f"{count} prompts came with {len(items)} {what}; give one, or one for each")

@@ -1,4 +1,4 @@
-"""The most probable token of each row in one pass over the logits, on a GPU: `reference.argmax` in Triton.
+"""`reference.argmax` in Triton: the most probable token of each row, in one pass over the logits.
 
 Shapes: R rows, V vocabulary.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits read at once
+BLOCK = 4096  # logits per load
 
 
 @triton.jit
@@ -18,11 +18,11 @@ def _argmax_rows(logits, ids, row_stride, vocabulary, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, block)
     best = tl.full((block,), float("-inf"), tl.float32)
-    # Where nothing beats -inf the lane keeps its own first id, so that ties of -inf too go to the lowest one.
+    # A lane whose logits are all -inf keeps its first id, so a tie of -inf goes to the lowest id too.
     at = lanes
     for start in range(0, vocabulary, block):
         here = start + lanes
-        # fp32 right after the load: Triton's interpreter computes wrongly in bf16.
+        # Convert to fp32 right after the load: Triton's interpreter computes wrong results in bf16.
         values = tl.load(logits + row * row_stride + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
         better = values > best
         best = tl.where(better, values, best)
@@ -33,7 +33,7 @@ def _argmax_rows(logits, ids, row_stride, vocabulary, block: tl.constexpr):
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[..., V] in any floating type -> ids [...] int64; the lowest id among equals; nan counts as -inf."""
+    """Logits [..., V] in any floating type -> ids [...] int64; the lowest id on a tie; nan counts as -inf."""
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.stride(-1) != 1:
         rows = rows.contiguous()

@@ -1,18 +1,18 @@
-"""What runs on the device for attention through page tables; `triton_paged_attention.py` launches it.
+"""Triton kernels of paged attention; `paged_attention.py` launches them.
 
-Shapes: B rows, N queries a row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
-values, M nodes a row, W words of an ancestor mask, S parts that the keys of a row are split into.
+Shapes: B rows, N queries per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
+values, M nodes per row, W words of an ancestor mask, S parts of a row's keys.
 
-The N * G queries that share a key head are the rows of one tile (n * G + g), so that a key is read once for all of them
-(flash-decoding's split over the keys, arXiv 2311.01282, and its merge by log-sum-exp):
+The N * G queries of one key head are the rows of tiles (row n * G + g), so that a tile reads each key once. The keys
+are split into parts, which are merged by log-sum-exp (flash-decoding, arXiv 2311.01282):
 
     keys of a row     committed ...........................  nodes
-    programs          part 0 | part 1 | .. | part S-2        part S-1 under the ancestors' bits   (trees)
-                      part 0 | part 1 | .. | part S-1                                            (causal)
+    programs          part 0 | part 1 | .. | part S-2        part S-1 with the ancestor bits as mask   (trees)
+                      part 0 | part 1 | .. | part S-1                                                 (causal)
     merge             out = sum_s 2^(lse_s - lse) out_s,  lse = log2(sum_s 2^lse_s + 2^sink)
 
-How many parts there are depends on what the host knows beforehand; where each begins, on the device's lengths. So a
-launch is the same for all rounds of one bucket, and can be recorded in a graph.
+The number of parts depends on values that the host knows; the start of each part depends on the lengths on the device.
+So all rounds of one bucket have the same launch, and a CUDA graph can record it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def _fold(
     width: tl.constexpr, value_width: tl.constexpr, wide: tl.constexpr, value_wide: tl.constexpr, scale, softcap,
     upcast: tl.constexpr,
 ):  # fmt: skip
-    """Softmax so far (best score, sum of weights, weighted values) with the keys at `position` taken in.
+    """Update the online softmax (best score, sum of weights, weighted values) with the keys at `position`.
 
-    keys, values: where this key head begins in an entry. entry, value_entry: numbers from one entry to the next.
-    inside: which positions exist; nothing is read of others. allowed [rows, positions]. Scores are in powers of 2.
+    keys, values: pointers to this key head in entry 0. entry, value_entry: elements from one entry to the next.
+    inside: positions that exist; other positions are not read. allowed [rows, positions]. Scores are in log2 units.
     """
     page = tl.load(table + position // page_size, mask=inside, other=0)
     place = page * page_size + position % page_size
@@ -46,11 +46,11 @@ def _fold(
         k, v = k.to(tl.float32), v.to(tl.float32)
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if softcap is not None:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which overflows into its limit.
+        # tanh(x) = 1 - 2 / (e^2x + 1); an overflow of e^2x gives the correct limit.
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * LOG2E
     scores = tl.where(allowed, scores, float("-inf"))
     newest = tl.maximum(best, tl.max(scores, axis=1))
-    # A row that has seen nothing yet: -inf minus -inf would be nan.
+    # For a row without an allowed key so far, -inf - -inf would be nan.
     base = tl.where(newest == float("-inf"), 0.0, newest)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
@@ -64,7 +64,7 @@ def _load_queries(
     q, q_row, q_head, q_new, group, tile, queries, kv_heads, groups: tl.constexpr, width: tl.constexpr,
     wide: tl.constexpr, rows: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """The tile's queries [rows, wide], the number of each one's query, and whether there is such a query."""
+    """Return the tile's queries [rows, wide], the query number of each tile row, and whether that query exists."""
     folded = tile * rows + tl.arange(0, rows)
     number = folded // groups
     head = (group % kv_heads) * groups + folded % groups
@@ -83,7 +83,7 @@ def _leave(
     groups: tl.constexpr, value_width: tl.constexpr, value_wide: tl.constexpr, rows: tl.constexpr,
     whole: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tile's part [rows, Dv] and its log-sum-exp; `whole`: there is only this part, so the output itself."""
+    """Write the tile's part [rows, Dv] and its log-sum-exp; `whole`: this is the only part, so write the output."""
     folded = tile * rows + tl.arange(0, rows)
     value_dim = tl.arange(0, value_wide)
     stored = real[:, None] & (value_dim < value_width)[None, :]
@@ -163,7 +163,7 @@ def tree_parts(
         depth = tl.load(depths + row * depth_row + nodes - queries + number, mask=real, other=0).to(tl.int32)
         stands = length + depth
         first = tl.maximum(length - window + 1, 0) // block * block
-    # The committed positions are shared by all parts but the last, which has the nodes.
+    # All parts but the last split the committed positions; the last part has the nodes.
     own = tl.cdiv(tl.cdiv(length - first, block), part_count - 1) * block
     first += part * own
     end = tl.minimum(first + own, length)
@@ -184,7 +184,7 @@ def tree_parts(
     for first_node in range(0, tl.where(part == part_count - 1, nodes, 0), block):
         node = first_node + tl.arange(0, block)
         inside = node < nodes
-        # A block of nodes lies in one word: its size divides 64.
+        # A block of nodes is within one word, since its size divides 64.
         word = tl.load(bits + first_node // 64, mask=real, other=0)
         kin = (word[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1
         allowed = inside[None, :] & (kin != 0)
@@ -207,7 +207,7 @@ def merge_parts(
     parts, part_lse, sinks, out, queries, kv_heads, part_count, groups: tl.constexpr, value_width: tl.constexpr,
     value_wide: tl.constexpr, parts_wide: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head: its parts [S, Dv] weighted by their log-sum-exps."""
+    """Merge the parts [S, Dv] of one query of one head, weighted by their log-sum-exps."""
     folded, group = tl.program_id(0), tl.program_id(1)
     head = (group % kv_heads) * groups + folded % groups
     part, value_dim = tl.arange(0, parts_wide), tl.arange(0, value_wide)

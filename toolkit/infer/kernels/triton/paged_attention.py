@@ -1,7 +1,7 @@
-"""Attention through page tables, for prompts, decoding and trees: `paged_reference.attend_*` in Triton.
+"""`paged_reference.attend_*` in Triton: paged attention for prompts, decoding and trees.
 
-Shapes: B rows, N queries a row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
-values, M nodes a row, W words of an ancestor mask. The kernels that are launched: triton_attention_parts.py.
+Shapes: B rows, N queries per row, Hq query heads, Hkv key heads, G = Hq / Hkv, D head dim of queries and keys, Dv of
+values, W words of an ancestor mask. The kernels are in attention_parts.py.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from triton.runtime import JITFunction
 from toolkit.infer.kernels.paged_reference import WORD, Pages, Scoring
 from toolkit.infer.kernels.triton.attention_parts import LOG2E, causal_parts, merge_parts, tree_parts
 
-PART_KEYS = 256  # a part has at least that many keys, where there are enough
+PART_KEYS = 256  # minimum number of keys per part, if there are enough keys
 MAX_PARTS = 64
-ROW_BYTES, KEY_BYTES = 32768, 16384  # of a tile's queries; of its keys (and as many of values) in one stage
-MAX_WIDTH = 256  # of a head; wider ones leave no room for a tile
-MIN_TILE = 16  # what tl.dot takes; Triton's interpreter would take less
-# Triton's interpreter computes wrongly in bf16: it is handed fp32 right after every load.
+ROW_BYTES, KEY_BYTES = 32768, 16384  # of a tile's queries; of its keys (and again of its values) in one stage
+MAX_WIDTH = 256  # of a head; a wider head leaves no room for a tile
+MIN_TILE = 16  # the minimum of tl.dot on a GPU; Triton's interpreter would accept less
+# Triton's interpreter computes wrong results in bf16: convert to fp32 right after every load.
 UPCAST = not isinstance(merge_parts, JITFunction)
 
 
 def attend_causal(q: Tensor, pages: Pages, starts: Tensor, scoring: Scoring) -> Tensor:
-    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b stands at starts[b] + n; it sees what is not behind it."""
+    """q [B, Hq, N, D] -> [B, N, Hq, Dv]. Query n of row b has position starts[b] + n; it attends to keys up to it."""
     launch = _Launch(q, pages, scoring)
     parts = launch.part_count(pages.span)
     out, part_out, part_lse = launch.outputs(parts)
@@ -60,7 +60,7 @@ def attend_tree(
 
 
 class _Launch:
-    """How one layer's attention is laid out on the device: tiles of N * G queries, and key heads of all rows."""
+    """Launch parameters of one layer's attention: tiles of the N * G queries of a key head, for all rows and heads."""
 
     def __init__(self, q: Tensor, pages: Pages, scoring: Scoring) -> None:
         self.q = q if q.stride(-1) == 1 else q.contiguous()
@@ -84,14 +84,14 @@ class _Launch:
         }  # fmt: skip
 
     def part_count(self, keys: int, beside: int = 0) -> int:
-        """Parts that the keys are split into, so that all processors have work; `beside`: parts of other keys."""
+        """Number of parts of `keys` keys that gives all multiprocessors work; `beside`: parts used for other keys."""
         if self._scoring.window is not None:
             keys = min(keys, self._scoring.window + self.queries)
         wanted = triton.cdiv(2 * _processors(self.q.device), self.tiles * self.programs)
         return max(1, min(wanted, triton.cdiv(keys, PART_KEYS), MAX_PARTS - beside))
 
     def outputs(self, parts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output [B, N, Hq, Dv], and room for its parts and their log-sum-exps where there are several."""
+        """Allocate the output [B, N, Hq, Dv] and, for several parts, buffers of the parts and their log-sum-exps."""
         device = self.q.device
         out = torch.empty(self._shape, dtype=self.q.dtype, device=device)
         if parts == 1:
@@ -109,5 +109,5 @@ class _Launch:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's where the interpreter runs."""
+    """Number of multiprocessors of a GPU; an H200's number for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,9 +1,9 @@
-"""The k most probable tokens with their log-probabilities in one pass over the logits: `reference.top_log_probs`.
+"""`reference.top_log_probs` in Triton: the k most probable tokens in one pass over the logits.
 
 Shapes: R rows, V vocabulary, S chunks of a row's vocabulary.
 
-    first    a program a chunk: its k best, its largest logit, its sum of exponentials
-    second   a program a row: the k best of S * k, and the log-sum-exp of all
+    first    one program per chunk: its k best tokens, its largest logit, its sum of exponentials
+    second   one program per row: the k best of S * k tokens, and the log-sum-exp of the row
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _top_of_chunks(logits, top, ids, peaks, sums, row_stride, vocabulary, k, chu
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     here = part * chunk + tl.arange(0, chunk)
     left = here < vocabulary
-    # fp32 right after the load: Triton's interpreter computes wrongly in bf16.
+    # Convert to fp32 right after the load: Triton's interpreter computes wrong results in bf16.
     values = tl.load(logits + row * row_stride + here, mask=left, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
     peak = tl.max(values, axis=0)
@@ -29,7 +29,7 @@ def _top_of_chunks(logits, top, ids, peaks, sums, row_stride, vocabulary, k, chu
     tl.store(sums + row * parts + part, tl.sum(tl.exp(values - tl.where(peak == float("-inf"), 0.0, peak)), axis=0))
     for place in range(0, k):
         best = tl.max(tl.where(left, values, float("-inf")), axis=0)
-        # The lowest id among equals; the vocabulary's size where the chunk has no more.
+        # The lowest id on a tie; the vocabulary size if the chunk has no token left.
         token = tl.min(tl.where(left & (values == best), here, vocabulary), axis=0)
         left = left & (here != token)
         tl.store(top + (row * parts + part) * k + place, best)
@@ -60,7 +60,7 @@ def _top_of_rows(
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """[..., V] -> log-probabilities fp32 and ids int64, [..., k]; the lowest ids of equals; nan counts as -inf."""
+    """Logits [..., V] -> log-probabilities fp32 and ids int64 [..., k]; the lowest ids on ties; nan counts as -inf."""
     rows, device = logits.reshape(-1, logits.shape[-1]), logits.device
     if rows.stride(-1) != 1:
         rows = rows.contiguous()

@@ -1,6 +1,6 @@
-"""Draft trees on a GPU: the walk, and the tree of the best candidates: `tree_reference` in Triton.
+"""`tree_reference` in Triton: the accepted path of draft trees, and the trees of the best candidates.
 
-Shapes: B rows, N nodes a row (root included), A = the tree's depth + 1, C candidates a row in level order.
+Shapes: B rows, N nodes per row (root included), A = the tree's depth + 1, C candidates per row in level order.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from toolkit.infer.kernels.tree_reference import Followed, Ranked
 
-COMPARED = 16  # candidates that all others of a row are compared with at once
-LANES = 128  # candidates that one program makes nodes of
+COMPARED = 16  # candidates per step that all candidates of a row are compared with
+LANES = 128  # candidates that one program converts to nodes
 
 
 @triton.jit
 def _follow(tokens, parents, depths, valid, choices, numbers, nodes, longest, lanes: tl.constexpr):
-    """One row: from node to node; each step looks at all nodes at once for the child that carries the choice."""
+    """Follow one row's path; each step searches all nodes in parallel for the child with the chosen token."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, lanes)
     inside = node < nodes
@@ -38,7 +38,7 @@ def _follow(tokens, parents, depths, valid, choices, numbers, nodes, longest, la
     for depth in range(1, longest):
         sibling = real & (parent == at)
         found = tl.min(tl.where(sibling & (token == choice), node, nodes), axis=0)
-        # Once the path has ended (its length falls behind the depth) nothing goes on.
+        # After the end of the path (its length is less than the depth) no step continues.
         goes_on = (found < nodes) & (taken == depth - 1)
         rank = tl.sum((sibling & (node < found)).to(tl.int64), axis=0)
         at = tl.where(goes_on, found, at)
@@ -62,8 +62,10 @@ def follow_choices(
     longest: int,
     is_chain: bool = False,
 ) -> Followed:
-    """tokens, parents, depths, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes; the parents say
-    where they lead."""
+    """tokens, parents, depths, choices [B, N] int64, valid [B, N] bool -> paths of `longest` nodes.
+
+    The kernel uses the parents; it does not read mask and is_chain.
+    """
     rows, nodes = tokens.shape
     followed = Followed.empty(rows, longest, tokens.device)
     tokens, parents, depths, valid, choices = (one.contiguous() for one in (tokens, parents, depths, valid, choices))
@@ -76,7 +78,7 @@ def follow_choices(
 
 @triton.jit
 def _number_nodes(scores, ranks, numbers, candidates, kept_count, wide: tl.constexpr, compared: tl.constexpr):
-    """One row: how many candidates come before each (higher score, or equal and earlier), and the kept ones' nodes."""
+    """Rank one row's candidates by score (the earlier one first on a tie) and number the nodes of the kept ones."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, wide)
     inside = candidate < candidates
@@ -98,7 +100,7 @@ def _make_nodes(
     roots, tokens, parents, levels, scores, limits, ranks, numbers, node_tokens, node_parents, depths, mask, valid,
     candidates, nodes, deepest, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Candidates that are kept write their node, and climb to the root to mark their ancestors."""
+    """Write the nodes of the kept candidates, and mark their ancestors on the way up to the root."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     candidate = part * lanes + tl.arange(0, lanes)
     inside = candidate < candidates
@@ -142,7 +144,7 @@ def rank_candidates(
     nodes: Sequence[int],
     deepest: int,
 ) -> Ranked:
-    """roots [B], tokens, parents, scores [B, C], levels [C]; row b keeps nodes[b] - 1 candidates -> its tree."""
+    """roots [B], tokens, parents, scores [B, C], levels [C] -> trees; row b keeps nodes[b] - 1 candidates."""
     rows, candidates = tokens.shape
     device, most = tokens.device, max(nodes)
     uniform = min(nodes) == most

@@ -1,6 +1,6 @@
-"""New keys and values into the pages of a cache, one launch for both: `paged_reference.write_kv` in Triton.
+"""`paged_reference.write_kv` in Triton: writes new keys and values to the pages of a cache, in one launch.
 
-Shapes: B rows, N new positions a row, Hkv key heads, D head dim of keys, Dv of values, E entries.
+Shapes: B rows, N new positions per row, Hkv key heads, D head dim of keys, Dv of values, E entries.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # numbers that one program copies of a position's keys, and of its values
+BLOCK = 1024  # elements of a position's keys, and of its values, that one program copies
 
 
 @triton.jit
 def _copy(store, place, entry, head_stride, stride, at, heads, width: tl.constexpr):
-    """Numbers `at` of one position's heads * width, from where its entry begins to its place in the store."""
+    """Copy elements `at` of one position's heads * width from `entry` to its place in the store."""
     inside = at < heads * width
     numbers = tl.load(entry + (at // width) * head_stride + (at % width) * stride, mask=inside)
     tl.store(store + place * heads * width + at, numbers, mask=inside)
@@ -35,7 +35,7 @@ def _write_entries(
 
 
 def write_kv(key_store: Tensor, value_store: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """keys [B, N, Hkv, D] into key_store [E, Hkv, D] at entries places [B, N] int64; values [.., Dv] alike."""
+    """Write keys [B, N, Hkv, D] to key_store [E, Hkv, D] at entries places [B, N] int64; values [.., Dv] likewise."""
     rows, new, heads, width = keys.shape
     value_width = values.shape[3]
     assert key_store.is_contiguous() and value_store.is_contiguous() and places.is_contiguous()
