@@ -1,6 +1,6 @@
-"""The parts that draft heads share: a Llama-like decoder layer whose attention is handed in.
+"""The common parts of draft heads: a Llama-like decoder layer that takes its attention as an argument.
 
-Token-major, no caches, no masks, no step counters.
+Inputs are token-major, without caches, masks or step counters.
 
 Shapes: T tokens, H hidden size, hd head dim.
 """
@@ -17,15 +17,15 @@ from torch import nn
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.rope import rotate
 
-# q [T, heads, hd], k and v [T, kv_heads, hd], rotated -> [T, heads, hd]; the scale 1/sqrt(hd) is the attention's job.
-# Called once for every attention layer of a pass, in order.
+# q [T, heads, hd], k and v [T, kv_heads, hd], q and k rotated -> [T, heads, hd]. The attention applies the scale
+# 1/sqrt(hd). Called once per attention layer of a pass, in order.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; reads vectors of `input_size`, writes H. `bias`: q, k and v have one.
+    """Grouped-query attention from `input_size` to H. bias: of q, k and v.
 
-    `qk_norm`: each head's query and key are normed before they are rotated (Qwen3).
+    qk_norm: RMSNorm of each head's query and key before the rotation (Qwen3).
     """
 
     def __init__(self, config: HeadConfig, input_size: int, bias: bool = False, *, qk_norm: bool = False) -> None:
@@ -65,14 +65,15 @@ class GatedMLP(nn.Module):
 
 
 class AttendingLayer(nn.Module):
-    """A layer whose attention is handed in. norm_before_attention: its norm that a Llama layer calls
-    `input_layernorm`."""
+    """A layer that takes its attention as an argument.
+
+    norm_before_attention: the name of its counterpart of Llama's `input_layernorm`."""
 
     norm_before_attention: ClassVar[str] = "input_layernorm"
 
 
 class DecoderLayer(AttendingLayer):
-    """Llama's decoder layer; without `input_norm` its attention reads the residual stream as it is."""
+    """Llama's decoder layer. Without `input_norm` its attention reads the residual stream without a norm."""
 
     def __init__(
         self, config: HeadConfig, *, attention_bias: bool, input_norm: bool = True, qk_norm: bool = False

@@ -1,13 +1,13 @@
-"""The protocol of a draft head. Training, serving and checkpoints use a head through it alone, whatever its kind.
+"""The protocol of a draft head. Training, serving and checkpoints use every kind of head through this protocol.
 
-One module of this folder is one kind of head: a `HeadConfig` (shapes, what is read of the target, names and keys of
-other engines) and a `DraftHead` (parameters, arithmetic, start from the target); `registry.py` lists the kinds.
+Each kind of head is one module of this folder: a `HeadConfig` (shapes, features of the target, names and keys of other
+engines) and a `DraftHead` (parameters, forward, warm start). `registry.py` lists the kinds.
 
-What every kind has is its config, its start and how it is scored: by an output matrix of its own, or by the target's.
-`first_hidden`, `forward` and `read` are what the unroll and the drafter ask of a head that drafts token by token. A
-kind that drafts in another way leaves them out, and comes with an unroll and a drafter of its own.
+Every kind has a config, a warm start, and an output matrix: its own or the target's. The training unroll and the
+drafter call `first_hidden`, `forward` and `read` of a head that drafts token by token. A kind that drafts in another
+way omits them and needs its own unroll and drafter.
 
-Token-major, no caches, no masks, no step counters: the attention is handed in.
+Inputs are token-major, without caches, masks or step counters. The caller passes the attention as an argument.
 
 Shapes: T tokens, W feature width, H head hidden size, D rows of the head's own output matrix, P positions.
 """
@@ -25,12 +25,13 @@ from toolkit.heads.decoder_layer import Attend, AttendingLayer
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.rope import Rope
 
-# Normed states [T, H] and the output matrix [D, H] -> logits [T, D]; training hands in what needs no logits of all T.
+# Normed states [T, H] and the output matrix [D, H] -> logits [T, D]. Training passes a function that avoids the logits
+# of all T tokens at once.
 Project = Callable[..., Any]
 
 
 class OutputMatrix(nn.Linear):
-    """A linear layer whose product is handed in: a trainer that shards weights has them whole in a forward alone."""
+    """A linear layer that takes its product as an argument: a sharded weight is whole only inside its forward."""
 
     takes_product = True
 
@@ -39,9 +40,9 @@ class OutputMatrix(nn.Linear):
 
 
 class LayerCopy(NamedTuple):
-    """`layer` starts as the target's layer number `source`, which counts from the end (-1: the last).
+    """Initialise `layer` from the target's layer `source`, counted from the end (-1: the last).
 
-    prefix: stands before the names of its parameters in the log. zeroed: parameters that start at zero instead.
+    prefix: of its parameter names in the log. zeroed: parameters that start at zero instead.
     """
 
     layer: AttendingLayer
@@ -52,13 +53,13 @@ class LayerCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How a head starts from the target's weights. `train/initialise.py` does it.
+    """How to initialise a head from the target's weights. `train/initialise.py` applies it.
 
-    copies: layers that start as layers of the target. last_norm: the norm before the output matrix, which starts as the
-    target's, and its name; None: the head has none. solved: the linear layer that a ridge regression solves for, from
-    the features of position i and the embedding of token i+1 to the state of the target at i+1 that
-    `HeadConfig.regressed_layer` names. solved_reads: (embeddings [P, H], features [P, W]) -> what `solved` reads.
-    repeats: layers that start as the first of the copies does after the regression.
+    copies: layers copied from the target. last_norm: name and module of the norm before the output matrix, copied from
+    the target; None: the head has no such norm. solved: the linear layer solved by ridge regression, from the features
+    of position i and the embedding of token i+1 to the target's state at i+1 (see `HeadConfig.regressed_layer`).
+    solved_reads: (embeddings [P, H], features [P, W]) -> the input of `solved`. repeats: layers that start as a copy of
+    the first of `copies` after the regression.
     """
 
     copies: Sequence[LayerCopy]
@@ -69,9 +70,9 @@ class WarmStart:
 
 
 class DraftHead(nn.Module):
-    """Base of every kind of head. The token embedding is the target's.
+    """Base class of the draft heads. The token embedding is the target's.
 
-    rope: the rotation of its layers. norm, lm_head: present where `config.own_vocabulary` is.
+    rope: the rotary embedding of its layers. norm, lm_head: present if `config.own_vocabulary`.
     """
 
     config_class: ClassVar[type[HeadConfig]]
@@ -81,27 +82,27 @@ class DraftHead(nn.Module):
     lm_head: OutputMatrix
 
     def first_hidden(self, features: Tensor) -> Tensor:
-        """[..., W] -> [..., H]: what stage 0 reads where the target's features are known."""
+        """The input of stage 0 at positions with known target features: [..., W] -> [..., H]."""
         return features
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
     ) -> Tensor:
-        """One pass of a stage.
+        """Run one pass of a stage.
 
-        embeds [T, H]: embedding of the token after each position; hidden [T, H]: what `first_hidden` or the pass before
-        gave; positions [T] int64, all below `reach`. Returns [T, H], what the next pass reads as hidden.
+        embeds [T, H]: embedding of the token after each position; hidden [T, H]: output of `first_hidden` or of the
+        previous pass; positions [T] int64, all below `reach`. Returns [T, H], the `hidden` of the next pass.
         """
         raise NotImplementedError(f"{type(self).__name__} does not draft token by token")
 
     def read(self, stage: int, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]: what the output matrix, the head's or the target's, reads of a stage's output."""
+        """The input of the output matrix (the head's or the target's) from a stage's output: [..., H] -> [..., H]."""
         return hidden
 
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """States as `read` gives them [T, H] -> [T, D], or what `project` makes of them and the output matrix."""
+        """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix."""
         raise NotImplementedError(f"the target's output matrix scores the states of {type(self).__name__}")
 
     def warm_start(self) -> WarmStart:
-        """Where each part starts when the head starts from the target."""
+        """How to initialise each part of the head from the target."""
         raise NotImplementedError(f"{type(self).__name__} has no start from the target")

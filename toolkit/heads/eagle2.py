@@ -1,14 +1,14 @@
-"""The draft head of EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): one architecture, two ways to draft with it.
+"""The draft head of EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858): one architecture, static or dynamic trees.
 
 Shapes: T tokens, H hidden size (the target's), V target vocabulary.
 
-The feature is the target's hidden state AFTER its final norm, which the output matrix reads. The head predicts the
-next feature from (feature of position i, embedding of token i+1); the target's own output matrix turns it into a token:
+The feature is the target's hidden state AFTER its final norm, the input of the output matrix. The head predicts the
+next feature from (feature of position i, embedding of token i+1). The target's output matrix gives the token's logits:
 
     position         i          i+1         i+2
     token            x_i        x_{i+1}     x_{i+2}  <- predicted, by the target's lm_head from f'_{i+1}
     embedding                   e_{i+1}
-    feature          f_i        f'_{i+1}    (the head's output, which the next step reads in the place of f_{i+1})
+    feature          f_i        f'_{i+1}    (the head's output; the next step reads it in place of f_{i+1})
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
 
-if TYPE_CHECKING:  # serving needs no pydantic
+if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
@@ -45,12 +45,12 @@ class Eagle2Config(HeadConfig):
 
     @property
     def regressed_layer(self) -> None:
-        """The head writes the target's last hidden state itself."""
+        """None: the head's output is the target's last hidden state."""
         return None
 
     @classmethod
     def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Eagle2Config:
-        """A head for the target of this (text) configuration; `own` are the fields above."""
+        """Config of a head for a target of this (text) configuration. own: the fields above."""
         return cls(**layer_like_target(config, vocab_size), **own)
 
     @classmethod
@@ -79,7 +79,7 @@ class Eagle2Config(HeadConfig):
 
 
 class Eagle2Head(DraftHead):
-    """EAGLE's names: `fc`, `layers.N.*`. Embedding and output matrix are the target's."""
+    """The EAGLE head with EAGLE's parameter names: `fc`, `layers.N.*`. Embedding and output matrix are the target's."""
 
     config_class = Eagle2Config
     config: Eagle2Config
@@ -88,7 +88,7 @@ class Eagle2Head(DraftHead):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        # EAGLE's first layer reads fc's output without a norm.
+        # EAGLE's first layer has no norm after fc.
         self.layers = nn.ModuleList(
             DecoderLayer(config, attention_bias=config.attention_bias, input_norm=number > 0)
             for number in range(config.num_hidden_layers)
@@ -98,7 +98,7 @@ class Eagle2Head(DraftHead):
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
     ) -> Tensor:
-        """As `DraftHead.forward`. Returns the next feature [T, H], which the target's output matrix reads too."""
+        """As `DraftHead.forward`. Returns the next feature [T, H], also the input of the target's output matrix."""
         cos, sin = self.rope(positions, embeds, reach)
         x = self.fc(torch.cat((embeds, hidden), dim=-1))
         for layer in self.layers:
@@ -106,8 +106,9 @@ class Eagle2Head(DraftHead):
         return x
 
     def warm_start(self) -> WarmStart:
-        """The head has no norm before its first attention nor after its last layer, and must write the next feature
-        itself. So `fc` is the regression to that feature, and the layers add nothing to it at first."""
+        """Start with `fc` as the regression to the next feature and with layers that add zero to it.
+
+        The head has no norm before its first attention or after its last layer, so its output is the feature itself."""
         zeroed = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
         return WarmStart(
             copies=[LayerCopy(layer, zeroed=zeroed) for layer in self.layers if isinstance(layer, DecoderLayer)],

@@ -2,8 +2,8 @@
 
 Shapes: T tokens, Ht target hidden size, H head hidden size, A auxiliary layers, D draft vocabulary, hd head dim.
 
-One token of input at position i is the pair (feature of position i, embedding of token i+1); its logits are over
-token i+2:
+The input at position i is the pair (feature of position i, embedding of token i+1). The output is the logits of token
+i+2:
 
     position         i          i+1         i+2
     token            x_i        x_{i+1}     x_{i+2}  <- predicted
@@ -25,15 +25,15 @@ from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError, layer_like_target
 from toolkit.heads.rope import Rope
 
-if TYPE_CHECKING:  # serving needs no pydantic
+if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings
 
 
 def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
-    """The three layers EAGLE-3 fuses, as indices into HF `hidden_states` (id k = input of layer k).
+    """The three auxiliary layers of EAGLE-3, as indices into HF `hidden_states` (id k = input of layer k).
 
-    `(2, n//2, n-3)` as EAGLE, vLLM and SGLang take them; models of 4 to 6 layers, where those coincide, get
-    `(1, n//2, n-1)`. Raises `HeadError` below 4 layers.
+    `(2, n//2, n-3)`, the default of EAGLE, vLLM and SGLang. These coincide in models of 4 to 6 layers, which get
+    `(1, n//2, n-1)`. Raises HeadError below 4 layers.
     """
     ids = (2, n_layers // 2, n_layers - 3)
     if ids[0] < ids[1] < ids[2]:
@@ -48,15 +48,17 @@ def default_aux_layer_ids(n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """Everything that fixes the head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`.
+    """The head's shapes and arithmetic. `aux_layer_ids` index HF `hidden_states`.
 
-    The rest are the variants in which published heads differ; the defaults are EAGLE-3's own.
-    fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1). norm_before_fc: one RMSNorm over the concatenated features
-    (`input_norm`, NVIDIA's gpt-oss heads). norm_before_residual: the layer's residual is the normed hidden state
-    (speculators). norm_output: the next step reads the state after the final norm (EAGLE-3.1). qk_norm: RMSNorm over
-    each query's and key's hd (Qwen3's layer). num_hidden_layers: layers, those after the first plain decoder layers
-    over its output, without the embedding (speculators, vLLM). Raises ValueError for fc_norm with norm_before_fc, and
-    for less than one layer.
+    The other fields are the variants of published heads; the defaults are those of EAGLE-3.
+    fc_norm: one RMSNorm per feature before `fc` (EAGLE-3.1).
+    norm_before_fc: one RMSNorm over the concatenated features (`input_norm`, NVIDIA's gpt-oss heads).
+    norm_before_residual: the layer's residual is the normed hidden state (speculators).
+    norm_output: the next step reads the state after the final norm (EAGLE-3.1).
+    qk_norm: RMSNorm over hd of each query and key (Qwen3's layer).
+    num_hidden_layers: layers after the first are plain decoder layers over its output, without the embedding
+        (speculators, vLLM).
+    Raises ValueError for fc_norm with norm_before_fc, and for less than one layer.
     """
 
     kind = "eagle3"
@@ -100,7 +102,7 @@ class Eagle3Config(HeadConfig):
 
     @property
     def regressed_layer(self) -> int:
-        """The input of the first layer that is copied."""
+        """The input of the first copied layer."""
         return self.num_hidden_layers
 
     @property
@@ -119,7 +121,7 @@ class Eagle3Config(HeadConfig):
     def from_target_config(
         cls, config: Any, *, vocab_size: int, draft_vocab_size: int, aux_layer_ids: tuple[int, ...], **own: Any
     ) -> Eagle3Config:
-        """A head as wide as the target: `config` is the target's (text) configuration, `own` are variants above."""
+        """Config of a head as wide as the target. config: the target's (text) configuration; own: variants above."""
         return cls(
             **layer_like_target(config, vocab_size),
             target_hidden_size=config.hidden_size,
@@ -132,7 +134,7 @@ class Eagle3Config(HeadConfig):
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Eagle3Config:
-        """Raises `HeadError` when the target is too shallow for the default auxiliary layers."""
+        """Raises HeadError if the target has too few layers for the default auxiliary layers."""
         return cls.from_target_config(
             config,
             vocab_size=vocab_size,
@@ -155,7 +157,7 @@ class Eagle3Config(HeadConfig):
 
 
 class DraftLayer(AttendingLayer):
-    """The first layer, whose attention reads the token's embedding and the hidden state, concatenated in this order."""
+    """The first layer. Its attention reads the concatenation (embedding of the token, hidden state)."""
 
     norm_before_attention = "hidden_norm"
 
@@ -178,9 +180,9 @@ class DraftLayer(AttendingLayer):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3's head with EAGLE's names: `fc`, `midlayer.*`, `norm`, `lm_head`. The embedding is the target's.
+    """The EAGLE-3 head with EAGLE's parameter names: `fc`, `midlayer.*`, `norm`, `lm_head`.
 
-    Layers after the first are `layers.1.*` and so on, as speculators and vLLM count them.
+    Layers after the first are `layers.1.*` and so on, as in speculators and vLLM. The embedding is the target's.
     """
 
     config_class = Eagle3Config
@@ -207,7 +209,7 @@ class Eagle3Head(DraftHead):
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def before_fc(self, features: Tensor) -> Tensor:
-        """Features of the target [..., A*Ht] -> what `fc` reads of them, [..., A*Ht]."""
+        """Features of the target [..., A*Ht] -> input of `fc` [..., A*Ht]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -230,11 +232,11 @@ class Eagle3Head(DraftHead):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """[T, H] -> [T, D] over the draft vocabulary, or whatever `project` makes of the normed states."""
+        """[T, H] -> logits [T, D] over the draft vocabulary, or the result of `project` on the normed states."""
         return self.lm_head(states if self.config.norm_output else self.norm(states), project)
 
     def warm_start(self) -> WarmStart:
-        """A head of n layers stands in for the target's last n layers, one position ahead."""
+        """Copy the target's last n layers into a head of n layers, which predicts one position ahead."""
         count = self.config.num_hidden_layers
         further = [
             LayerCopy(layer, int(number) - count, prefix=f"layers.{number}.")

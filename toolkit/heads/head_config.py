@@ -1,4 +1,4 @@
-"""What the configurations of all kinds of draft head have in common, and what each kind states about itself."""
+"""The common configuration of all kinds of draft head, and the properties that each kind defines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-if TYPE_CHECKING:  # serving needs no pydantic
+if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings, UnrollSettings
 
 
@@ -31,22 +31,22 @@ class Features(NamedTuple):
 
     @property
     def needed_layers(self) -> int:
-        """Layers that a target must have at least."""
+        """The smallest number of layers of a target."""
         return 0 if self.aux_layer_ids is None else self.aux_layer_ids[-1]
 
     def layer_ids(self, n_layers: int) -> tuple[int, ...] | None:
-        """The layers whose inputs a target of `n_layers` layers is hooked for; None: the output of its body."""
+        """The layers to hook for their inputs in a target of `n_layers` layers; None: the output of its body."""
         return self.aux_layer_ids or (None if self.after_norm else (n_layers,))
 
     def to_dict(self) -> dict[str, Any]:
-        """As the `toolkit` block of config.json states them."""
+        """The entries of the `toolkit` block of config.json."""
         if self.aux_layer_ids is None:
             return {"features": LAST_CONVENTION if self.after_norm else BEFORE_NORM_CONVENTION}
         return {"aux_layer_ids": list(self.aux_layer_ids), "aux_layer_ids_convention": AUX_CONVENTION}
 
 
 class EngineNames(NamedTuple):
-    """What other engines call a kind of head.
+    """The names of a kind of head in other engines.
 
     sglang: the value of --speculative-algorithm. vllm: `method` in --speculative-config. use_eagle3: SafeAILab's flag.
     """
@@ -58,13 +58,13 @@ class EngineNames(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadConfig(ABC):
-    """The decoder layer's shapes and the target's vocabulary; each kind of head adds its own fields.
+    """The decoder layer's shapes and the target's vocabulary. Each kind of head adds its own fields.
 
-    sliding_window: positions that a query of the head's own attention sees, its own included; None: all before it.
+    sliding_window: positions that a query of the head's attention sees, including its own; None: all before it.
     Raises ValueError for a window below 1.
 
-    kind: the name in config.json and in recipes. own_vocabulary: the head has a token map and an output matrix of its
-    own; otherwise the target's output matrix scores its states.
+    kind: the name in config.json and in recipes. own_vocabulary: the head has its own token map and output matrix;
+    otherwise it uses the target's output matrix.
     """
 
     kind: ClassVar[str]
@@ -86,11 +86,11 @@ class HeadConfig(ABC):
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; at least 1, or null for none, is needed")
 
-    # -- what training and serving ask ---------------------------------------------------------------------------------
+    # -- for training and serving --------------------------------------------------------------------------------------
 
     @property
     def features(self) -> Features:
-        """What the head reads of the target."""
+        """The target's hidden states that the head reads."""
         return Features()
 
     @property
@@ -100,27 +100,27 @@ class HeadConfig(ABC):
 
     @property
     def output_size(self) -> int:
-        """Rows of the output matrix that scores the head's states."""
+        """Rows of the output matrix that gives the head's logits."""
         return self.vocab_size
 
     @property
     def stages(self) -> int:
-        """Modules that draft one level each, the last one all further levels (MTP layers)."""
+        """Number of modules that draft one level each (MTP layers). The last one drafts all further levels."""
         return 1
 
     @property
     @abstractmethod
     def layers(self) -> int:
-        """Attention layers of a stage."""
+        """Number of attention layers of a stage."""
 
     @property
     def regressed_layer(self) -> int | None:
-        """The start from the target regresses the input of this layer, counted from the end; None: the last state."""
+        """The warm start regresses the input of this layer, counted from the end; None: the last hidden state."""
         return 1
 
     @property
     def target_sizes(self) -> dict[str, int]:
-        """Sizes that must be the target's, by the config's names: its hidden size first, then its vocabulary."""
+        """Sizes that must equal the target's, by field name: hidden size first, then vocabulary."""
         return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 
     @classmethod
@@ -128,7 +128,7 @@ class HeadConfig(ABC):
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> Self:
-        """The head that these settings ask for, and a target of this (text) configuration and `n_layers` layers."""
+        """Config of a head with these settings for a target of this (text) configuration and `n_layers` layers."""
 
     @staticmethod
     def loss_weights(settings: UnrollSettings) -> tuple[float, float]:
@@ -139,10 +139,10 @@ class HeadConfig(ABC):
 
     @abstractmethod
     def serving_keys(self) -> dict[str, Any]:
-        """The keys that other engines read beside the config's own fields."""
+        """The config.json keys that other engines read, in addition to the fields."""
 
     def window_keys(self) -> dict[str, Any]:
-        """What vLLM and speculators read of a sliding window, which they take from `layer_types` alone."""
+        """The sliding window's keys for vLLM and speculators, which apply it according to `layer_types`."""
         if self.sliding_window is None:
             return {}
         types = ["sliding_attention"] * (self.stages * self.layers)
@@ -150,16 +150,17 @@ class HeadConfig(ABC):
 
     @classmethod
     def variants(cls) -> frozenset[str]:
-        """Fields that are written only where they differ from their default, so that the config.json of a plain head
-        holds nothing that another loader reads differently."""
+        """Fields that are written only if they differ from their default.
+
+        So the config.json of a plain head has no key that another loader interprets differently."""
         return frozenset({"sliding_window"})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The fields as JSON values."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def stored_values(self) -> dict[str, Any]:
-        """The fields as JSON holds them, without the variants that are at their default."""
+        """The fields as JSON values, without variants at their default."""
         plain = {
             one.name for one in fields(self) if one.name in self.variants() and getattr(self, one.name) == one.default
         }
@@ -167,19 +168,19 @@ class HeadConfig(ABC):
 
     @classmethod
     def lacking(cls, values: dict[str, Any]) -> list[str]:
-        """Names of the fields that `values` has not; variants may be absent."""
+        """Names of the fields that `values` lacks. Variants may be absent."""
         wanted = (one.name for one in fields(cls) if one.name not in cls.variants())
         return [name for name in wanted if values.get(name) is None]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Of the keys of a config.json; keys that are not fields are left out."""
+        """Config from the keys of a config.json. Keys that are not fields are ignored."""
         names = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def layer_like_target(config: Any, vocab_size: int) -> dict[str, Any]:
-    """HeadConfig's fields for a layer as wide as the target's own; `config` is the target's (text) configuration."""
+    """Fields of HeadConfig for a layer as wide as the target's. config: the target's (text) configuration."""
     heads = config.num_attention_heads
     return {
         "hidden_size": config.hidden_size,
@@ -195,9 +196,9 @@ def layer_like_target(config: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def full_attention_rope(config: Any) -> dict[str, Any]:
-    """The target's rope settings; where layers differ (Gemma 3), those of its full-attention layers."""
+    """The target's rope settings; if its layers differ (Gemma 3), those of its full-attention layers."""
     rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
     rope = dict(rope.get("full_attention", rope))
-    # A partial rotary factor belongs to the target's own attention; the head rotates whole heads.
+    # A partial rotary factor belongs to the target's attention; the head rotates all dimensions.
     rope.pop("partial_rotary_factor", None)
     return rope

@@ -2,16 +2,16 @@
 
 Shapes: T tokens, H hidden size (the target's).
 
-Layer k (from 0) reads at position i the hidden state that layer k-1 left there (layer 0: the target's) and the
-embedding of token i+1+k; the target's output matrix turns its normed output into token i+2+k:
+Layer k (from 0) reads at position i the hidden state of layer k-1 (layer 0: of the target) and the embedding of token
+i+1+k. The target's output matrix gives the logits of token i+2+k from the layer's normed output:
 
     position i           layer 0             layer 1             layer 2
     hidden state         target's h_i        layer 0's at i      layer 1's at i
     embedding            x_{i+1}             x_{i+2}             x_{i+3}
     predicts             x_{i+2}             x_{i+3}             x_{i+4}
 
-With fewer layers than steps the last layer is recursed: at position i+1 it reads its own state of position i, and the
-token it predicted there.
+With fewer layers than steps the last layer runs recursively: at position i+1 it reads its own state of position i and
+the token that it predicted there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, layer_like_target
 from toolkit.heads.rope import Rope
 
-if TYPE_CHECKING:  # serving needs no pydantic
+if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings
 
 NormSide = Literal["post_norm", "pre_norm"]
@@ -35,14 +35,15 @@ NormSide = Literal["post_norm", "pre_norm"]
 
 @dataclass(frozen=True)
 class MtpConfig(HeadConfig):
-    """The choices in which published MTP layers differ; the defaults are DeepSeek-V3's as SGLang serves it.
+    """The variants of published MTP layers. The defaults are those of DeepSeek-V3 in SGLang.
 
-    num_mtp_layers: layer k drafts level k+1, the last one all further levels.
+    num_mtp_layers: layer k drafts level k+1; the last one drafts all further levels.
     embedding_first: `eh_proj` reads (embedding, hidden); MiMo-7B reads (hidden, embedding).
-    target_hidden: the target's state before or after its final norm. state: a layer's state before or after its own
-    `shared_head.norm`; this is what the next layer, or the recursion, reads. The output matrix always reads it normed.
-    zero_first_embedding: the embedding at position 0 is zeroed (MiMo, and vLLM's DeepSeek).
-    Raises ValueError for a choice that does not exist.
+    target_hidden: read the target's state before or after its final norm.
+    state: the next layer, or the recursion, reads a layer's state before or after `shared_head.norm`. The output matrix
+        always reads the normed state.
+    zero_first_embedding: set the embedding at position 0 to zero (MiMo, and vLLM's DeepSeek).
+    Raises ValueError for an unknown variant or less than one layer.
     """
 
     kind = "mtp"
@@ -77,7 +78,7 @@ class MtpConfig(HeadConfig):
 
     @classmethod
     def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> MtpConfig:
-        """A head for the target of this (text) configuration; `own` are the fields above."""
+        """Config of a head for a target of this (text) configuration. own: the fields above."""
         return cls(**layer_like_target(config, vocab_size), **own)
 
     @classmethod
@@ -89,7 +90,7 @@ class MtpConfig(HeadConfig):
         )
 
     def serving_keys(self) -> dict[str, Any]:
-        # No other engine serves MTP layers apart from their target, so there is no architecture's name to borrow.
+        # No other engine serves MTP layers apart from their target, so no existing architecture name fits.
         return {
             "architectures": ["MtpDraftHead"],
             "model_type": "mtp_draft_head",
@@ -98,7 +99,7 @@ class MtpConfig(HeadConfig):
 
 
 class MtpLayer(DecoderLayer):
-    """One MTP layer: DeepSeek's names, with the decoder layer's parts among its own."""
+    """One MTP layer with DeepSeek's parameter names. The decoder layer's parameters have no prefix of their own."""
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config, attention_bias=config.attention_bias)
@@ -124,7 +125,7 @@ class MtpHead(DraftHead):
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
     ) -> Tensor:
-        """As `DraftHead.forward`: one pass of layer `stage`, which reads embeds and hidden as drawn above."""
+        """As `DraftHead.forward`: one pass of layer `stage`. The module's docstring shows its inputs."""
         config, layer = self.config, self.layer(stage)
         if config.zero_first_embedding:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
@@ -134,12 +135,13 @@ class MtpHead(DraftHead):
         return layer.shared_head["norm"](x) if config.state == "post_norm" else x
 
     def read(self, stage: int, hidden: Tensor) -> Tensor:
-        """A layer's state [..., H] after its last norm, as the target's output matrix reads it."""
+        """A layer's state [..., H] after its last norm, the input of the target's output matrix."""
         return hidden if self.config.state == "post_norm" else self.layer(stage).shared_head["norm"](hidden)
 
     def warm_start(self) -> WarmStart:
-        """The first layer has all parts of the target's last one and stands in for it, one position ahead. Further
-        layers do one position later what the first does, so they start like it."""
+        """Copy the target's last layer into the first layer, which predicts one position ahead.
+
+        Further layers do the same task one position later, so they start as copies of the first."""
         first = self.layer(0)
         last_norm = first.shared_head["norm"]
         assert isinstance(last_norm, nn.RMSNorm), "shared_head holds the layer's last norm"
@@ -152,12 +154,12 @@ class MtpHead(DraftHead):
         )
 
     def layer(self, number: int) -> MtpLayer:
-        """Layer `number`, from 0."""
+        """Layer `number`, counted from 0."""
         layer = self.layers[number]
         assert isinstance(layer, MtpLayer), "MtpHead's layers are MTP layers"
         return layer
 
     def _normed_pair(self, layer: MtpLayer, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """[T, H] and [T, H] -> [T, 2H], what `eh_proj` reads."""
+        """The input of `eh_proj`: [T, H] and [T, H] -> [T, 2H]."""
         pair = (layer.enorm(embeds), layer.hnorm(hidden))
         return torch.cat(pair if self.config.embedding_first else pair[::-1], dim=-1)

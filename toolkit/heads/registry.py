@@ -19,13 +19,13 @@ KINDS: dict[str, type[DraftHead]] = {
 
 
 def build_head(config: HeadConfig) -> DraftHead:
-    """A head of this configuration, with torch's initial weights."""
+    """A head of this configuration with torch's default initialisation."""
     return KINDS[config.kind](config)
 
 
 @torch.no_grad()
 def empty_head(config: HeadConfig) -> DraftHead:
-    """A head whose weights are all to be loaded: they are NaN, so that a forgotten one is noticed."""
+    """A head with NaN weights, for loading a checkpoint: a weight that is not loaded becomes visible."""
     head = build_head(config)
     for parameter in head.parameters():
         parameter.fill_(float("nan"))

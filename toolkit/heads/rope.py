@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) as Hugging Face's Llama computes it, with its scaling rules."""
+"""Rotary position embedding (arXiv 2104.09864) of Hugging Face's Llama, with its scaling rules."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-# The other types change their frequencies with the length of the sequence, which a table cannot follow.
+# In the other types the frequencies depend on the sequence length, so a table cannot hold them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rope:
-    """cos/sin tables in fp32. Not a module: casting the head to bf16 must not round its frequencies."""
+    """cos/sin tables, computed in fp32. Not a module: a cast of the head to bf16 must not round the frequencies."""
 
     def __init__(self, rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> None:
         rope_type = rope_parameters.get("rope_type", "default")
@@ -32,8 +32,8 @@ class Rope:
         self._inv_freq = source.inv_freq.float().cpu()
         self._scaling = float(source.attention_scaling)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-        # A recorded graph reads the table it was recorded with, at its address. Sizes double: all the old ones together
-        # are smaller than the newest.
+        # A CUDA graph reads the table of its capture by address, so old tables are kept. Sizes double, so all old
+        # tables together are smaller than the newest.
         self._outgrown: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, positions: torch.Tensor, like: torch.Tensor, reach: int) -> tuple[torch.Tensor, torch.Tensor]:

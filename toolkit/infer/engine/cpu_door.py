@@ -1,6 +1,6 @@
-"""The only file that imports infer/cpu/: what its native code replaces in an engine, a target and a draft head.
+"""The only file that imports infer/cpu/: installs its native code in an engine, a target and a draft head.
 
-Without infer/cpu/ this file would load targets as `targets.load` does, refuse quantisations, and pack nothing.
+Without infer/cpu/ this file would call `targets.load`, refuse quantisation, and pack nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Use = Literal["serving", "rollouts", "training"]
 
 
 def install_native_ops(device: torch.device) -> None:
-    """Attention of few new nodes on a CPU is one call of C++ from now on."""
+    """Install the C++ attention for few new nodes if the device is a CPU."""
     if device.type == "cpu":
         install("cpu", replace(REFERENCE, row_attention=row_attention))
 
@@ -49,15 +49,15 @@ def load_target(
     quantization: str | None = None,
     use: Use = "serving",
 ) -> Target:
-    """`targets.load.load_target`, quantised, and in the dtype that is fastest for its use.
+    """Load a target with `targets.load.load_target`, quantise it, and choose the fastest dtype for its use.
 
-    quantization: "int8" or "int4" rounds the linear layers to one byte or half a byte a weight (CPU); the model that
-    results is the target.
+    quantization: "int8" or "int4" stores the linear layers in one byte or half a byte per weight (CPU). The quantised
+    model is the target.
 
-    dtype "auto" is bfloat16 where the config says so, else float32. On a CPU it also depends on the products that
-    `use` makes. "serving" multiplies few rows and keeps the config's dtype. "training" multiplies many rows by torch's
-    products, in float32 where this CPU multiplies it faster. "rollouts" does so too where our own products of bfloat16
-    are missing; with them, which a packed target multiplies by, it keeps the config's dtype.
+    dtype "auto" is bfloat16 if the config says so, else float32. On a CPU it also depends on `use`. "serving" has
+    matmuls of few rows and keeps the config's dtype. "training" has matmuls of many rows in torch, and uses float32 if
+    this CPU computes it faster. "rollouts" does the same if our bfloat16 kernels are not available. With these kernels,
+    which a packed target uses, it keeps the config's dtype.
 
     Raises TargetError.
     """
@@ -74,7 +74,7 @@ def load_target(
 
 
 def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) -> torch.dtype:
-    if quantization == "int4":  # its products in float32 are slow
+    if quantization == "int4":  # its float32 kernels are slow
         return torch.bfloat16
     if load.stated_dtype(config) == torch.float32:
         return torch.float32
@@ -84,12 +84,12 @@ def _auto_dtype(config: PretrainedConfig, use: Use, quantization: str | None) ->
 
 
 def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "auto") -> None:
-    """For decoding on a CPU: linear layers keep their weights in the order that products of few rows read fastest.
+    """Pack the weights of linear layers for CPU decoding, in the order that matmuls of few rows read fastest.
 
-    The models then only compute: they can no longer be trained, copied, saved, or brought to another dtype. The draft
-    has the target's dtype and device. draft_quantization: "int8" for one byte a weight of a head, "none", or "auto":
-    int8 if the target is quantised or our own products multiply the head. (They multiply int8 weights as exactly as
-    others, and a draft step mostly reads weights: the demo's head drafts as well, in four fifths of the time.)
+    Packed models are for inference only: they cannot be trained, copied, saved or cast. The draft has the target's
+    dtype and device. draft_quantization: "int8" for one byte per weight of a head, "none", or "auto": int8 if the
+    target is quantised or our kernels run the head. Our kernels are as exact with int8 weights as with others, and
+    reading weights dominates a draft step: the demo's head keeps its acceptance and takes four fifths of the time.
 
     Raises TargetError for a head that cannot be quantised.
     """

@@ -1,4 +1,4 @@
-"""Rounds of the running requests without graphs: what the host does before and after each."""
+"""Eager rounds (without CUDA graphs): the host's work before and after each round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.infer.verify.walk import VerifyResult, read_result
 
 @dataclass(frozen=True)
 class EagerResult:
-    """logprobs: of the rows that asked. proposed: when the trees had been drafted (perf_counter)."""
+    """logprobs: of the rows that asked for them. proposed: end of drafting (perf_counter)."""
 
     result: VerifyResult
     logprobs: NodeLogprobs | None
@@ -27,18 +27,18 @@ class EagerResult:
 
 
 class EagerRounds:
-    """Rounds on `state`, each read before the next begins."""
+    """Runs rounds on `state`. The host reads each result before the next round begins."""
 
     def __init__(self, context: RoundContext, state: RoundState, verifier: Verifier) -> None:
         self._context, self._state, self._verifier = context, state, verifier
         self._sampler: Sampler | None = None  # None: the rows changed
 
     def rows_changed(self) -> None:
-        """Other requests run, or in other rows."""
+        """Drop the sampler: the requests or their rows changed."""
         self._sampler = None
 
     def __call__(self, requests: Sequence[Request], drafter: Drafter) -> EagerResult:
-        """The round of these rows, whose trees `drafter` proposes."""
+        """Run one round of these requests. `drafter` proposes the trees."""
         proposed = 0.0
 
         def propose(rows: RoundRows) -> DraftTree:
@@ -56,7 +56,7 @@ class EagerRounds:
         return EagerResult(result, output.choices.logprobs, proposed)
 
     def stand(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
-        """The rows, put where their requests stand, on the pages that these have."""
+        """Copy lengths, roots and page tables of the requests to the device. Returns the rows and their states."""
         count, head = len(requests), self._context.head
         if head is not None:
             head.first_tokens(requests)
@@ -66,7 +66,7 @@ class EagerRounds:
         return self._state.rows(count, max(length for _, length, _, _ in stood)), stood
 
     def _unread(self, count: int) -> list[int] | None:
-        """Positions of each row that the head has not read; None without a head."""
+        """Number of positions of each row that the head has not read; None without a head."""
         return None if self._context.head is None else self._context.head.unread[:count]
 
     def _sampler_of(self, requests: Sequence[Request]) -> Sampler:

@@ -1,6 +1,6 @@
-"""The speculative engine: many requests, one target forward per step, exactly the target's own tokens.
+"""The speculative engine: continuous batching, one target forward per step, and exactly the target's own tokens.
 
-A row whose sequence has L tokens holds the target's keys of the first L-1; the last token is the root of its next tree.
+The KV cache of a row with L tokens holds the first L-1. The last token is the root of the row's next draft tree.
 """
 
 from __future__ import annotations
@@ -45,19 +45,26 @@ DEFAULT_SHAPE = DraftShape.chain(4)
 
 
 class Engine:
-    """Owns the target's KV cache and the running requests. Not thread-safe: one thread steps it.
+    """Owns the target's KV cache and the running requests. Not thread-safe: one thread calls step().
 
-    draft: a head, n-gram lookup, or None to decode plainly. shape defaults to a chain of 4. max_running_requests: more
-    requests wait. context_length: tokens of prompt and answer together, at most (and by default) the target's context.
-    verify: how drafts are accepted at a temperature above 0: "target", and for chains of a head "rejection"
-    and "block" (see verifiers.py). All are exact in law; with "target" a seed writes the tokens of plain decoding, with
-    the others its tokens also depend on what was drafted; "auto" is block for chains of a head and requests that state
-    no seed, target for the rest. (Rollouts and measurements state seeds.) Greedy answers are the same with each.
-    adaptive: in every step draft `shape`, something smaller or nothing, whatever writes most tokens a second now (see
-    adaptive.py); False: always `shape`, as measurements of a shape need it. memory: the cache's size. torch_compile:
-    compiled layers (CPU). graphs: rounds run as graphs, recorded here, one in flight (GPU); None: eagerly, which
-    defines what they do.
-    Raises DraftDirError, UnsupportedTargetError, CompileError: a head, a target, layers that it cannot use.
+    draft: a head, n-gram lookup, or None for plain decoding.
+    shape: the draft shape; a chain of 4 by default.
+    max_running_requests: the largest batch; further requests wait.
+    context_length: limit of prompt plus answer in tokens. The default and the maximum are the target's context.
+    verify: how drafts are accepted at a temperature above 0: "target", or for chains of a head "rejection" or "block"
+        (see verifiers.py). All preserve the target's distribution. With "target" a seed gives the tokens of plain
+        decoding; with the others the tokens also depend on the drafts. "auto" is "block" for chains of a head and
+        requests without a seed, and "target" otherwise. Rollouts and measurements state seeds. Greedy answers are the
+        same with each.
+    adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
+        adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
+    memory: size of the KV cache.
+    torch_compile: compile the layers (CPU).
+    graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly. The eager round
+        is the reference.
+
+    Raises DraftDirError for an unusable head, UnsupportedTargetError for an unusable target, CompileError for layers
+    that cannot be compiled.
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class Engine:
         self._detokenizer = Detokenizer(target.tokenizer)
         self._names, self._arrivals = itertools.count(), itertools.count()
 
-    # -- for callers ---------------------------------------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -127,10 +134,10 @@ class Engine:
         shape: DraftShape | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """Queue a prompt. `shape`: what is drafted for it alone, at most what the engine drafts; None: the same.
+        """Queue a prompt. `shape`: the draft shape of this request, at most the engine's; None: the engine's.
 
-        Raises PromptTooLongError, DraftShapeError, EngineError if it is empty or has ids outside the vocabulary,
-        SamplingError if a stop id or a biased id is outside.
+        Raises PromptTooLongError, DraftShapeError, EngineError for an empty prompt or an id outside the vocabulary,
+        SamplingError for a stop id or a biased id outside the vocabulary.
         """
         prompt = checked_prompt(prompt_ids, self.target.vocab_size, self.context_length)
         if shape is not None:
@@ -153,7 +160,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, request: Request) -> None:
-        """End a request now; its finish_reason becomes "abort" and its cache row is free in the next step."""
+        """End a request now with finish_reason "abort". Its cache row is free in the next step."""
         if request.finished:
             return
         request.finish_reason, request.finished_at = "abort", time.perf_counter()
@@ -162,7 +169,7 @@ class Engine:
 
     @property
     def max_running_requests(self) -> int:
-        """Requests running at once."""
+        """The largest batch."""
         return self.scheduler.max_batch
 
     @property
@@ -171,7 +178,7 @@ class Engine:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether rounds run as recorded graphs, beside whose forwards no code of the host runs."""
+        """Whether rounds run as CUDA graphs. A replay runs no host code, so module hooks do not fire."""
         return self._launches.graphs is not None
 
     def has_work(self) -> bool:
@@ -180,22 +187,23 @@ class Engine:
     def set_shape(self, shape: DraftShape) -> None:
         """Draft with another shape from the next step on.
 
-        Raises `EngineError` when there is no draft head, DraftShapeError for one that head or verifier cannot do."""
+        Raises EngineError without a draft head, DraftShapeError if the head or the verifier does not support it."""
         self.verifier.check_shape(shape)
         slack = self._slack(shape)
         self._memory.check_slack(slack)
         self.drafter.set_shape(shape)
-        # What the old shape left to read may be more than the new one leaves.
+        # The unread features of the old shape may need more slots than the new shape does.
         self.shape, self._memory.slack = shape, max(slack, self._memory.slack) if self.has_work() else slack
 
     def close(self) -> None:
-        """Take the engine's hooks off the target. The engine must not be stepped afterwards."""
+        """Remove the engine's hooks from the target. Do not step the engine afterwards."""
         self.drafter.close()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One round. Returns the requests that got tokens or ended in it; a round in flight gives them one step later
-        (see overlap.py)."""
+        """Run one round. Returns the requests that got tokens or ended.
+
+        With overlap a round returns its requests one step later (see overlap.py)."""
         use_device(self.target.device)
         with self._around_step():
             touched = self._land()
@@ -213,9 +221,10 @@ class Engine:
         speculative: bool = True,
         shape: DraftShape | None | Sequence[DraftShape | None] = None,
     ) -> list[Request]:
-        """Run prompts to their ends; the answers come back in the prompts' order. `on_finish` sees each as it ends.
+        """Run all prompts to completion. Returns the requests in the order of the prompts.
 
-        params, shape: one for all prompts, or one for each. Raises what add_request raises, before anything has run.
+        params, shape: one for all prompts, or one for each. on_finish: called with each request as it ends.
+        Raises the errors of add_request before the first step.
         """
         settings = one_for_each(params, SamplingParams, len(prompts), "sampling settings")
         shapes = one_for_each(shape, DraftShape | None, len(prompts), "draft shapes")
@@ -239,17 +248,17 @@ class Engine:
                 self.abort(request)
         return requests
 
-    # -- the five verbs ------------------------------------------------------------------------------------------------
+    # -- parts of a step -----------------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Request]:
-        """Pages for every row; then prompts are read, and their first tokens sampled, as far as it is due."""
+        """Allocate pages for every row, prefill the prompts that are due, and sample their first tokens."""
         self._change_rows(self.scheduler.make_room)
         before = len(self._running)
         try:
             begun = self._prompts.read_due(self.drafter, self._keep)
         except BaseException:
             self.scheduler.put_back()
-            self._rounds.rows_changed()  # prompts read before the failure hold rows now
+            self._rounds.rows_changed()  # prompts prefilled before the failure hold rows now
             raise
         if len(self._running) > before:
             self._rounds.rows_changed()
@@ -264,14 +273,14 @@ class Engine:
         return touched
 
     def _finish(self) -> None:
-        """Free the rows of ended requests: the last row moves into each hole."""
+        """Free the rows of ended requests. The last row moves into each free row."""
         if self._launches.may_take_rows():
             self._change_rows(lambda: self.scheduler.retire(self._keep))
 
-    # -- their parts ---------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _round(self) -> list[Request]:
-        """Propose, verify and commit; or launch all that as a graph, which lands in the next step."""
+        """Propose, verify and commit, or launch the round as a graph (with overlap it lands in the next step)."""
         if self._launches.launch():
             return [] if self._launches.overlap else self._land()
         started = time.perf_counter()
@@ -279,22 +288,22 @@ class Engine:
         return self._commit(out.result, out.logprobs, started, out.proposed)
 
     def _land(self) -> list[Request]:
-        """Commit the result of a launched round, if there is one."""
+        """Commit the result of the round in flight, if there is one."""
         landed = self._launches.land()
         if landed is None:
             return []
-        result, began = landed  # its parts cannot be told apart: the round counts as verification
+        result, began = landed  # a graph has no time per part: the whole round counts as verification
         return self._commit(result, None, began, began)
 
     def _keep(self, row: int, request: Request) -> None:
-        """Let what a row has read be found again."""
+        """Insert the positions that a row has read into the prefix cache."""
         if request.ready:
             drafted = self.drafter.positions_read(row, request)
             read = min(request.length - 1, drafted or request.length)
             self._memory.keep(row, request.prompt_ids + request.output_ids, read, drafted > 0)
 
     def _change_rows(self, change: Callable[[], list[Move]]) -> None:
-        """Let the scheduler take rows away; the drafter and the sampler follow."""
+        """Apply a change of rows of the scheduler to the drafter and the sampler."""
         before = len(self._running)
         for row, source in change():
             self.drafter.move_row(row, source)
@@ -302,7 +311,7 @@ class Engine:
             self._rounds.rows_changed()
 
     def _slack(self, shape: DraftShape | None) -> int:
-        """Positions that a step may write after a row's tokens."""
+        """Number of positions that a step may write after a row's tokens."""
         return 1 if shape is None else max(shape.num_draft_tokens, self.drafter.reach(shape))
 
     def check_integrity(self) -> None:

@@ -4,8 +4,8 @@
           ^                                               |
           +----- updates (tokens, end, failure) ----------+
 
-The engine is touched by this thread only. A failing step fails the requests that were in flight, never the
-others and never in silence; an engine that cannot even drop its requests is declared dead.
+Only this thread uses the engine. If a step fails, the active requests get an EngineFailure and later requests still
+run. If the engine cannot drop its requests either, the thread stops and all requests fail.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = get_logger(__name__)
 
 
 class EngineFailure(RuntimeError):
-    """The engine raised while it worked on a request, or does not run any more."""
+    """The engine raised an error during a request, or has stopped."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Tokens of one request since the last update; `finish_reason` is set on the last one.
+    """Tokens of one request since the last update; `finish_reason` is set on the last update.
 
-    stop_reason: the stop id or stop string that ended it. logprobs: one for each token where the request asked.
+    stop_reason: the stop id or stop string that ended the request. logprobs: one per token if the request asked.
     """
 
     token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Update:
 
     @classmethod
     def since(cls, request: Request, sent: int) -> Update:
-        """What came behind the first `sent` tokens of the answer."""
+        """The tokens after the first `sent` tokens of the answer."""
         return cls(
             tuple(request.output_ids[sent:]),
             tuple(request.token_from_draft[sent:]),
@@ -55,7 +55,7 @@ class Update:
 
 
 class Ticket:
-    """One submitted request, seen from asyncio. Iterate `updates()` to its end, or call `abort()`."""
+    """The asyncio side of one submitted request. Iterate `updates()` to its end, or call `EngineThread.abort`."""
 
     def __init__(
         self, prompt_ids: Sequence[int], params: SamplingParams, speculative: bool, shape: DraftShape | None
@@ -67,7 +67,7 @@ class Ticket:
         self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._accepted: asyncio.Future[Request] = self._loop.create_future()
         self._request: Request | None = None
-        self._sent = 0  # tokens handed over so far; the engine thread's
+        self._sent = 0  # tokens delivered so far; used by the engine thread only
 
     @property
     def request(self) -> Request:
@@ -76,7 +76,7 @@ class Ticket:
         return self._request
 
     async def updates(self) -> AsyncIterator[Update]:
-        """Yields until the update that carries a finish reason. Raises EngineFailure."""
+        """Yield updates up to the one with a finish reason. Raises EngineFailure."""
         while True:
             item = await self._updates.get()
             if isinstance(item, Exception):
@@ -88,7 +88,7 @@ class Ticket:
     def _call(self, function: Any, *args: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody waits for this answer any more
+        except RuntimeError:  # the loop is closed: no task waits for this answer
             logger.debug("an update came after the event loop was closed")
 
     def _accept(self, request: Request) -> None:
@@ -115,14 +115,14 @@ def _resolve(future: asyncio.Future[Request], result: Request | Exception) -> No
 
 
 class EngineThread:
-    """Owns an engine (add_request, abort, has_work, step) and steps it in a thread of its own."""
+    """Owns an engine (add_request, abort, has_work, step) and steps it in a separate thread."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._commands: queue.SimpleQueue[tuple[str, Ticket | None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _closed together with a put, so that no command is lost
+        self._lock = threading.Lock()  # makes "check _closed, then put" atomic, so that no command is lost
         self._closed = False
-        self._active: dict[int, Ticket] = {}  # id(request) -> ticket; the engine thread's
+        self._active: dict[int, Ticket] = {}  # id(request) -> ticket; used by the engine thread only
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
 
     @property
@@ -132,15 +132,15 @@ class EngineThread:
 
     @property
     def in_flight(self) -> int:
-        """Requests that the engine holds, running or waiting."""
+        """Number of requests in the engine, running or waiting."""
         return len(self._active)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Ends the thread after its current step; requests in flight fail. Waits at most `timeout_s` seconds."""
+        """End the thread after its current step; active requests fail. Wait at most `timeout_s` seconds."""
         if self._thread.is_alive():
             self._commands.put(("close", None))
             self._thread.join(timeout_s)
@@ -153,8 +153,10 @@ class EngineThread:
         speculative: bool = True,
         shape: DraftShape | None = None,
     ) -> Ticket:
-        """Hands a request to the engine and waits until it is accepted. Raises what `add_request` raises (a
-        ValueError for a bad or too long prompt), EngineFailure when the engine does not run."""
+        """Submit a request and wait until the engine accepts it.
+
+        Raises the errors of `add_request` (ValueError for a bad or too long prompt), EngineFailure if the engine has
+        stopped."""
         ticket = Ticket(prompt_ids, params, speculative, shape)
         self._put("submit", ticket)
         try:
@@ -165,7 +167,7 @@ class EngineThread:
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
-        """Drops the request from the engine, if it is still there."""
+        """Abort the request if the engine still has it."""
         if self.alive:
             self._commands.put(("abort", ticket))
 
@@ -187,7 +189,7 @@ class EngineThread:
             self._fail_all(EngineFailure("the engine has stopped"))
 
     def _obey_commands(self) -> bool:
-        """Takes all waiting commands; waits for one when the engine is idle. False when told to close."""
+        """Run all queued commands; wait for one if the engine is idle. Returns False after "close"."""
         while not self._commands.empty() or not self._active:
             command, ticket = self._commands.get()
             if command == "close":
@@ -206,10 +208,10 @@ class EngineThread:
             request = self._engine.add_request(
                 ticket.prompt_ids, ticket.params, speculative=ticket.speculative, shape=ticket.shape
             )
-        except ValueError as error:  # the user's: a prompt that is too long, ids outside the vocabulary
+        except ValueError as error:  # invalid input: a prompt that is too long, ids outside the vocabulary
             ticket._fail(error)
             return
-        except Exception as error:  # process edge: the client must hear of it, whatever it was
+        except Exception as error:  # process edge: report every error to the client
             logger.exception("the engine failed to take a request")
             ticket._fail(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
             return
@@ -219,7 +221,7 @@ class EngineThread:
     def _step(self) -> None:
         try:
             touched = self._engine.step()
-        except Exception as error:  # process edge: whatever the model raises must reach the waiting clients
+        except Exception as error:  # process edge: report every error to the waiting clients
             logger.exception("the engine failed with %d requests in flight", len(self._active))
             self._drop_all(error)
             return
@@ -234,10 +236,10 @@ class EngineThread:
             raise RuntimeError(f"the engine is idle but {len(self._active)} requests have not ended")
 
     def _drop_all(self, error: Exception) -> None:
-        """After a failed step: every request in flight fails, and the engine must be able to forget them."""
+        """Fail and abort all active requests after a failed step. Raises RuntimeError if the engine keeps any."""
         requests = [ticket.request for ticket in self._active.values()]
         self._fail_all(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
-        for request in reversed(requests):  # the last row first: then no half-written row is moved into a hole
+        for request in reversed(requests):  # last row first, so that no half-written row moves
             self._engine.abort(request)
         if self._engine.has_work():
             raise RuntimeError("the engine still has work after all its requests were aborted")

@@ -1,10 +1,10 @@
-"""Keeps the target's hidden states that an engine computes while it writes, for whoever trains on its answers.
+"""Records the target's hidden states during generation, as training data for a draft head.
 
-Every position that the target reads passes a drafter's eyes: prompts in `admit`, committed tokens in `observe`. The
-recorder stands before the engine's own drafter, takes them there, and otherwise lets that one draft.
+A drafter is called for every position that the target reads: `admit` for prompts, `observe` for committed tokens. The
+recorder wraps the engine's drafter, stores the states in these two calls, and delegates all drafting.
 
-Shapes: B rows, N tokens a row, A layers, H target hidden size, W = (A+1)*H: the inputs of the layers side by side, then
-the last hidden state after the final norm.
+Shapes: B rows, N tokens per row, A layers, H target hidden size, W = (A+1)*H: the inputs of the layers concatenated,
+then the last hidden state after the final norm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from toolkit.targets.load import Target
 
 @dataclass
 class _Recorded:
-    """States of a request's first `positions` positions, in order."""
+    """Hidden states of a request's first `positions` positions, in order."""
 
     positions: int = 0
     parts: list[Tensor] = field(default_factory=list)
@@ -40,42 +40,42 @@ class _Recorded:
 
 
 class FeatureRecorder:
-    """A drafter that drafts as `inner` does. `take` gives a request's states; those nobody takes go with the request.
+    """A drafter that delegates to `inner` and records states. `take` returns the states of a request.
 
-    Texts whose beginning came out of a prefix cache were not read whole, and have no states to take.
+    States that are not taken are freed with their request. A request with a prefix-cache hit has no complete states.
     """
 
     def __init__(self, inner: Drafter, target: Target, layer_ids: Sequence[int]) -> None:
         self.inner = inner
         self._layers, self._last = AuxCapture(target, tuple(layer_ids)), LastCapture(target)
-        # An engine that is dropped without close() must not leave hooks on a model others go on using.
+        # Remove the hooks from the model even if the engine is dropped without close().
         self._unhook = weakref.finalize(self, _remove, self._layers, self._last)
         self._recorded: weakref.WeakKeyDictionary[Request, _Recorded] = weakref.WeakKeyDictionary()
 
     def take(self, request: Request) -> Tensor | None:
-        """[L-1, W] on the CPU, of a request whose text has L tokens now; None where it was not read whole."""
+        """States [L-1, W] on the CPU of a request with L tokens; None if some positions were not recorded."""
         recorded = self._recorded.pop(request, None)
         if recorded is None or recorded.positions < request.length - 1:
             return None
-        return torch.cat(recorded.parts)[: request.length - 1]  # a stop may have cut the last run
+        return torch.cat(recorded.parts)[: request.length - 1]  # a stop may have truncated the last step
 
     def _states(self) -> Tensor:
-        """[B, N, W] of the forward that just ran."""
+        """States [B, N, W] of the last forward."""
         return torch.cat([*self._layers.take_each(), self._last.take()], dim=-1)
 
-    # -- following the target ------------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------------
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self.inner.admit(first_row, requests, tokens)
         states = self._states()
         for row, request in enumerate(requests):
-            if request.n_read == 0:  # new, or read anew after it had lost its pages
+            if request.n_read == 0:  # new, or recomputed after preemption
                 self._recorded[request] = _Recorded()
             recorded = self._recorded.get(request)
             if recorded is None or recorded.positions != request.n_read:
                 self._recorded.pop(request, None)
                 continue
-            # A copy, since the padding of the others would stay with it.
+            # Copy: a view would keep the padding of the other rows in memory.
             recorded.append(states[row, : min(tokens, request.unread)].to("cpu", copy=True))
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
@@ -90,9 +90,9 @@ class FeatureRecorder:
                 assert recorded.positions == request.length - 1, "a forward of the target passed unseen"
                 recorded.append(
                     states[row, : accepted + 1].clone()
-                )  # rejected nodes and other rows do not stay with it
+                )  # a view would keep rejected nodes and other rows in memory
 
-    # -- as the inner drafter ------------------------------------------------------------------------------------------
+    # -- delegation to the inner drafter -------------------------------------------------------------------------------
 
     @property
     def lookahead(self) -> int:
@@ -114,7 +114,7 @@ class FeatureRecorder:
         return self.inner.probe(requests, rows, width)
 
     def move_row(self, destination: int, source: int) -> None:
-        self.inner.move_row(destination, source)  # ours lie by request
+        self.inner.move_row(destination, source)  # recorded states are stored by request, not by row
 
     def set_shape(self, shape: DraftShape) -> None:
         self.inner.set_shape(shape)
@@ -130,10 +130,10 @@ def _remove(*captures: AuxCapture | LastCapture) -> None:
 
 
 def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder:
-    """Let a recorder stand before the engine's drafter from now on; closing the engine ends it.
+    """Wrap the engine's drafter in a FeatureRecorder. Closing the engine closes the recorder.
 
-    layer_ids: indices into HF `hidden_states`, ascending. The engine's prefix cache should be off: see the class.
-    Raises EngineError where rounds run as graphs: a replay brings no states to anybody's hooks.
+    layer_ids: indices into HF `hidden_states`, ascending. Disable the engine's prefix cache: see FeatureRecorder.
+    Raises EngineError if rounds run as CUDA graphs: a replay does not call module hooks.
     """
     if engine.has_graphs:
         raise EngineError(

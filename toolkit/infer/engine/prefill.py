@@ -1,6 +1,6 @@
-"""Reads prompts into their rows, whole or in chunks, and samples the first tokens.
+"""Prefill: reads prompts into their rows, whole or in chunks, and samples the first tokens.
 
-Shapes: B rows, N tokens read of each (padded on the right), H hidden size.
+Shapes: B rows, N tokens of each (padded on the right), H hidden size.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from toolkit.targets.load import Target
 
 
 class PromptReader:
-    """Takes from the scheduler what is due; target and drafter read it."""
+    """Prefills the prompts that the scheduler admits, with the target and the drafter."""
 
     def __init__(self, target: Target, forward: TargetForward, cache: KVCache, scheduler: Scheduler) -> None:
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
 
     def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
-        """A chunk of prompts, more only as long as nobody runs. Returns the requests that got their first token.
+        """Prefill one chunk of prompts, or further chunks while no request runs.
 
-        keep(row, request) is called for each as soon as its text is in the cache.
+        keep(row, request) is called for each request when its text is in the cache.
+        Returns the requests that got their first token.
         """
         begun: list[Request] = []
         running, left = self._scheduler.running, self._scheduler.chunk
@@ -44,14 +45,14 @@ class PromptReader:
                 keep(running.index(request), request)
             begun += fresh
             left = left - tokens if running else self._scheduler.chunk
-            if left < self._scheduler.chunk / 4:  # a crumb is not worth another pass over the weights
+            if left < self._scheduler.chunk / 4:  # too few tokens for another pass over the weights
                 return begun
 
     def _read_some(self, most: int, drafter: Drafter) -> tuple[list[Request], list[Request], int]:
-        """Read prompts of `most` padded tokens together, or that much of a long one.
+        """Prefill a group of prompts of at most `most` padded tokens, or a chunk of that size of one long prompt.
 
-        Returns the requests that are complete now, those of them that got their first token (others come back after
-        they had lost their pages), and the padded tokens read: 0 when none are due.
+        Returns the requests that are complete now, the requests that got their first token (preempted requests have
+        one already), and the padded tokens read: 0 if none are due.
         """
         scheduler = self._scheduler
         group = scheduler.next_group(most)
@@ -69,7 +70,7 @@ class PromptReader:
         return group, self._read(row, [request], tokens, drafter), tokens
 
     def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> list[Request]:
-        """The next `tokens` tokens of the rows from first_row on: to the end of all their texts, or of none.
+        """Read the next `tokens` tokens of the rows from first_row on, to the end of all their texts or of none.
 
         Returns the requests that got their first token."""
         device = self._target.device
@@ -77,7 +78,7 @@ class PromptReader:
         input_ids = unread_tokens(group, tokens, device)
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
         plan = prompt_metadata(self._cache, first_row, starts, tokens)
-        # Padding may lie past the context; clamping only keeps learned position tables in range.
+        # Padding may lie past the context. The clamp keeps learned position tables in range.
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), plan)
         drafter.admit(first_row, group, tokens)
         last = [request.unread - 1 for request in group]
@@ -88,9 +89,9 @@ class PromptReader:
     def _first_tokens(
         self, group: Sequence[Request], input_ids: Tensor, hidden: Tensor, last: Sequence[int]
     ) -> list[Request]:
-        """Sample what follows prompts that end at the places `last` of input_ids [B, N]; hidden [B, N, H].
+        """Sample the first token of prompts that end at the indices `last` of input_ids [B, N]; hidden [B, N, H].
 
-        Returns the requests it was for: those that had lost their pages have tokens already.
+        Returns the requests that got a token. Preempted requests have tokens already and get none.
         """
         fresh = [row for row, request in enumerate(group) if not request.output_ids]
         if not fresh:
@@ -111,9 +112,9 @@ class PromptReader:
 
 
 def chunk_of(unread: int, most: int, lookahead: int) -> int:
-    """How many of `unread` tokens are read now; `most` unless the rest is too little.
+    """How many of `unread` tokens to read now: `most` unless the rest is too short.
 
-    The last part needs `lookahead` tokens: the drafter's entries before it depend on as many behind them.
+    The last chunk needs at least `lookahead` tokens: a drafter entry depends on that many following tokens.
     """
     if unread <= most:
         return unread

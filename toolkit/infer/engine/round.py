@@ -1,10 +1,10 @@
-"""One round of speculative decoding, the only definition: eager decoding runs it, a CUDA graph records it.
+"""One round of speculative decoding. Eager decoding runs this definition; a CUDA graph captures it.
 
     propose -> target forward over the tree -> choose -> follow -> keep features -> compact -> advance
 
-It is a function of static buffers: between its first kernel and its last the host reads nothing from the device.
-Lengths, pages, tokens and (recorded) sampling settings come from `RoundState`, shapes from the tree. Three things
-differ between its users: how the tree is proposed, how tokens are chosen, and the span of keys that attention reads.
+It is a function of static buffers: the host reads nothing from the device during a round. Lengths, pages, tokens and
+(in graphs) sampling settings come from `RoundState`, shapes from the tree. Eager rounds and graphs differ in three
+things: how the tree is proposed, how tokens are chosen, and the span of keys that attention reads.
 
 Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
@@ -34,7 +34,7 @@ from toolkit.infer.verify.walk import VerifyResult, follow
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What all rounds of an engine run on. head: the drafter whose features each round keeps; None: there is none."""
+    """The models and the cache of an engine's rounds. head: the drafter that keeps features of each round, or None."""
 
     forward: TargetForward
     cache: KVCache
@@ -44,7 +44,7 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """followed: the accepted paths, on the device. choices: the target's token after every node."""
+    """followed: the accepted paths, on the device. choices: the target's token at every node."""
 
     followed: Followed
     choices: Choices
@@ -53,7 +53,9 @@ class RoundOutput:
 def run_round(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
 ) -> RoundOutput:
-    """A row of L tokens has the target's keys of L - 1; the last token is the root of its tree."""
+    """Draft, verify and commit on the device.
+
+    The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
     tree = propose(rows)
     hidden = forward_tree(context, rows, tree)
     choices = choose_tokens(context, rows, tree, hidden, sampler)
@@ -70,13 +72,13 @@ def run_round(
 def round_numbers(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
 ) -> Tensor:
-    """The round as a graph records it: `Followed.numbers` of its accepted paths."""
+    """Run the round as a graph captures it. Returns `Followed.numbers` of the accepted paths."""
     return run_round(context, rows, propose, sampler).followed.numbers
 
 
 def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
     """The target's hidden states at every node, [B, N, H]."""
-    # Nodes past the context are never committed; clamping keeps learned position tables in range.
+    # Nodes past the context are never committed. The clamp keeps learned position tables in range.
     positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.max_context - 1)
     metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
     return context.forward(tree.tokens, positions, metadata)
@@ -85,7 +87,7 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Ten
 def choose_tokens(
     context: RoundContext, rows: RoundRows, tree: DraftTree, hidden: Tensor, sampler: NodeSampler
 ) -> Choices:
-    """The target's token after every node, [B, N]; hidden [B, N, H]. Large batches are scored in parts."""
+    """The target's token at every node, [B, N]; hidden [B, N, H]. Logits of large batches are computed in parts."""
     logits, nodes = context.forward.target.logits, nodes_at_once(*hidden.shape[:2], drawn=tree.proposal is not None)
     positions = (rows.lengths + 1)[:, None] + tree.depths
     if nodes >= tree.nodes:
@@ -95,9 +97,9 @@ def choose_tokens(
 
 
 def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
-    """Move the target's keys of accepted nodes to the positions they would have in plain decoding.
+    """Move the KV entries of accepted nodes to the positions of plain decoding.
 
-    Node n of a row lies at length + n; the t-th node of its path belongs at length + t. (Node 0 never moves.)
+    Node n of a row is at length + n. Node t of the accepted path belongs at length + t. Node 0 never moves.
     """
     at = torch.arange(1, followed.path.shape[1], device=rows.lengths.device)
     path = torch.where(at <= followed.accepted[:, None], followed.path[:, 1:], at)
@@ -107,7 +109,7 @@ def compact(cache: KVCache, rows: RoundRows, followed: Followed) -> None:
 
 
 def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
-    """The rows stand after what was committed, committed [B] tokens; padding stays."""
+    """Advance lengths and roots of the rows by `committed` [B] tokens. Padding rows do not change."""
     rows.roots.copy_(followed.tokens.gather(1, followed.accepted[:, None])[:, 0] * rows.real)
     rows.lengths.add_(committed)
 
@@ -115,10 +117,10 @@ def advance(rows: RoundRows, followed: Followed, committed: Tensor) -> None:
 def commit(
     requests: Sequence[Request], result: VerifyResult, logprobs: NodeLogprobs | None, started: float, proposed: float
 ) -> list[Request]:
-    """Append accepted drafts and the target's own token to the answers, cut at stops and limits; log one event each.
+    """Append accepted drafts and the bonus token to the answers, truncate at stops and limits, log one event each.
 
-    requests: by row. Requests that have ended get nothing: their round was one too many. logprobs: of rows that asked.
-    started, proposed: when the round began, and when its trees were drafted (perf_counter).
+    requests: by row. Ended requests get nothing: overlap runs one round too many for them. logprobs: of the rows that
+    asked for them. started, proposed: begin of the round and end of drafting (perf_counter).
     Returns the requests that got tokens.
     """
     verified = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Which request holds which row and its pages, who comes next, and who steps back when pages run out. Knows no tensors.
+"""The scheduler: assigns rows and pages to requests, admits waiting requests, and preempts when pages run out.
 
-Running requests hold rows 0..B-1; new ones are appended, and the last row moves into the hole of an ended one. A prompt
-too long for one forward is read in chunks; until it is complete its request, `reading`, holds row B.
+It handles no tensors. Running requests hold rows 0..B-1. New requests are appended; the last row moves into the row of
+an ended request. A prompt too long for one forward is prefilled in chunks. Until it is complete, its request is
+`reading` and holds row B.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from toolkit.infer.cache.cache_manager import KVMemory
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 
-# Padding in a forward of prompts that are to be of about one length: tokens that hardly cost, and a share of the rest.
+# Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
 LEAST_PADDING, MOST_PADDING = 32, 0.1
-Move = tuple[int, int]  # row, and the row whose place it takes over
+Move = tuple[int, int]  # (destination row, source row)
 
 
 class Scheduler:
-    """The queue and the rows of one engine. chunk: padded prompt tokens read in one forward, at most. even: prompts of
-    about one length are read together, because padding costs as much as tokens do (a CPU); else as many as fit."""
+    """The queue and the rows of one engine.
+
+    chunk: limit of padded prompt tokens in one forward. even: group prompts of similar length only, because padding
+    costs as much as tokens (CPU); False: group as many prompts as fit."""
 
     def __init__(self, max_batch: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
         if chunk < 1:
@@ -29,16 +32,16 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
-        self._refused: tuple[Request, int] | None = None  # who had no room, after how many releases of pages
+        self._refused: tuple[Request, int] | None = None  # the request without room, and memory.releases then
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.reading)
 
     def next_group(self, budget: int) -> list[Request]:
-        """Waiting requests whose prompts are read together now, first come first served, put into rows.
+        """Assign rows to the waiting requests to prefill together now, first come first served. Returns them.
 
-        Together they take `budget` padded tokens at most. A single one that takes more becomes `reading` instead.
-        While more wait than there are free rows, rows are let gather until an eighth is free: many prompts a forward.
+        Together they have at most `budget` padded tokens. A single longer prompt becomes `reading` instead.
+        With a long queue, prefill waits until an eighth of the rows is free, so that one forward reads many prompts.
         """
         free = self.max_batch - len(self.running)
         if self.reading is not None or free < self._gathered():
@@ -60,11 +63,11 @@ class Scheduler:
         return group
 
     def _gathered(self) -> int:
-        """Rows that must be free for prompts to be read."""
+        """Number of rows that must be free before prompts are read."""
         return min(len(self.waiting), max(1, self.max_batch // 8))
 
     def prompts_due(self) -> bool:
-        """Whether there may be something of a prompt to read now."""
+        """Whether a prompt may be ready for prefill."""
         if self.reading is not None:
             return True
         if not self.waiting or self.max_batch - len(self.running) < self._gathered():
@@ -72,7 +75,7 @@ class Scheduler:
         return (self.waiting[0], self.memory.releases) != self._refused
 
     def _admit(self, request: Request) -> bool:
-        """Give the next row's pages to a request. A page more for everyone who runs is left over."""
+        """Allocate the pages of the next row for a request. One further page per running request stays free."""
         row = len(self.running)
         known = self.memory.admit(row, request.context_ids, reserve=row, drafted=request.speculative)
         if known is None:
@@ -83,20 +86,20 @@ class Scheduler:
         return True
 
     def reading_is_complete(self) -> Request:
-        """The request that was being read runs from now on, in the row it holds."""
+        """Make the request `reading` a running one, in the row it holds. Returns it."""
         assert self.reading is not None
         request, self.reading = self.reading, None
         self.running.append(request)
         return request
 
     def put_back(self) -> None:
-        """After a failed forward: those whose prompts were being read hold the last rows, and wait again."""
+        """Return the requests of a failed prefill, which hold the last rows, to the queue."""
         while self.running and not self.running[-1].ready:
             self.memory.release(len(self.running) - 1)
             self.waiting.appendleft(self.running.pop())
 
     def drop_unstarted(self, request: Request) -> bool:
-        """Take a request out that waits or is being read; False if it does neither."""
+        """Remove a request that waits or is `reading`. Returns False if it is neither."""
         if request is self.reading:
             self.memory.release(len(self.running))
             self.reading = None
@@ -107,7 +110,7 @@ class Scheduler:
         return True
 
     def retire(self, keep: Callable[[int, Request], None]) -> list[Move]:
-        """Free the rows of ended requests, after `keep(row, request)`. Returns which running rows moved, in order."""
+        """Call `keep(row, request)` for each ended request and free its row. Returns the moves of rows, in order."""
         before = len(self.running)
         for row, request in enumerate(self.running):
             if request.finished:
@@ -118,9 +121,9 @@ class Scheduler:
         return moves
 
     def make_room(self) -> list[Move]:
-        """Pages for the next step of every row. Where they do not suffice the youngest requests are preempted.
+        """Allocate pages for the next step of every row. Preempt the youngest requests if pages run out.
 
-        They go back into the queue, and what they have read is read again later. Returns which rows moved, in order.
+        Preempted requests return to the queue and recompute later. Returns the moves of rows, in order.
         """
         moves: list[Move] = []
         row = 0
@@ -131,14 +134,14 @@ class Scheduler:
                 row += 1
             else:
                 moves += self._preempt()
-                row = 0  # another request may be here now
+                row = 0  # row 0 may hold another request now
         return moves
 
     def make_room_ahead(self, tokens: int) -> bool:
-        """Pages for the step behind one that has not said yet which of `tokens` tokens at most it has written.
+        """Allocate pages for the step after the one in flight, which commits at most `tokens` tokens of a row.
 
-        A row that this leads past its limit has ended, and needs none for what it writes behind. False, and nothing
-        has changed, where they do not suffice.
+        A row past its token limit has ended and needs no further pages. Returns False, without any change, if the
+        pages do not suffice.
         """
         most = [min(one.length + tokens, len(one.prompt_ids) + one.token_limit) for one in self.running]
         return self.memory.grow_all(most)
@@ -154,11 +157,11 @@ class Scheduler:
         victim.n_read, victim.ready = 0, False
         victim.preemptions += 1
         self.memory.release(row)
-        self.waiting.appendleft(victim)  # it is older than all that wait
+        self.waiting.appendleft(victim)  # older than all waiting requests
         return self._close(row) if row < before else []
 
     def _close(self, row: int) -> list[Move]:
-        """The last row moves into the hole."""
+        """Move the last row into the free row."""
         last = self.running.pop()
         if row == len(self.running):
             return []
@@ -167,14 +170,14 @@ class Scheduler:
         return [(row, len(self.running))]
 
     def _follow(self, before: int) -> None:
-        """The request that is being read stays behind the running ones, of which there were `before`."""
+        """Move `reading` to the row after the running requests. There were `before` of them."""
         if self.reading is not None and len(self.running) < before:
             self.memory.move(len(self.running), before)
 
     def check_integrity(self, in_flight: bool = False) -> None:
-        """Assert that every request is in one place, with pages for its tokens, and that its log accounts for them.
+        """Assert that every request is in one place, has pages for its tokens, and that its events count its tokens.
 
-        in_flight: a round runs, so that ended requests may hold their rows until it is over."""
+        in_flight: a round is running, so ended requests may still hold their rows."""
         running, waiting = self.running, list(self.waiting)
         held = running if self.reading is None else [*running, self.reading]
         assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"

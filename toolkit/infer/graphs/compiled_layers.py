@@ -1,12 +1,12 @@
-"""Layers of target and head, compiled by torch.compile: in eager rounds, or in those that are recorded as graphs.
+"""Compiles the layers of target and head with torch.compile, for eager rounds or for CUDA graphs.
 
-Attention stays the engine's: to the compiler it is one opaque operator for the target (opaque_attention.py) and one for
-the head (draft_attention.py). So a program depends on sizes alone, never on context, pages or mask. Dynamo shares what
-it compiled between layers of one kind.
+Attention is not compiled: it is one opaque operator for the target (opaque_attention.py) and one for the head
+(draft_attention.py). So a program depends on sizes only, not on context, pages or mask. Dynamo shares programs between
+layers of one class.
 
-Eager rounds run programs of dynamic sizes: one for a single row and one for several, each for a single token and for
-several. They are compiled when the engine is made. A recorded round has fixed sizes, so that each (rows, nodes) is
-compiled for itself, in the runs before its recording.
+Eager rounds use dynamic sizes: one program for a single row and one for several, each for a single token and for
+several. They are compiled when the engine is built. A graph has fixed sizes: each (rows, nodes) is compiled in the
+warm-up runs before its capture.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
 
-SIZES = 256  # programs of one kind of layer; Dynamo's own limit of 8 is for programs that never settle
+SIZES = 256  # limit of programs per layer class; Dynamo's default of 8 is too low for one program per size
 DEFAULT_ROWS = 32
-# Several rows or tokens, in examples of dynamic sizes. Dynamo takes equal sizes for one, so that these differ.
+# Example sizes for "several". Dynamo treats equal sizes as one symbol, so they differ.
 SEVERAL_ROWS, SEVERAL_TOKENS = 2, 5
 
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """max_rows: recordings of more rows hold the layers' own code. backend: of torch.compile; it must make no CUDA
-    graphs of its own. Raises CompileError for max_rows below 1."""
+    """max_rows: graphs of more rows use uncompiled layers. backend: of torch.compile; it must not use CUDA graphs
+    itself. Raises CompileError for max_rows below 1."""
 
     max_rows: int = DEFAULT_ROWS
     backend: str | Callable[..., Any] = "inductor"
@@ -50,10 +50,10 @@ class CompileSettings:
 
 
 class CompiledLayers:
-    """A target's layers and those of a head, compiled. Both are changed only inside `running`.
+    """The compiled layers of a target and a head. They replace the original layers inside `running` only.
 
-    dynamic: for eager rounds. Raises CompileError where the target's layers cannot be compiled, or where the logits
-    differ from the model's.
+    dynamic: for eager rounds. Raises CompileError if the target's layers cannot be compiled, or if the logits differ
+    from the model's.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompiledLayers:
                 "leave --torch-compile out, or use --device cpu (serve and chat record rounds: --cuda-graph-max-bs)"
             )
         self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layers' own code
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layer class's forward
         of_head = [] if reader is None else drafting_layers(reader.head.module)
         self._layers: list[nn.Module] = [*forward.target.layers, *of_head]
         self._calls = [self._target_call(*one) for one in enumerate(forward.target.layers)]
@@ -79,7 +79,7 @@ class CompiledLayers:
 
     @torch.inference_mode()
     def compile_all(self, max_rows: int) -> None:
-        """Compile every program that eager rounds of up to `max_rows` rows run, before the first request."""
+        """Compile all programs of eager rounds of up to `max_rows` rows."""
         device, lengths = self._forward.target.device, (1, SEVERAL_TOKENS)
         with self.running():
             for rows in (1, SEVERAL_ROWS)[: min(max_rows, 2)]:
@@ -110,7 +110,7 @@ class CompiledLayers:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Forwards of target and head inside run their layers compiled; the layers' hooks fire as ever."""
+        """Context manager: forwards of target and head run compiled layers. Module hooks still fire."""
         limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
         before, self._forward.attention = self._forward.attention, COMPILED
         own = [layer.__dict__.get("forward") for layer in self._layers]
@@ -153,13 +153,13 @@ class CompiledLayers:
             self._compiled[own] = torch.compile(own, fullgraph=True, dynamic=self._dynamic, backend=backend)
         try:
             return self._compiled[own](layer, *inputs, **keywords)
-        except torch._dynamo.exc.TorchDynamoException as error:  # of the family's own code, or of the compiler
+        except torch._dynamo.exc.TorchDynamoException as error:  # from the model's code or from the compiler
             said = " ".join(str(error).split())[:200]
             raise CompileError(f"{type(layer).__name__} cannot be compiled ({type(error).__name__}: {said})") from error
 
 
 def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledLayers:
-    """The layers of the target and of the drafter's head, compiled now for rounds of up to `max_rows` rows."""
+    """Compile the layers of the target and of the drafter's head for eager rounds of up to `max_rows` rows."""
     reader = drafter.reader if isinstance(drafter, HeadDrafter) else None
     compiled = CompiledLayers(CompileSettings(), forward, reader, dynamic=True)
     compiled.compile_all(max_rows)
@@ -167,7 +167,7 @@ def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows:
 
 
 class UncachedMetadata:
-    """Attention of example inputs: each query sees the tokens before it, and nothing is kept."""
+    """Attention metadata of example inputs: causal attention without a KV cache."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""

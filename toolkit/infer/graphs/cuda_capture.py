@@ -1,4 +1,4 @@
-"""Recording device work as a CUDA graph, which the host then starts with one call."""
+"""Captures device work as a CUDA graph, which the host replays with one call."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 
 from toolkit.infer.request.errors import EngineError
 
-WARM_UPS = 2  # runs before the capture: kernels are compiled, libraries take their workspaces, tables are made
+WARM_UPS = 2  # runs before the capture: they compile kernels and allocate library workspaces and tables
 
 Run = Callable[[], None]
-# Records what a function does with tensors at fixed addresses, and runs it at least once -> what does it again.
+# Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
 Capture = Callable[[Run], Run]
 
 
 class BrokenCaptureError(EngineError):
-    """A capture failed half way: torch may hold the device for capturing still, so that nothing more is recorded."""
+    """A capture failed half way. torch may still be in capture mode, so no further round is captured."""
 
 
 class CudaCapture:
-    """Graphs that never run at the same time share one pool of memory. Raises EngineError where a round waits for the
-    device, or does what else cannot be recorded."""
+    """Captures graphs that share one memory pool; they must never run at the same time.
+
+    Raises EngineError if a round synchronises with the device or does anything else that a graph does not support."""
 
     def __init__(self) -> None:
-        self._pool: Any = None  # torch names the type differently from version to version
+        self._pool: Any = None  # the type's name differs between torch versions
         self._stream: torch.cuda.Stream | None = None
-        self._failed: list[torch.cuda.CUDAGraph] = []  # kept: the allocator may know them by their address
+        self._failed: list[torch.cuda.CUDAGraph] = []  # kept alive: the allocator may still refer to them
 
     def __call__(self, run: Run) -> Run:
-        # One for warm-ups and captures: libraries keep a workspace for every stream.
+        # One stream for warm-ups and captures: libraries keep a workspace per stream.
         stream = self._stream = self._stream or torch.cuda.Stream()
         before = torch.cuda.current_stream()
         try:
@@ -45,16 +46,16 @@ class CudaCapture:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 run()
-        except RuntimeError as error:  # what waits for the device, and memory that the cache has left too little of
+        except RuntimeError as error:  # a synchronisation, or too little memory left by the KV cache
             self._failed.append(graph)
-            torch.cuda.set_stream(before)  # torch stays on the other stream where the capture cannot be ended
+            torch.cuda.set_stream(before)  # torch stays on `stream` if it cannot end the capture
             raise BrokenCaptureError(_told(error)) from error
         self._pool = self._pool or graph.pool()
         return graph.replay
 
 
 def _told(error: BaseException) -> str:
-    # Where ending the capture fails too, what made it fail stands behind that.
+    # If ending the capture fails too, the original error is its __context__.
     why = error if error.__context__ is None else f"{error.__context__}; {error}"
     return (
         f"a round could not be recorded as a CUDA graph ({why}); leave --cuda-graph-max-bs out, or leave it memory "

@@ -1,4 +1,4 @@
-"""A head's attention as compilers see it: one opaque operator, which finds what the layer was handed in this module.
+"""A head's attention as one opaque operator for torch.compile. It calls the attention stored in this module.
 
 Shapes: T tokens of all rows, Hq/Hkv heads, D head dim.
 """
@@ -14,7 +14,7 @@ from toolkit.heads.decoder_layer import Attend, AttendingLayer
 
 
 class _Drafting(threading.local):
-    """The attention that the head's layer which runs in this thread was handed."""
+    """The attention of the head's layer that runs in this thread."""
 
     attend: Attend
 
@@ -23,7 +23,7 @@ drafting = _Drafting()
 
 
 def drafting_layers(head: nn.Module) -> list[AttendingLayer]:
-    """Those whose attention is handed in."""
+    """The layers of the head that take their attention as an argument."""
     return [one for one in head.modules() if isinstance(one, AttendingLayer)]
 
 

@@ -1,7 +1,6 @@
-"""Rounds that run as one recorded graph: which ones can, and what the host does around them.
+"""Runs rounds as one CUDA graph each: decides which rounds can, and does the host's work around them.
 
-Rounds that ask for more than a graph does (the reason is logged, once) run eagerly, as they do without graphs; both
-leave the same behind.
+A round that a graph does not support runs eagerly; the reason is logged once. Both leave the same state.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ logger = get_logger(__name__)
 
 @dataclass
 class GraphRounds:
-    """The recorded rounds of one engine, whose cache lies in scattered pages. run_round: what is recorded; it runs on
-    `state`.
+    """The graphs of one engine with a cache of scattered pages. run_round: the function to capture; it runs on `state`.
 
-    Raises EngineError for settings or a cache that nothing can be recorded on.
+    Raises EngineError for settings or a cache that graphs do not support.
     """
 
     settings: GraphSettings
@@ -67,7 +65,7 @@ class GraphRounds:
 
     @torch.inference_mode()
     def _record_all(self) -> None:
-        """Every round of the draft shape as it is now."""
+        """Capture all rounds of the current draft shape."""
         if self._never is None:
             shape = None if self._head is None else self._head.shape
             self._recordings.record_all(shape, drawn=not self.verifier.draws_drafts)
@@ -75,7 +73,7 @@ class GraphRounds:
             self._say(self._never)
 
     def launch(self, requests: Sequence[Request]) -> InFlight | None:
-        """The round of these rows, from where their requests stand; None where it has to run eagerly."""
+        """Launch a round from the current state of these requests. Returns None if it has to run eagerly."""
         kind = self.kind_of(requests)
         recorded = None if kind is None else self._recordings.of(kind)
         if kind is None or recorded is None:
@@ -88,7 +86,7 @@ class GraphRounds:
         return self._start(list(requests), kind, recorded, stood)
 
     def launch_after(self, in_flight: InFlight) -> InFlight:
-        """The next round of the same rows, from where the device will be then."""
+        """Launch the next round of the same rows, from the state that `in_flight` leaves on the device."""
         return self._start(in_flight.requests, in_flight.kind, in_flight.recorded, None)
 
     def _start(
@@ -100,7 +98,7 @@ class GraphRounds:
         return InFlight(requests, kind, recorded, stood, HostCopy(recorded.numbers[: len(requests)]))
 
     def land(self, in_flight: InFlight, following: InFlight | None) -> VerifyResult:
-        """The result of a round; waits for it. following: the round that was launched meanwhile."""
+        """Wait for a round and return its result. following: the round that was launched after it, or None."""
         assert in_flight.stood is not None, "rounds land in the order in which they were launched"
         result = in_flight.result()
         if self._head is not None:
@@ -121,7 +119,7 @@ class GraphRounds:
         reader = None if self._head is None else self._head.reader
         return CompiledLayers(self.settings.compiled, self.forward, reader)
 
-    # -- which rounds --------------------------------------------------------------------------------------------------
+    # -- choice between graph and eager --------------------------------------------------------------------------------
 
     def _why_never(self, paged_width: int) -> str | None:
         if not isinstance(self.drafter, (NoDrafter, HeadDrafter)):
@@ -135,7 +133,7 @@ class GraphRounds:
         return None
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
-        """What the round of these rows is recorded as; None where it has to run eagerly."""
+        """The kind of graph for a round of these requests; None if it has to run eagerly."""
         reason = self._never or self._why_eager(requests)
         if reason is not None:
             self._say(reason)

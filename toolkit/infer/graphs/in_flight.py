@@ -1,4 +1,4 @@
-"""A round that was launched and whose results are on their way to the host.
+"""A launched round whose results the host has not read yet.
 
 Shapes: B rows of requests, A longest accepted path (root included).
 """
@@ -19,7 +19,7 @@ from toolkit.infer.verify.walk import VerifyResult, read_result
 
 
 class HostCopy:
-    """A copy of `numbers` on the host, as the device will have left them after all that was launched so far."""
+    """An asynchronous copy of `numbers` to the host, in stream order after all work launched so far."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._over: torch.cuda.Event | None = None
@@ -32,7 +32,7 @@ class HostCopy:
             self._numbers = numbers.clone()
 
     def read(self) -> Tensor:
-        """Waits for that, and for nothing that was launched later."""
+        """Wait for the copy, but not for later work, and return it."""
         if self._over is not None:
             self._over.synchronize()
         return self._numbers
@@ -40,20 +40,20 @@ class HostCopy:
 
 @dataclass(eq=False)
 class InFlight:
-    """requests: by row. stood: where the rows stood when it began; None until the round before it has landed."""
+    """requests: by row. stood: the rows' states at its begin; None until the previous round has landed."""
 
     requests: list[Request]
     kind: Kind
     recorded: Recorded
     stood: list[RowState] | None
     results: HostCopy
-    began: float = field(default_factory=time.perf_counter)  # no sooner than the round before it was over
+    began: float = field(default_factory=time.perf_counter)  # at the earliest the landing of the previous round
 
     @property
     def most(self) -> int:
-        """Tokens that it commits of a row, at most."""
+        """The largest number of tokens that it commits per row."""
         return 1 if self.kind.shape is None else self.kind.shape.num_steps + 1
 
     def result(self) -> VerifyResult:
-        """What the host needs to know of it; waits until it is over."""
+        """Wait for the round and return its result."""
         return read_result(Followed(self.results.read()))

@@ -1,21 +1,20 @@
-"""Round n+1 is launched before the host has read the result of round n.
+"""Overlap scheduling: launch round n+1 before the host has read the result of round n.
 
     host     launch n+1 | read n, its tokens, stops and events | launch n+2 | read n+1 ..
     device   .. n       | n+1                                  | n+1        | n+2 ..
 
-Round n+1 begins where round n has left the device's own buffers: last tokens, lengths, features. What the host does not
-know yet is covered: rows have pages for as much as round n can have committed; a row that ended in round n runs once
-more, on its own pages, and what it writes there is dropped. So the tokens, and what each step accepted, are those of
-rounds that wait for one another; the host sees them one step later.
+Round n+1 starts from the device buffers that round n leaves: last tokens, lengths, features. The host does not know the
+result of round n yet, so every row gets pages for the most that round n can commit. A row that ended in round n runs
+once more on its own pages, and the host drops its output. So tokens and acceptance are the same as without overlap; the
+host sees them one step later.
 
-The host waits for round n first ("drains") where it has to know its result:
+The host waits for round n before it launches the next one if it needs the result:
 
-    the rows change    a request has ended or was aborted, or will end in round n by its limit of tokens; a prompt is
-                       to be read, or goes on being read in chunks; pages do not suffice for both rounds, so that a
-                       request may have to step back
+    the rows change    a request ended, was aborted, or reaches its token limit in round n; a prompt or a further
+                       chunk of one is due; the pages do not suffice for both rounds, so a request may be preempted
     the round changes  another draft shape was set
     it runs eagerly    penalties, biases, min_tokens, log-probabilities, drafts drawn from the head's distribution,
-                       shapes of single requests, more rows than a graph has: the log says which
+                       shapes of single requests, more rows than a graph has; the log states the reason
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from toolkit.infer.verify.walk import VerifyResult
 
 
 class RunningRows(Protocol):
-    """What is asked of the scheduler. running: the request of each row."""
+    """The part of the scheduler that `Launches` uses. running: the request of each row."""
 
     running: list[Request]
     memory: KVMemory
 
     def prompts_due(self) -> bool:
-        """Whether there may be something of a prompt to read now."""
+        """Whether a prompt may be ready for prefill."""
         ...
 
     def make_room_ahead(self, tokens: int) -> bool:
-        """Pages for the step after one that commits `tokens` tokens of a row at most; False if they do not suffice."""
+        """Allocate pages for the step after one that commits at most `tokens` tokens per row; False if they run out."""
         ...
 
 
 class Launches:
-    """Rounds of what runs, one after the other, as graphs; None: an engine without graphs launches nothing."""
+    """Launches and lands graph rounds of the running requests. graphs None: never launches."""
 
     def __init__(self, graphs: GraphRounds | None, scheduler: RunningRows) -> None:
         self.graphs, self._scheduler = graphs, scheduler
@@ -54,19 +53,20 @@ class Launches:
 
     @property
     def in_flight(self) -> bool:
-        """A round was launched that has not landed."""
+        """Whether a launched round has not landed yet."""
         return self._in_flight is not None
 
     def launch(self) -> bool:
-        """The round of all rows, none being in flight; False where it has to run eagerly."""
+        """Launch a round of all rows, with none in flight. Returns False if it has to run eagerly."""
         assert self._in_flight is None, "a round whose results nobody has read would be lost"
         self._in_flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
         return self.in_flight
 
     def land(self) -> tuple[VerifyResult, float] | None:
-        """The result of the round in flight, and when it began (perf_counter). Where it may be, the next one has been
-        launched before and is in flight then. None: no round was in flight."""
-        landing, self._in_flight = self._in_flight, None  # where anything fails, nothing is in flight
+        """Land the round in flight. Returns its result and begin (perf_counter), or None without a round in flight.
+
+        With overlap, launch the next round first if possible; it is in flight afterwards."""
+        landing, self._in_flight = self._in_flight, None  # after an error no round is in flight
         if landing is None or self.graphs is None:
             return None
         following = self._next(self.graphs, landing) if self.overlap else None
@@ -75,9 +75,9 @@ class Launches:
         return result, landing.began
 
     def may_take_rows(self) -> bool:
-        """Whether ended requests may lose their rows: a round in flight has them until it lands.
+        """Whether the rows of ended requests may be freed. A round in flight holds them until it lands.
 
-        Unless nobody waits for it, so that it is forgotten: what will use their pages is launched after it.
+        If all requests have ended, drop the round in flight: later users of its pages are launched after it.
         """
         if any(not request.finished for request in self._scheduler.running):
             return self._in_flight is None
@@ -85,13 +85,13 @@ class Launches:
         return True
 
     def _next(self, graphs: GraphRounds, in_flight: InFlight) -> InFlight | None:
-        """The round after `in_flight`; None: `in_flight` has to land first."""
+        """Launch the round after `in_flight`. Returns None if `in_flight` has to land first."""
         running = self._scheduler.running
         if any(request.finished or request.ends_with_next for request in running) or self._scheduler.prompts_due():
             return None
         if graphs.kind_of(running) != in_flight.kind:
             return None
-        # A row may have gone past its limit, and past the context with it: its table ends ROOM positions after that.
+        # A row may be past its token limit and past the context. Its page table ends ROOM positions after the context.
         written = in_flight.most + self._scheduler.memory.slack
         if written > ROOM or not self._scheduler.make_room_ahead(in_flight.most):
             return None

@@ -1,5 +1,6 @@
-"""The rounds that were recorded, by what each is good for: all at the start, and those of another draft shape when they
-first run. The largest come first: on a GPU the others fit into the memory that these took.
+"""The captured rounds by kind: all are captured at the start, those of another draft shape at their first use.
+
+The largest bucket is captured first, so that the smaller ones reuse its memory pool on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from toolkit.log import get_logger, progress
 logger = get_logger(__name__)
 
 Propose = Callable[[RoundRows], DraftTree]
-# The engine's round, of which the numbers of the accepted paths come back (`Followed`).
+# The engine's round. Returns `Followed.numbers` of the accepted paths.
 RunRound = Callable[[RoundRows, Propose, NodeSampler], Tensor]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
@@ -34,9 +35,9 @@ SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """max_rows: rounds of more rows run eagerly. capture: how a round is recorded; None: as a CUDA graph. compiled:
-    rounds are recorded with compiled layers. overlap: a round is launched before the host has read what the one before
-    it has found (overlap.py). at_start: all are recorded when the engine is made, not when they are first needed."""
+    """max_rows: larger rounds run eagerly. capture: how to capture a round; None: as a CUDA graph. compiled: capture
+    with compiled layers. overlap: launch a round before the host has read the result of the previous one (overlap.py).
+    at_start: capture all rounds when the engine is built, not at their first use."""
 
     max_rows: int
     capture: Capture | None = None
@@ -45,7 +46,7 @@ class GraphSettings:
     at_start: bool = True
 
     def check(self, device: torch.device) -> None:
-        """Raises EngineError for settings that nothing can be recorded with on this device."""
+        """Raise EngineError for settings that this device does not support."""
         if self.max_rows < 1:
             raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; a graph has at least 1 row")
         if self.capture is None and device.type != "cuda":
@@ -61,14 +62,14 @@ class GraphSettings:
 
 
 def buckets_up_to(rows: int) -> list[int]:
-    """The numbers of rows that graphs are recorded for: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""
+    """The batch sizes to capture: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""
     return sorted({rows, *(one for one in (1, 2, 4) if one < rows), *range(STEP, rows, STEP)})
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one recording is good for. shape None: nothing is drafted. cut: top-k, top-p, min-p may cut them;
-    None: all rows are greedy."""
+    """The rounds that one graph can run. shape None: plain decoding. cut: rows may have top-k, top-p or min-p; None:
+    all rows are greedy."""
 
     bucket: int
     shape: DraftShape | None
@@ -82,7 +83,7 @@ class Kind:
 
 @dataclass
 class Recorded:
-    """A round and its recording. numbers: those of the accepted paths, as the last run or replay left them."""
+    """A round and its graph. numbers: `Followed.numbers` of the last run or replay."""
 
     round: Callable[[], Tensor]
     numbers: Tensor = field(init=False)
@@ -94,7 +95,7 @@ class Recorded:
 
 @dataclass
 class Recordings:
-    """buckets: numbers of rows. rows: those that the engine may run, recorded or not. head: None to draft nothing."""
+    """buckets: batch sizes. rows: the engine's largest batch, captured or not. head: None for plain decoding."""
 
     run_round: RunRound
     state: RoundState
@@ -105,14 +106,14 @@ class Recordings:
     compiled: CompiledLayers | None
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
-    _broken: str | None = None  # why nothing more is recorded
-    _held: Tensor | None = None  # the unread features that were recorded
+    _broken: str | None = None  # why no further round is captured
+    _held: Tensor | None = None  # the buffer of unread features that the graphs use
 
     def __post_init__(self) -> None:
         self._capture = self.capture or CudaCapture()
 
     def record_all(self, shape: DraftShape | None, *, drawn: bool) -> None:
-        """Every bucket of that draft shape, in every kind of sampling or (not drawn) greedily."""
+        """Capture every bucket of that draft shape, in every kind of sampling or (not drawn) greedy only."""
         started, free = time.perf_counter(), self._free_bytes()
         distributions = list(SAMPLING_KINDS) if drawn else [None]
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
@@ -132,7 +133,7 @@ class Recordings:
             logger.warning("cuda graphs: %d kinds of rounds run eagerly; the first: %s", len(failed), failed[0])
 
     def of(self, kind: Kind) -> Recorded | None:
-        """None where it could not be recorded, which was told."""
+        """The recording of that kind, captured at its first use. Returns None, and logs why, if the capture failed."""
         self._hold(kind.shape)
         if kind not in self._made and kind not in self._failed:
             started = time.perf_counter()
@@ -144,8 +145,9 @@ class Recordings:
         return self._made.get(kind)
 
     def _try(self, kind: Kind) -> str | None:
-        """Why it could not be recorded: in words, as the error holds the frames of the round, with tensors that the
-        next attempt needs the memory of. Raises CompileError."""
+        """Capture that kind. Returns the reason as text if it failed, else None. Raises CompileError.
+
+        Text, because the exception would keep the round's frames, and with them its tensors, in memory."""
         if self._broken is not None:
             self._failed.add(kind)
             return self._broken
@@ -162,19 +164,19 @@ class Recordings:
         return None
 
     def _hold(self, shape: DraftShape | None) -> None:
-        """Room for what rounds of that shape leave for the next, at addresses that stay."""
+        """Allocate the head's input buffers for rounds of that shape. If they move, drop all graphs."""
         if self.head is None or shape is None:
             return
         inputs = self.head.inputs
         inputs.hold(self.rows, shape.num_steps + 1)
-        if inputs.features is not self._held:  # they grew, so that what was recorded reads old ones
+        if inputs.features is not self._held:  # the buffers grew: the graphs read the old ones
             self._made.clear()
             self._failed.clear()
-            self._capture = self.capture or CudaCapture()  # a pool dies with its graphs
+            self._capture = self.capture or CudaCapture()  # a memory pool ends with its graphs
             self._held = inputs.features
 
     def _record(self, kind: Kind) -> Recorded:
-        """Recorded on padding rows, so that no request's pages change; what is unread in these rows is put back."""
+        """Capture on padding rows, so that no request's pages change. Restore the rows' unread features afterwards."""
         rows, sampler = self.state.rows(kind.bucket), StaticSampler(self.state, kind.bucket, kind.cut)
         recorded = Recorded(partial(self.run_round, rows, self._propose(kind), sampler))
         stores = [] if self.head is None else self.head.inputs.stores

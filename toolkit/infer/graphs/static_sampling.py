@@ -1,4 +1,4 @@
-"""How a recorded round chooses tokens: the sampling settings lie in static buffers. Shapes: B rows of the bucket."""
+"""Token sampling in a CUDA graph: the sampling settings are in static buffers. Shapes: B rows of the bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from toolkit.infer.verify.token_distribution import RowDistributions
 
 
 class StaticDistributions(RowDistributions):
-    """cut: rows may have a top-k, top-p or min-p. What they are is only known when a round runs, so that the whole
-    vocabulary is looked at. Draws are functions of (seed, position, logits): no generator has a state to keep."""
+    """cut: rows may have top-k, top-p or min-p. Their values are known at replay only, so the cut reads the whole
+    vocabulary. A draw is a function of (seed, position, logits): there is no generator state."""
 
     def __init__(self, state: RoundState, rows: int, *, cut: bool) -> None:
         self._temperature, self._min_p = state.temperature[:rows], state.min_p[:rows]
@@ -26,7 +26,7 @@ class StaticDistributions(RowDistributions):
 
 
 class StaticSampler:
-    """The NodeSampler of a recorded round. cut: as in StaticDistributions; None: all rows are greedy."""
+    """The NodeSampler of a captured round. cut: as in StaticDistributions; None: all rows are greedy."""
 
     def __init__(self, state: RoundState, rows: int, cut: bool | None) -> None:
         self._hot = state.hot[:rows, None]

@@ -1,8 +1,8 @@
-"""One request's answer: from tokens to text and usage, counted exactly up to the answer's end.
+"""One request's answer: converts tokens to text and usage, counted exactly up to the answer's end.
 
-The engine ends the answer with the token that completes a stop string, also among accepted drafts; the text is cut
-before the stop string here. The text of a raw completion includes the space between prompt and answer, so that a stop
-string may be complete one token earlier here: the tokens after it then count neither as text nor as tokens.
+The engine ends the answer at the token that completes a stop string, also among accepted drafts. This module truncates
+the text before the stop string. The text of a raw completion includes the space between prompt and answer, so a stop
+string may be complete one token earlier here than in the engine. Later tokens count neither as text nor as tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkit.infer.request.request import TokenLogprob, VerifyEvent
 
 
 class Answer:
-    """Collects one answer; `finish_reason` ("stop", "length", "abort") is set when it has ended."""
+    """Collects one answer. `finish_reason` ("stop", "length", "abort") is None until it ends."""
 
     def __init__(self, text: TextStream) -> None:
         self._text = text
@@ -29,16 +29,16 @@ class Answer:
         self.finish_reason: str | None = None
 
     def feed(self, update: Update) -> str:
-        """The new text that can be shown."""
+        """Add an update. Returns the new text that can be shown."""
         return "".join(text for text, _ in self.feed_pieces(update))
 
     def take_logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens since the last call; none unless the request asked for them."""
+        """Log-probabilities of the tokens since the last call; empty if the request did not ask for them."""
         taken, self._logprobs = self._logprobs, []
         return taken
 
     def feed_pieces(self, update: Update) -> list[tuple[str, bool]]:
-        """The new text as (text, from_draft), one piece for each token that completed some text."""
+        """Add an update. Returns the new text as (text, from_draft), one piece per token that completed some text."""
         pieces: list[tuple[str, bool]] = []
         last = len(update.token_ids) - 1
         for i, (token_id, drafted) in enumerate(zip(update.token_ids, update.from_draft, strict=True)):
@@ -58,7 +58,7 @@ class Answer:
 
 
 def events_of_answer(events: Sequence[VerifyEvent], n_tokens: int) -> list[VerifyEvent]:
-    """The verify steps of the first `n_tokens` tokens; a step cut by the answer's end is marked truncated.
+    """The verify steps of the first `n_tokens` tokens. A step across the answer's end is marked truncated.
 
     The first token comes from the prefill, so step 1 begins with token 2.
     """
@@ -78,10 +78,10 @@ def usage(
     shape: str | None,
     cached_tokens: int = 0,
 ) -> dict[str, Any]:
-    """OpenAI's usage of one request. answers: each with the engine's events; the prompt is counted once.
+    """OpenAI's `usage` of one request. answers: each with the engine's events. The prompt counts once.
 
-    shape: the name of the draft shape; None if nothing was drafted. cached_tokens: prompt tokens found in the prefix
-    cache. accepted_prediction_tokens: drafted tokens in the answer; rejected: drafted nodes that are not in it.
+    shape: the name of the draft shape; None for plain decoding. cached_tokens: prompt tokens found in the prefix cache.
+    accepted_prediction_tokens: drafted tokens in the answer. rejected_prediction_tokens: drafted nodes not in it.
     `speculative` is an extension: accept_length excludes the prefill's token and truncated steps; accept_rate[i] is
     the share of the steps that reached depth i and accepted it.
     """

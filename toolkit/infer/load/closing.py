@@ -1,4 +1,4 @@
-"""Closing a loaded engine, also when another of its processes has ended."""
+"""Context managers that close a loaded engine, also after the loss of a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 @contextlib.contextmanager
 def closing(loaded: LoadedEngine) -> Iterator[None]:
-    """Close the engine at the end. Raises ParallelError that names the lost rank."""
+    """Close the engine at the end. Raises ParallelError with the name of a lost rank."""
     try:
         yield
     except RankLostError as error:
@@ -25,9 +25,9 @@ def closing(loaded: LoadedEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupted_by_loss(loaded: LoadedEngine) -> Iterator[None]:
-    """While a server runs: a lost rank interrupts it as Ctrl-C does. The engine is closed at the end.
+    """Interrupt a server after the loss of a rank, as Ctrl-C does. Close the engine at the end.
 
-    Raises ParallelError that names the lost rank.
+    Raises ParallelError with the name of the lost rank.
     """
     driver = loaded.engine.driver if isinstance(loaded.engine, DriverEngine) else None
     try:

@@ -1,4 +1,4 @@
-"""The options of an engine: each has one name, from the command line (`--tensor-parallel-size`) to the engine."""
+"""The options of an engine. Each has one name, on the command line (`--tensor-parallel-size`) and in Python."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RENAMED = {
 
 
 class ConfigError(ValueError):
-    """Options of an engine that are unknown, out of range or do not go together.
+    """Options of an engine that are unknown, out of range or incompatible with each other.
 
     Messages name options as fields in backticks (`draft`); commands print them as flags (--draft).
     """
 
 
 def option(default: T, text: str, *, metavar: str | None = None, alias: str | None = None) -> T:
-    """A field of EngineConfig with its help text; other fields are named in backticks there."""
+    """A field of EngineConfig with its help text. The text names other fields in backticks."""
     metadata = {"help": text, "metavar": metavar, "alias": alias}
     field: Any = dataclasses.field(default=default, metadata=metadata)
     return field
@@ -36,9 +36,9 @@ def option(default: T, text: str, *, metavar: str | None = None, alias: str | No
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of. The help text of each field describes it; `toolkit serve --help` lists them all.
+    """The configuration of an engine. Each field has a help text; `toolkit serve --help` lists all fields.
 
-    `check` refuses what does not go together; sizes that only the engine knows are checked where they are used.
+    `check` refuses incompatible options. The engine checks sizes that depend on the models.
     """
 
     target: str | None = option(
@@ -148,7 +148,7 @@ class EngineConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether something is drafted."""
+        """Whether decoding is speculative."""
         return self.draft is not None and not self.no_draft
 
     def with_options(self, **options: Any) -> Self:
@@ -160,7 +160,7 @@ class EngineConfig:
         return dataclasses.replace(self, **options)
 
     def check(self, device_type: str) -> None:
-        """Raise ConfigError for options that do not go together, or not with a device of that type ("cpu", "cuda")."""
+        """Raise ConfigError for options that are incompatible with each other or with the device ("cpu", "cuda")."""
         self._check_values()
         self._check_drafting()
         self._check_compilation(device_type)
@@ -261,5 +261,5 @@ def value_types() -> dict[str, Any]:
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """The values that a Literal allows; none for another type."""
+    """The values of a Literal; empty for another type."""
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()

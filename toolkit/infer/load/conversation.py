@@ -1,4 +1,4 @@
-"""A conversation with one engine in one thread, whose answers come piece by piece."""
+"""A conversation with one engine in one thread. Answers are shown piece by piece."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from toolkit.infer.request.request import Request
 
 
 class ConversationError(ValueError):
-    """A turn that cannot be answered; the conversation stays as it was before."""
+    """A turn cannot be answered. The conversation does not change."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn: the answer's text and counts, the seconds it took (with the prompt), its acceptance."""
+    """One turn. seconds: for prompt and answer together. stats: the acceptance statistics."""
 
     text: str
     answer: Answer
@@ -31,7 +31,7 @@ class Exchange:
 
 
 class Conversation:
-    """Keeps the messages and steps the engine itself: nothing else may step it meanwhile."""
+    """Keeps the messages and steps the engine. No other code may step the engine during `ask`."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Conversation:
             raise ConversationError(str(error)) from error
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
+        """Remove all messages except the system message."""
         self.messages = list(self._start)
 
     def ask(self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]) -> Exchange:
-        """Answer `text`, calling show(piece, from_draft) for each new piece; stop when interrupted() between steps.
+        """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
 
-        The conversation keeps the part of a stopped answer that was shown. Raises ConversationError.
+        The conversation keeps the shown part of a stopped answer. Raises ConversationError.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         began = time.perf_counter()

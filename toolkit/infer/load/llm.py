@@ -1,4 +1,4 @@
-"""The engine from Python, without a server: `LLM(target, draft=...).generate(prompts, SamplingParams(...))`."""
+"""Offline inference from Python: `LLM(target, draft=...).generate(prompts, SamplingParams(...))`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens
 class Completion:
     """The answer to one prompt.
 
-    text: without special tokens, cut before the stop string that ended it; for a raw prompt it continues the prompt's
-    text. token_ids: including the stop id that ended the answer. finish_reason: "stop" or "length"; stop_reason: the
-    stop id or stop string. logprobs: one per token, None unless asked for. from_draft: per token, whether it was an
-    accepted draft. events: the verify steps. first_token_s, seconds: from the call to the first and the last token.
+    text: without special tokens, truncated before the stop string; with a raw prompt, its continuation.
+    token_ids: including the stop id that ended the answer.
+    finish_reason: "stop" or "length". stop_reason: the stop id or stop string.
+    logprobs: one per token; None if not requested. from_draft: per token, whether it was an accepted draft.
+    events: the verify steps. first_token_s, seconds: from submission to the first and to the last token.
     """
 
     prompt_ids: list[int]
@@ -47,26 +48,26 @@ class Completion:
 
     @cached_property
     def acceptance(self) -> AcceptanceStats:
-        """Counts over this answer's verify steps."""
+        """Acceptance statistics over this answer's verify steps."""
         return summarise(self.events)
 
     @property
     def accept_length(self) -> float:
-        """Tokens committed per verify step, at least 1; nan where nothing was drafted."""
+        """Tokens committed per verify step, at least 1; nan without drafts."""
         return self.acceptance.accept_length
 
 
 class LLM:
-    """A target, with or without a draft, in this process. The answers are the target's own either way.
+    """An engine in this process: a target, with or without a draft. The answers are exactly those of the target.
 
         with LLM(draft="runs/smollm2-135m/ckpt") as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)
 
-    target, draft, options: fields of EngineConfig, which describes them (`toolkit serve --help` prints them as flags);
-    they replace those of `config`. shape may also be a DraftShape.
+    target, draft, options: fields of EngineConfig (`toolkit serve --help` lists them as flags). They override `config`.
+    shape may also be a DraftShape.
 
-    Not thread-safe. Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError and others;
-    `generate` raises RankLostError when another process of `tensor_parallel_size` ends.
+    Not thread-safe. Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError and others.
+    `generate` raises RankLostError if another process of `tensor_parallel_size` ends.
     """
 
     def __init__(
@@ -96,13 +97,17 @@ class LLM:
         speculative: bool = True,
         shape: Shape | Sequence[Shape] = None,
     ) -> list[Completion]:
-        """Answer prompts, many at once; the completions come back in the prompts' order.
+        """Answer prompts in batches. Returns the completions in the order of the prompts.
 
         prompts: a list of texts (raw completions), of lists of token ids (tokenised raw completions), or of
-        conversations (lists of {"role", "content"} messages, rendered by the chat template as the server does); or one
-        of these alone. params: one for all prompts, or one per prompt; None is greedy, 128 tokens at most.
-        speculative: False decodes plainly. shape: what is drafted, for all prompts or per prompt, as a DraftShape or
-        text; at most the LLM's own shape, which is the default. Nothing runs before all prompts have been checked.
+            conversations (lists of {"role", "content"} messages, rendered by the chat template as in the server); or a
+            single one of these.
+        params: one for all prompts, or one per prompt. None: greedy, at most 128 tokens.
+        speculative: False for plain decoding.
+        shape: the draft shape, one for all prompts or one per prompt, as a DraftShape or text; at most the LLM's own
+            shape, which is the default.
+
+        Checks all prompts before the first step.
         Raises EngineError (OfflinePromptError, PromptTooLongError), DraftShapeError, SamplingError.
         """
         if self._closed:
@@ -114,7 +119,7 @@ class LLM:
         return [self._completion(request, read.raw) for request in requests]
 
     def close(self) -> None:
-        """Remove the engine's hooks from the target; it cannot generate afterwards. A second call does nothing."""
+        """Remove the engine's hooks from the target. `generate` fails afterwards. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.engine.close()
@@ -135,7 +140,7 @@ class LLM:
         text = answer.feed(Update.since(request, 0))
         assert answer.finish_reason is not None, "the engine returned an answer that has not ended"
         assert request.first_token_at is not None and request.finished_at is not None
-        count = answer.n_tokens  # fewer than the engine wrote where a raw text's stop string was complete sooner
+        count = answer.n_tokens  # fewer than the engine's if the text completed the stop string earlier
         return Completion(
             prompt_ids=list(request.prompt_ids),
             token_ids=request.output_ids[:count],

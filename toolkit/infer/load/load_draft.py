@@ -1,4 +1,4 @@
-"""Loading what drafts, by the name that a user gives, and fitting it to the target."""
+"""Loads a draft by the user's name for it, and fits it to the target."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = get_logger(__name__)
 
 
 def load_draft(name: str | Path, target: str | None = None, revision: str | None = None) -> Draft:
-    """n-gram lookup for "ngram" (a folder of that name is ./ngram), else a head by directory or hub id.
+    """Load n-gram lookup for "ngram" (a folder of that name is ./ngram), else a head by directory or hub id.
 
-    target, revision: the target that the head is used with, where the head does not name it.
+    target, revision: the head's target, if the head does not name one.
     Raises DraftDirError, WeightsError, TokenMapError, TargetError.
     """
     return NgramLookup() if str(name) == NGRAM else open_head(name, target=target, revision=revision)
@@ -34,7 +34,7 @@ def load_draft(name: str | Path, target: str | None = None, revision: str | None
 
 @dataclass(frozen=True)
 class TargetSource:
-    """The target to load, as load_target takes it. quantization None: as its weights are."""
+    """The arguments of load_target. quantization None: keep the weights' own format."""
 
     name: str
     revision: str | None
@@ -42,7 +42,7 @@ class TargetSource:
 
 
 def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
-    """The target that `config` names, else the one that the draft directory states. Raises DraftDirError."""
+    """The target of `config`, else the target stated in the draft directory. Raises DraftDirError."""
     if config.target is not None:
         name, revision = config.target, config.revision
     else:
@@ -56,7 +56,7 @@ def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
 
 
 def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
-    """Name and revision of the target that a draft directory states. Raises DraftDirError."""
+    """Name and revision of the target stated in a draft directory. Raises DraftDirError."""
     stated = draft.meta.get("target")
     if not isinstance(stated, dict) or not stated.get("name"):
         raise DraftDirError(
@@ -66,7 +66,7 @@ def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
 
 
 def best_shape(draft: Draft) -> DraftShape:
-    """The best shape that was measured with this head (meta["measured"]["best_shape"]), else a chain of 4."""
+    """The best measured shape of this head (meta["measured"]["best_shape"]), else a chain of 4."""
     if not isinstance(draft, DraftCheckpoint):
         return DEFAULT_SHAPE
     measured: Any = draft.meta.get("measured") or {}
@@ -75,7 +75,7 @@ def best_shape(draft: Draft) -> DraftShape:
 
 
 def parse_shape(text: str, where: str) -> DraftShape:
-    """DraftShape.parse, with a ConfigError that says where the text comes from."""
+    """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
     try:
         return DraftShape.parse(text)
     except DraftShapeError as error:
@@ -83,7 +83,7 @@ def parse_shape(text: str, where: str) -> DraftShape:
 
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:
-    """Raise ConfigError unless the head scores tokens by the target's own output matrix."""
+    """Raise ConfigError unless the head uses the target's output matrix."""
     if isinstance(draft, DraftCheckpoint) and not draft.head.config.own_vocabulary:
         return
     if isinstance(draft, DraftCheckpoint):
@@ -97,12 +97,12 @@ def check_takes_token_map(draft: Draft, path: str | Path) -> None:
 
 
 def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None) -> Draft:
-    """Move `draft` to the target's device and dtype; with a `token_map` file it drafts only the ids in it.
+    """Move `draft` to the target's device and dtype. With a `token_map` file, draft only its ids.
 
-    The file is a plain list of ids (freq_N.pt, as SGLang's --speculative-token-map reads it; FR-Spec, arXiv
-    2502.14856). Missing ids of special tokens and ends of turns are added: FR-Spec's published maps lack them, and a
-    head that cannot draft the end of a turn loses one step per answer. The answers do not depend on the map: other ids
-    are never drafted, and the target still writes them.
+    The file is a list of ids (freq_N.pt, the format of SGLang's --speculative-token-map; FR-Spec, arXiv 2502.14856).
+    Missing ids of special tokens and ends of turns are added: FR-Spec's published maps lack them, and a head that
+    cannot draft the end of a turn loses one step per answer. The answers do not depend on the map: the target still
+    writes ids that are never drafted.
     Raises TokenMapError for duplicates and ids out of range, ConfigError, DraftDirError.
     """
     if token_map is not None:

@@ -1,4 +1,4 @@
-"""From an EngineConfig to an engine that is ready: check, load draft and target, fit them, build the engine."""
+"""Builds an engine from an EngineConfig: check it, load draft and target, fit the draft, build the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine with its models. `draft` and `shape` are None if nothing is drafted."""
+    """An engine with its models. draft, shape: None for plain decoding."""
 
     engine: Engine
     target: Target
@@ -46,7 +46,7 @@ class LoadedEngine:
 
     @property
     def shape_name(self) -> str | None:
-        """The shape in words, with its three numbers; the largest one of an adaptive engine."""
+        """Name and numbers of the shape; of the largest shape if the engine is adaptive. None for plain decoding."""
         if self.shape is None:
             return None
         return f"{'adaptive up to ' if self.adaptive else ''}{self.shape.name} ({self.shape.as_text()})"
@@ -55,9 +55,9 @@ class LoadedEngine:
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """Load target and draft and build the engine, in this process or as rank 0 of `tensor_parallel_size` processes.
 
-    Everything that can be checked without the target's weights is checked before they are loaded.
+    All checks that do not need the target's weights run before they are loaded.
     Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError, TokenMapError, EngineError, and
-    ParallelError for a model that cannot be divided among processes and for a process that ended meanwhile.
+    ParallelError for a model that cannot be sharded or a process that ended during loading.
     """
     config.check(device_of(config).type)
     if config.tensor_parallel_size == 1:
@@ -74,11 +74,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
-    """The engine of one process. ranks: the processes that load and run it together; None: this one alone."""
+    """Load the engine of one process. ranks: its tensor parallel group; None: a single process."""
     device = device_of(config)
     memory, graphs = memory_settings(config), graph_settings(config, device)
     shape = None if config.shape is None else parse_shape(config.shape, "`shape`")
-    verify = "target" if config.verify == "auto" and graphs is not None else config.verify  # graphs record no draws
+    verify = "target" if config.verify == "auto" and graphs is not None else config.verify  # graphs have no draws
     target, draft = load_models(config, device, [shape], verify, ranks)
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
@@ -105,10 +105,10 @@ def load_models(
     verify: str,
     ranks: Ranks | None = None,
 ) -> tuple[Target, Draft | None]:
-    """Target and draft, fitted to each other and packed for decoding, or this rank's parts of both.
+    """Load target and draft (or this rank's shards), fit the draft to the target, pack both for decoding.
 
-    shapes: those to be drafted; None: one that is chosen later. The draft is loaded first: it is small, so that a
-    mistake in it is found before the target is loaded. Raises what load_engine raises.
+    shapes: the draft shapes to check; None: a shape that is chosen later. The draft is loaded first: it is small, so an
+    error in it appears before the target is loaded. Raises the errors of load_engine.
     """
     draft = None if config.draft is None else load_draft(config.draft, config.target, config.revision)
     source = target_source(config, draft)
@@ -135,7 +135,7 @@ def load_models(
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """The device that `device` names; "auto" is a GPU if there is one. Raises ConfigError if it is not here."""
+    """The device of the option `device`; "auto" is a GPU if there is one. Raises ConfigError if it does not exist."""
     name = config.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,7 +154,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def memory_settings(config: EngineConfig) -> MemorySettings:
-    """The size of the cache. Raises EngineError for sizes that cannot be."""
+    """The size of the KV cache. Raises EngineError for invalid sizes."""
     return MemorySettings(
         config.max_total_tokens,
         config.prefix_cache,
@@ -164,7 +164,7 @@ def memory_settings(config: EngineConfig) -> MemorySettings:
 
 
 def graph_settings(config: EngineConfig, device: torch.device) -> GraphSettings | None:
-    """How rounds are recorded; None: they run eagerly. Raises EngineError for sizes that cannot be."""
+    """The settings of CUDA graphs; None: run eagerly. Raises EngineError for invalid sizes."""
     if config.cuda_graph_max_bs is None:
         return None
     compiled = None

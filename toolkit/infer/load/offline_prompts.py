@@ -1,4 +1,4 @@
-"""Prompts of a Python caller (texts, lists of ids, conversations), read into ids as the server reads them."""
+"""Converts prompts of a Python caller (texts, lists of ids, conversations) to ids, in the same way as the server."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ...
 
 
 class OfflinePromptError(EngineError):
-    """A value that is no prompt, or prompts of more than one kind."""
+    """A value that is not a prompt, or prompts of different kinds in one call."""
 
 
 @dataclass(frozen=True)
 class OfflinePrompts:
-    """Prompts as ids. raw: their answers continue the prompt's text; otherwise they are a turn of their own."""
+    """Prompts as ids. raw: the answers continue the prompts' text; False: each answer is a turn of a conversation."""
 
     ids: list[list[int]]
     raw: bool
 
 
 def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
-    """One prompt, or a list of prompts of one kind. Raises OfflinePromptError that names the wrong prompt."""
+    """Convert one prompt, or a list of prompts of one kind. Raises OfflinePromptError with the prompt's index."""
     listed = _as_list(prompts)
     kinds = [_kind(prompt, place) for place, prompt in enumerate(listed)]
     other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
@@ -43,7 +43,7 @@ def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:
-    """A single prompt counts as a list of one; a text is never split into its letters."""
+    """The prompts as a list; a single prompt becomes a list of one. A text is never split into characters."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, list | tuple):

@@ -1,4 +1,4 @@
-"""`python -m toolkit.infer.load.worker_main`: a worker process, which the driver starts and feeds through stdin."""
+"""`python -m toolkit.infer.load.worker_main`: a worker process, started by the driver, with messages on its stdin."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = get_logger(__name__)
 
 
 def main() -> None:
-    """Run until the driver stops this rank. The exit status is 1 when anything failed."""
+    """Run until the driver stops this rank. The exit status is 1 after an error."""
     worker = Worker()
     try:
         run_worker(load_rank(worker.config, worker).engine, worker.next_message)
-    except BaseException as error:  # process edge: whatever it is, the driver must notice it
+    except BaseException as error:  # process edge: the driver must detect every error
         if not worker.stopping():
             logger.error("rank %d failed: %s: %s", worker.rank, type(error).__name__, error, exc_info=error)
-        os._exit(1)  # an orderly end would wait for the other ranks
+        os._exit(1)  # a normal exit would wait for the other ranks
     dist.destroy_process_group()
 
 

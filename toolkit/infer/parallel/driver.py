@@ -1,8 +1,8 @@
-"""The driver, rank 0: starts the workers as processes, sends them messages, and notices when one ends.
+"""The driver, rank 0: starts the workers as processes, sends them messages, and detects the end of a worker.
 
-Each worker has a pipe of its own, whose end also tells it that the driver has ended. A rank whose peer died may hang in
-a collective for ever (NCCL) or fail there (gloo). So a thread waits for the end of each worker: it kills the others,
-lets the next step raise RankLostError, and ends this process if a step never returns.
+Each worker reads its own pipe. The end of the pipe also tells the worker that the driver has ended. If a rank dies, its
+peers hang in a collective (NCCL) or fail there (gloo). So one thread per worker waits for its end. It then kills the
+other workers, makes the next step raise RankLostError, and ends this process if a step never returns.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from toolkit.threads import physical_cores, users_threads
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-NOTICE_S = 3.0  # time in which a rank's end is noticed after it made a collective fail
+NOTICE_S = 3.0  # time to detect a rank's end after a collective failed because of it
 RETURN_S = 10.0  # time for a step to return after a rank has ended
-STOP_S = 10.0  # time for the workers to end by themselves
+STOP_S = 10.0  # time for the workers to end before they are killed
 WORKER = "toolkit.infer.load.worker_main"
 
 
 class Driver(Ranks):
-    """size: ranks in all. The workers start at once; `join` waits for them. Raises ParallelError for a bad size."""
+    """size: number of ranks. The workers start at once; `join` waits for them. Raises ParallelError for a bad size."""
 
     rank = 0
 
@@ -51,7 +51,7 @@ class Driver(Ranks):
                 "tensor parallel starts its own processes: run it as a plain process, and close the other LLM first"
             )
         self.size, self._config = size, config
-        self.lost: str | None = None  # why the group has ended; None: it works
+        self.lost: str | None = None  # why the group has ended; None: it runs
         self._noticed = threading.Event()
         self._lock = threading.Lock()  # guards lost and _closed
         self._closed = False
@@ -69,7 +69,7 @@ class Driver(Ranks):
         environment = {**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // self.size)))
         command = [sys.executable, "-m", WORKER]
-        # A session of its own: Ctrl-C goes to the driver alone.
+        # A new session: Ctrl-C goes to the driver only.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
         )
@@ -82,7 +82,7 @@ class Driver(Ranks):
         if already:
             act()
 
-    # -- what all ranks do ---------------------------------------------------------------------------------------------
+    # -- methods of all ranks ------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         if self.device.type == "cpu" and users_threads() is None:
@@ -104,7 +104,7 @@ class Driver(Ranks):
     # -- messages to the workers ---------------------------------------------------------------------------------------
 
     def tell(self, message: Message) -> None:
-        """Raises RankLostError."""
+        """Send a message to all workers. Raises RankLostError."""
         self._check()
         for rank in range(1, self.size):
             self._send(rank, message)
@@ -124,16 +124,16 @@ class Driver(Ranks):
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around work of all ranks. A failure within it ends the group: the ranks no longer agree.
+        """Context manager for work of all ranks. An error inside ends the group: the ranks are out of step.
 
-        Raises RankLostError if another rank's end was the reason, else what was raised.
+        Raises RankLostError if the end of another rank was the cause, else the original error.
         """
         self._check()
         self._inside = True
         try:
             yield
         except BaseException as error:
-            # The end of another rank first appears here, as a failed collective.
+            # A failed collective may be the first sign of the end of another rank.
             if isinstance(error, RuntimeError):
                 self._noticed.wait(NOTICE_S)
             before = self._end_group(f"rank 0 of {self.size} failed: {type(error).__name__}: {error}")
@@ -143,7 +143,7 @@ class Driver(Ranks):
         finally:
             self._inside = False
 
-    # -- ends ----------------------------------------------------------------------------------------------------------
+    # -- loss of a rank and close --------------------------------------------------------------------------------------
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -158,7 +158,7 @@ class Driver(Ranks):
             os._exit(1)
 
     def _end_group(self, why: str) -> str | None:
-        """Kill the workers. Returns why the group had ended before, None if it had not."""
+        """Kill the workers. Returns the earlier reason if the group had ended already, else None."""
         with self._lock:
             before = self.lost
             if before is None:
@@ -183,7 +183,8 @@ class Driver(Ranks):
                 send(Stop(), process.stdin)
             with contextlib.suppress(OSError):
                 process.stdin.close()
-        # Before the wait: NCCL ends a group only when all ranks do. It would also wait for ranks that have ended.
+        # Before the wait below: NCCL ends a group only when all ranks do. Skipped with NCCL after the loss of a rank,
+        # because it would wait for that rank.
         if dist.is_initialized() and (self.lost is None or self.device.type == "cpu"):
             dist.destroy_process_group()
         until = time.monotonic() + STOP_S
@@ -197,6 +198,6 @@ class Driver(Ranks):
 
 
 def prefer_loopback() -> None:
-    """Let gloo use the loopback interface; its default, that of the host's name, may be unknown or public."""
+    """Make gloo use the loopback interface. Its default, the interface of the host name, may be missing or public."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Messages from the driver to the workers, in the order in which the driver does these things itself."""
+"""Messages from the driver to the workers. Their order is the order of the driver's own calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.infer.request.request import Request
 
 @dataclass(frozen=True)
 class Load:
-    """Join the group whose store is at `port`, as that rank, and load the engine. config: its EngineConfig."""
+    """Join the group with its store at `port` as `rank`, and load the engine. config: an EngineConfig."""
 
     rank: int
     size: int
@@ -31,7 +31,7 @@ class Add:
     params: SamplingParams
     speculative: bool
     shape: DraftShape | None
-    states_seed: bool  # the caller gave `params` a seed; here they always have one
+    states_seed: bool  # the caller set a seed; `params` here always has one
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Abort:
 
 @dataclass(frozen=True)
 class Step:
-    """One round. written: what `written` returns on the driver before it."""
+    """Run one round. written: the driver's result of `written` before it."""
 
     written: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """Draft with that shape from the next step on."""
+    """Draft with another shape from the next step on."""
 
     shape: DraftShape
 
@@ -64,24 +64,24 @@ class Decided:
 
 @dataclass(frozen=True)
 class Stop:
-    """Close the engine and end."""
+    """Close the engine and end the process."""
 
 
 Message = Load | Add | Abort | Step | Reshape | Decided | Stop
 
 
 def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
-    """Per row: arrival of its request, number of its tokens, the last one. Equal on all ranks before every round."""
+    """Per row: arrival of its request, number of output tokens, last token. Equal on all ranks before every round."""
     return tuple((request.arrival, len(request.output_ids), request.output_ids[-1]) for request in running)
 
 
 def send(message: Message, pipe: IO[bytes]) -> None:
-    """Raises OSError when nobody reads the pipe."""
+    """Write a message to a pipe. Raises OSError if the pipe has no reader."""
     pipe.write(pickle.dumps(message))
     pipe.flush()
 
 
 def receive(pipe: IO[bytes]) -> Message:
-    """The driver's next message. Raises EOFError if it has ended, UnpicklingError if it ended within a message."""
+    """Read the driver's next message. Raises EOFError if the driver has ended, UnpicklingError if within a message."""
     message: Message = pickle.load(pipe)
     return message

@@ -1,4 +1,4 @@
-"""The engine as the ranks run it: the driver's tells the workers what it does, the workers' repeat it."""
+"""The engine of a rank: the driver's engine sends its calls to the workers, and the workers' engines repeat them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.infer.request.request import Request
 
 
 class RankEngine(Engine):
-    """An engine whose forwards need all ranks. Choices that depend on the clock are made by the driver."""
+    """An engine whose forwards need all ranks. The driver makes the choices that depend on the clock."""
 
     def __init__(self, ranks: Ranks, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
@@ -27,7 +27,7 @@ class RankEngine(Engine):
             self.drafter.choose_by(lambda most: DriversShape(most, ranks))
 
     def check_written(self, by_driver: tuple[tuple[int, int, int], ...]) -> None:
-        """Raise RankLostError if this rank has other tokens than the driver: its forwards would read another text."""
+        """Raise RankLostError if this rank's tokens differ from the driver's: their forwards would not match."""
         own = written(self._running)
         if own != by_driver:
             raise RankLostError(
@@ -37,7 +37,7 @@ class RankEngine(Engine):
 
 
 class DriversShape(AdaptiveShape):
-    """The driver chooses what is drafted and when the head is probed; the workers take its choice, not their own."""
+    """Adaptive shapes chosen by the driver: the workers use its choice of the shape and of the probe steps."""
 
     def __init__(self, most: DraftShape, ranks: Ranks) -> None:
         super().__init__(most)
@@ -59,7 +59,7 @@ class DriversShape(AdaptiveShape):
 
 
 class DriverEngine(RankEngine):
-    """The driver's engine. Every method may raise RankLostError; the engine cannot be used after that."""
+    """The driver's engine. Every method may raise RankLostError; the engine is unusable after that."""
 
     def __init__(self, driver: Driver, *parts: Any, **options: Any) -> None:
         super().__init__(driver, *parts, **options)
@@ -76,7 +76,7 @@ class DriverEngine(RankEngine):
     ) -> Request:
         request = super().add_request(
             prompt_ids, params, speculative=speculative, shape=shape, request_id=request_id
-        )  # a request that is refused here is never sent
+        )  # a refused request is not sent
         self.driver.tell(
             Add(request.arrival, request.prompt_ids, request.params, speculative, shape, request.states_seed)
         )
@@ -102,5 +102,5 @@ class DriverEngine(RankEngine):
 
 
 def engine_of(ranks: Ranks) -> Callable[..., Engine]:
-    """The class of this rank's engine, to be called with the arguments of Engine."""
+    """A constructor of this rank's engine. It takes the arguments of Engine."""
     return partial(DriverEngine, ranks) if isinstance(ranks, Driver) else partial(RankEngine, ranks)

@@ -1,15 +1,15 @@
-"""One process's place among the N processes of a machine that run one engine together (tensor parallel).
+"""Tensor parallelism: one engine on N processes (ranks) of a machine.
 
-Every rank runs the same engine on the same requests and takes the same decisions, with its part of the weights and of
-the cache. Rank 0, the driver, is the user's process; it starts the workers and sends them what it is asked to do:
+Every rank runs the same engine on the same requests and makes the same decisions, with its shard of the weights and of
+the cache. Rank 0, the driver, is the user's process. It starts the workers and sends them its own calls:
 
     driver    HTTP, LLM --> DriverEngine   add, abort, step   ---- collectives inside a forward ----+
-                               |  messages, through a pipe each                                     |
-    worker r                   +-----> RankEngine   add, abort, step  ----------------------------+
+                               |  messages, one pipe per worker                                     |
+    worker r                   +-----> RankEngine   add, abort, step  ------------------------------+
 
-What could differ between ranks is decided by the driver (`agree`: choices that depend on the clock) or is the minimum
-over all (`least`: free memory). Random numbers depend on a request's seed alone. Sums over ranks have the same bits on
-all of them.
+The driver decides what could differ between ranks (`agree`: choices that depend on the clock), or the ranks use the
+minimum (`least`: free memory). Random numbers depend on a request's seed only. Sums over ranks have the same bits on
+all ranks.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.request.errors import EngineError
 
 T = TypeVar("T")
-# Of one collective: ranks read their weights one after the other. The end of a rank is noticed by other means.
+# Timeout of one collective. It is long because ranks load their weights in turn. It does not detect lost ranks: the
+# driver waits for the workers' processes, and the workers wait for the end of their pipes.
 TIMEOUT = timedelta(hours=2)
 
 
 class ParallelError(EngineError):
-    """Options that tensor parallelism does not support, or a model that cannot be divided among the ranks."""
+    """Options that tensor parallelism does not support, or a model that cannot be sharded."""
 
 
 class RankLostError(RuntimeError):
-    """A rank has ended; the engine that all of them run together cannot go on."""
+    """A rank has ended, so the engine cannot continue."""
 
 
 class Ranks(ABC):
-    """rank: from 0 to size - 1. device: of its weights, set by `place`. mesh: all ranks in a line, set by `connect`; of
-    the CPU, where weights are read and divided."""
+    """rank: 0 to size - 1. device: of the weights, set by `place`. mesh: a 1-D mesh of all ranks, set by `connect`; on
+    the CPU, where weights are loaded and sharded."""
 
     rank: int
     size: int
@@ -51,7 +52,9 @@ class Ranks(ABC):
     mesh: DeviceMesh
 
     def place(self, device: torch.device, *, quantization: str | None) -> torch.device:
-        """This rank's device of that type. Raises ParallelError for weights or a device that cannot be divided."""
+        """Select this rank's device of that type. Returns it.
+
+        Raises ParallelError for quantised weights, a device with an index (cuda:N), or fewer GPUs than ranks."""
         if quantization is not None:
             raise ParallelError(
                 f"`tensor_parallel_size` is {self.size}, which does not go with {quantization} weights; set "
@@ -75,22 +78,22 @@ class Ranks(ABC):
 
     @abstractmethod
     def agree(self, decide: Callable[[], T]) -> T:
-        """The driver's decision; `decide` is called on the driver alone."""
+        """The driver's decision on all ranks. Only the driver calls `decide`."""
 
     def connect(self, store: dist.Store) -> None:
-        """Start torch's process group: NCCL between GPUs, gloo between CPUs and for tensors on the host."""
+        """Start torch's process group: NCCL for tensors on GPUs, gloo for tensors on the host."""
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         self.mesh = init_device_mesh("cpu", (self.size,))
 
     def least(self, number: int) -> int:
-        """The minimum of the ranks' numbers."""
+        """The minimum of `number` over all ranks."""
         found = torch.tensor(number)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Run `work` on one rank after the other, so that its peak memory is needed once."""
+        """Run `work` on one rank after the other, so that only one rank at a time has its peak memory."""
         for turn in range(self.size):
             if turn == self.rank:
                 result = work()
@@ -98,7 +101,7 @@ class Ranks(ABC):
         return result
 
     def memory(self, settings: MemorySettings) -> MemorySettings:
-        """Settings that give all ranks caches of one size; ranks on a CPU share its memory."""
+        """Settings for caches of the same size on all ranks. Ranks on a CPU share its memory."""
         own = {field.name: getattr(settings, field.name) for field in fields(MemorySettings)}
         if self.device.type == "cpu" and settings.max_total_tokens is None:
             own["mem_fraction_static"] = (settings.mem_fraction_static or CPU_SHARE) / self.size
@@ -107,7 +110,7 @@ class Ranks(ABC):
 
 @dataclass(frozen=True)
 class _EqualMemory(MemorySettings):
-    """The same number of pages on all ranks: admission of requests and eviction of prefixes follow from it."""
+    """The same number of pages on all ranks, so that admission and eviction are the same on all ranks."""
 
     least: Callable[[int], int] = int
 

@@ -1,9 +1,9 @@
-"""Linear layers divided among the ranks: styles for torch's parallelize_module.
+"""Column- and row-parallel linear layers: styles for torch's parallelize_module.
 
-DTensor divides the weights; the products run on plain tensors: dispatching DTensors costs more than a decoding step.
+DTensor shards the weights. The matmuls run on plain tensors, because DTensor dispatch costs more than a decoding step.
 
-    column   rows of the weight [out/N, in]: whole input -> its part of the output (heads, MLP width)
-    row      columns of the weight [out, in/N]: its part of the input -> a sum over the ranks
+    column   rows of the weight [out/N, in]: whole input -> this rank's part of the output (heads, MLP width)
+    row      columns of the weight [out, in/N]: this rank's part of the input -> all-reduced sum
 
 Shapes: N ranks.
 """
@@ -23,7 +23,7 @@ from toolkit.infer.parallel.ranks import ParallelError
 
 
 class Column(ParallelStyle):
-    """gather: concatenate the parts of the output, so that every rank has the whole, with the same bits."""
+    """Column-parallel. gather: all-gather the output, so that every rank has all of it, with the same bits."""
 
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Column(ParallelStyle):
 
     @staticmethod
     def divided(linear: nn.Linear) -> int:
-        """The width that is divided among the ranks."""
+        """The sharded width."""
         return linear.out_features
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -44,7 +44,7 @@ class Column(ParallelStyle):
 
 
 class Row(ParallelStyle):
-    """split: the input is whole, and each rank takes its part of it."""
+    """Row-parallel. split: the input is whole, and each rank selects its part."""
 
     def __init__(self, *, split: bool = False) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Row(ParallelStyle):
 
     @staticmethod
     def divided(linear: nn.Linear) -> int:
-        """The width that is divided among the ranks."""
+        """The sharded width."""
         return linear.in_features
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.weight = _part(module.weight, device_mesh, 1)
-        if dist.get_rank():  # the bias is added once, by rank 0
+        if dist.get_rank():  # only rank 0 adds the bias
             module.register_parameter("bias", None)
         if self.split:
             module.register_forward_pre_hook(_own_part)
@@ -66,7 +66,7 @@ class Row(ParallelStyle):
 
 
 def check_divides(path: str, module: nn.Module, style: Column | Row, size: int) -> None:
-    """Raises ParallelError unless `module`, a linear layer, can be divided among `size` ranks."""
+    """Raise ParallelError unless `module` is a linear layer that `size` ranks can divide evenly."""
     if not isinstance(module, nn.Linear):
         raise ParallelError(f"{path} is {type(module).__name__}; only linear layers can be divided among ranks")
     width = style.divided(module)
@@ -78,7 +78,7 @@ def check_divides(path: str, module: nn.Module, style: Column | Row, size: int) 
 
 
 def _part(whole: Any, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """This rank's part, in memory of its own, so that the whole weight can be freed."""
+    """This rank's shard as a copy, so that the whole weight can be freed."""
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None).to_local()
     return nn.Parameter(part.clone().to(whole.device), requires_grad=False)
 
@@ -89,7 +89,7 @@ def _summed(_: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def _gathered(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """[..., width/N] of every rank -> [..., width]."""
+    """All-gather of [..., width/N] -> [..., width]."""
     parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, output.contiguous())
     return torch.cat(parts, dim=-1)

@@ -1,7 +1,7 @@
-"""Target and draft head divided among the ranks: the target by transformers' plan for its family, heads by ours.
+"""Shards the target (by transformers' tensor parallel plan) and the draft head (by our own plan) over the ranks.
 
-Attention by heads and MLPs by width, as Megatron-LM does it (arXiv 1909.08053); output matrices by vocabulary. Norms,
-embeddings and what fuses a head's inputs are whole on every rank.
+Attention is sharded by heads and MLPs by width, as in Megatron-LM (arXiv 1909.08053); output matrices by vocabulary.
+Norms, embeddings and a head's input fusion (`fc`, `eh_proj`) are replicated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.targets.load import Target, load_config
 
 logger = get_logger(__name__)
 
-# transformers' names; the _rep ones are those of its first 5.x versions. None: whole on every rank.
+# By transformers' names; the names with _rep are from its first 5.x versions. None: replicated.
 STYLES: dict[str, Column | Row | None] = {
     "colwise": Column(),
     "rowwise": Row(),
@@ -45,10 +45,10 @@ PROBE_TOKENS = 8
 def load_sharded_target(
     ranks: Ranks, name: str | Path, *, revision: str | None, device: torch.device, **options: Any
 ) -> Target:
-    """Load a target and keep this rank's part of its layers. One rank after the other reads the whole, on the host.
+    """Load a target and keep this rank's shard of its layers. The ranks load the whole model in turn, on the host.
 
-    Raises TargetError, ParallelError for a family or numbers of heads that cannot be divided, UnsupportedTargetError
-    if the divided model computes other logits than the whole one.
+    Raises TargetError, ParallelError for a family or a number of heads that cannot be sharded, UnsupportedTargetError
+    if the logits of the sharded model differ from those of the whole model.
     """
     check_heads(load_config(name, revision)[0], ranks.size, str(name))
     ranks.join()
@@ -57,7 +57,7 @@ def load_sharded_target(
         target = load_target(name, revision=revision, device="cpu", **options)
         logits = _probe_logits(target)
         _shard_layers(target, ranks)
-        # Device only: a dtype here would also cast the rotary frequencies. (The stub of `to` has lost its self.)
+        # Device only: a dtype here would also cast the rotary frequencies. (The type stub of `to` lacks self.)
         target.model.to(device)  # type: ignore[arg-type]
         return target, logits
 
@@ -73,8 +73,9 @@ def load_sharded_target(
 
 
 def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Column | Row]:
-    """Styles by layer name (numbers as *), from transformers' plan. Raises ParallelError if there is none for `size`
-    ranks."""
+    """Styles by layer name (numbers as *), from transformers' plan.
+
+    Raises ParallelError without a plan, for an unknown style, or for heads that `size` ranks cannot divide evenly."""
     text: Any = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     unknown = sorted(f"{key}: {style}" for key, style in plan.items() if style not in STYLES)
@@ -93,7 +94,7 @@ def check_heads(config: PretrainedConfig, size: int, name: str) -> dict[str, Col
 
 
 def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> None:
-    """Divide the target's output matrix and the fitted head as far as possible; log what is divided."""
+    """Shard the target's output matrix and the fitted head as far as possible; log the result."""
     divided: list[str] = []
     whole: list[str] = []
     rows = (
@@ -102,7 +103,7 @@ def shard_output_and_head(ranks: Ranks, target: Target, draft: Draft | None) -> 
         and draft.token_map.size < target.vocab_size
     )
     what = f"its output matrix ({target.vocab_size} ids)"
-    if target.vocab_size % ranks.size or rows:  # with a token map, a head gathers rows of the whole matrix
+    if target.vocab_size % ranks.size or rows:  # a head with a token map selects rows of the whole matrix
         whole.append(what)
     else:
         parallelize_module(target.lm_head, ranks.mesh, Column(gather=True))
@@ -130,13 +131,13 @@ def _shard_layers(target: Target, ranks: Ranks) -> None:
 
 @torch.inference_mode()
 def _probe_logits(target: Target) -> torch.Tensor:
-    """The model's own logits for some tokens, on the host."""
+    """The model's logits of PROBE_TOKENS tokens, on the host."""
     ids = (torch.arange(PROBE_TOKENS, device=target.device) * 7919 % target.vocab_size)[None]
     return target.model(input_ids=ids, use_cache=False).logits.float().cpu()
 
 
 def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -> None:
-    """Divide its attention by heads, its MLPs by width, its own output matrix by vocabulary."""
+    """Shard the attention by heads, the MLPs by width, and the head's own output matrix by vocabulary."""
     size, config = ranks.size, head.config
     heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     by_heads, by_width = heads % size == 0 and key_heads % size == 0, width % size == 0
@@ -156,5 +157,5 @@ def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -
             plan["lm_head"] = Column(gather=True)
     if plan:
         parallelize_module(head, ranks.mesh, plan)  # type: ignore[arg-type]
-    if by_heads:  # its cache holds this rank's heads
+    if by_heads:  # the head's KV cache holds this rank's heads only
         head.config = replace(config, num_attention_heads=heads // size, num_key_value_heads=key_heads // size)

@@ -1,4 +1,4 @@
-"""A worker: a rank that loads the engine and repeats on it what the driver does, as the driver's messages say."""
+"""A worker: a rank that loads the engine and repeats the driver's calls on it, according to the driver's messages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from toolkit.log import get_logger
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-NOTICE_S = 2.0  # time in which the driver's end is noticed after it made a collective fail
+NOTICE_S = 2.0  # time to detect the driver's end after a collective failed because of it
 
 
 class Worker(Ranks):
-    """The ranks as one of the workers sees them. A thread reads the messages, so that the driver's end is noticed."""
+    """The ranks, seen from one worker. A thread reads the messages and detects the driver's end."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -37,7 +37,7 @@ class Worker(Ranks):
         self.config: Any = first.config
 
     def next_message(self) -> Message:
-        """The next message of the driver; waits for it."""
+        """Wait for the next message of the driver and return it."""
         return self._messages.get()
 
     def join(self) -> None:
@@ -53,17 +53,17 @@ class Worker(Ranks):
         return value
 
     def stopping(self) -> bool:
-        """Whether the driver has told this rank to stop, or has ended; waits a moment for the news."""
+        """Whether the driver has sent Stop or has ended. Waits up to NOTICE_S seconds."""
         return self._stopping.wait(NOTICE_S)
 
     def _read(self) -> None:
         while True:
             try:
                 message = receive(sys.stdin.buffer)
-            except Exception:  # process edge: no message, or half of one
+            except Exception:  # process edge: the pipe ended, perhaps within a message
                 self._stopping.set()
                 logger.warning("rank 0, the driver, has ended; this rank ends too")
-                os._exit(1)  # the other threads may wait in a collective for ever
+                os._exit(1)  # another thread may hang in a collective
             self._messages.put(message)
             if isinstance(message, Stop):
                 self._stopping.set()
@@ -71,7 +71,7 @@ class Worker(Ranks):
 
 
 def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
-    """Repeat on `engine` what the driver does, until it stops. Raises whatever a step raises."""
+    """Repeat the driver's calls on `engine` until Stop. Raises the errors of a step."""
     assert isinstance(engine, RankEngine), "a worker runs a RankEngine"
     requests: dict[int, Request] = {}
     while not isinstance(message := next_message(), Stop):

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's JSON: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's JSON form: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SHOWN = 5  # problems listed in one message
 
 
 class ApiError(Exception):
-    """A reply with another status than 200; `param` is the wrong field, `code` is for programs."""
+    """An error reply. status: the HTTP status; param: the wrong field; code: the machine-readable reason."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 
 def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, max_context: int, param: str) -> ApiError:
-    """The 400 for a prompt (and answer) that does not fit, with the numbers. Sizes in tokens."""
+    """The 400 for a prompt and answer that exceed the context. Sizes in tokens."""
     if max_tokens is None:
         asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
     else:
@@ -44,7 +44,7 @@ def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, max_cont
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """pydantic's list of problems as one 400 that names the fields. `errors` as of ValidationError.errors()."""
+    """One 400 for pydantic's validation errors, with the names of the fields. errors: ValidationError.errors()."""
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}", code="invalid_json")
     if tuple(errors[0]["loc"]) == ("body",) and errors[0]["type"] == "model_attributes_type":
@@ -58,7 +58,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One problem per field; of a union's branches, the one that validated the largest part of the value."""
+    """One error per field. For a union: the error of the branch that validated the largest part of the value."""
     best: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for error in errors:
         branches = [i for i, part in enumerate(error["loc"]) if _is_branch(part)]
@@ -69,12 +69,12 @@ def _deepest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_branch(part: str | int) -> bool:
-    """True for the tags that pydantic puts into a location for a union's branches ("str", "list[int]")."""
+    """Whether a part of a location is pydantic's tag of a union's branch ("str", "list[int]")."""
     return part == "str" or (isinstance(part, str) and part.endswith("]"))
 
 
 def _describe(error: Mapping[str, Any]) -> tuple[str | None, str, str | None]:
-    """(param, message, code) of one problem."""
+    """(param, message, code) of one error."""
     parts = [part for part in error["loc"] if part != "body" and not _is_branch(part)]
     context = error.get("ctx") or {}
     param = context.get("param") or _path(parts)
@@ -102,7 +102,7 @@ def _short(value: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Make the app return every error, also FastAPI's own, in OpenAI's form."""
+    """Make the app return all errors, including FastAPI's, in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:

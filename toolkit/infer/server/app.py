@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server in front of one engine.
+"""An OpenAI-compatible HTTP server of one engine.
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics.
 """
@@ -19,7 +19,7 @@ from toolkit.infer.server import api_errors
 from toolkit.infer.server.completions import Completions, Served
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
 
-SHUTDOWN_S = 5  # time for answers in flight to finish at shutdown
+SHUTDOWN_S = 5  # time for running answers to finish at shutdown
 
 
 class AddressError(ValueError):
@@ -27,7 +27,7 @@ class AddressError(ValueError):
 
 
 def build_app(served: Served) -> FastAPI:
-    """The FastAPI app; its lifespan starts and stops the engine thread."""
+    """The FastAPI app. Its lifespan starts and stops the engine thread."""
     server = Completions(served)
 
     @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with a callback for when it accepts requests."""
+    """uvicorn with a callback when it is ready for requests."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve_forever(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Run until SIGINT or SIGTERM; answers in flight get SHUTDOWN_S seconds to finish."""
+    """Run until SIGINT or SIGTERM. Running answers get SHUTDOWN_S seconds to finish."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         _Uvicorn(config, on_ready).run(sockets=[listener])

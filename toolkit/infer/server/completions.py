@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: request -> prompt ids -> engine -> answer, whole or streamed."""
+"""The endpoints /v1/chat/completions and /v1/completions: request -> prompt ids -> engine -> answer, or a stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
 
 @dataclass(frozen=True)
 class Served:
-    """The engine behind one server. `shape_name` is None if nothing is drafted; `max_context` in tokens."""
+    """The engine and the model of one server. shape_name: None for plain decoding. max_context: in tokens."""
 
     model_name: str
     tokenizer: Any
@@ -93,7 +93,7 @@ class Completions:
             raise ApiError(400, str(error), param="messages") from error
 
     async def _reply(self, body: GenerationFields, ids: Sequence[int], param: str, http: Request) -> Response:
-        """`param`: the field that holds the prompt `ids`."""
+        """Generate and return the reply. param: the request's field with the prompt `ids`."""
         form = ReplyForm(
             self.served.model_name, self.served.fingerprint, isinstance(body, ChatRequest), body.wants_stream_usage
         )
@@ -113,7 +113,7 @@ class Completions:
         return JSONResponse(form.whole(choices, self._usage(writing)))
 
     async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
-        """Submit the request's n answers to the engine. After an ApiError or EngineFailure none is left there."""
+        """Submit the request's n answers to the engine. On an ApiError or EngineFailure abort all of them."""
         room, limit = self.served.max_context - len(ids), body.token_limit
         if room < (limit or 1):
             raise context_length_exceeded(len(ids), limit, self.served.max_context, param)
@@ -145,7 +145,7 @@ class Completions:
         return "".join([text async for text in self._texts(one)])
 
     async def _texts(self, one: _Writing) -> AsyncIterator[str]:
-        """New text after each engine step, until the answer ends."""
+        """Yield the new text after each engine step until the answer ends."""
         async for update in one.ticket.updates():
             text = one.answer.feed(update)
             if text:
@@ -154,7 +154,7 @@ class Completions:
                 return
 
     def _end(self, writing: Sequence[_Writing]) -> None:
-        """Remove the answers from the engine, finished or not; count and log each once."""
+        """Abort the answers that still run; count and log each answer."""
         for one in writing:
             self.engine.abort(one.ticket)
             self.metrics.record(one.ticket.request, one.answer, time.perf_counter())
@@ -171,7 +171,7 @@ class Completions:
                     yield form.piece(one.index, text, logprobs)
                 else:
                     yield form.ended(one.index, str(one.answer.finish_reason), logprobs)
-        except EngineFailure as error:  # status 200 is already sent: OpenAI's clients raise on an event with an error
+        except EngineFailure as error:  # status 200 is sent already; OpenAI's clients raise on an error event
             yield sse(ApiError(500, str(error), code="engine_failure").body)
             return
         for event in form.last(self._usage(writing)):
@@ -180,7 +180,7 @@ class Completions:
     async def _merged(
         self, writing: Sequence[_Writing]
     ) -> AsyncIterator[tuple[_Writing, str | None, list[TokenLogprob]]]:
-        """New text of any of the answers as it comes, with its log-probabilities; None when an answer has ended."""
+        """Yield (answer, new text, log-probabilities) of all answers as they arrive. Text None: the answer ended."""
         ready: asyncio.Queue[tuple[_Writing, str | None, list[TokenLogprob]] | EngineFailure] = asyncio.Queue()
 
         async def follow(one: _Writing) -> None:

@@ -1,4 +1,4 @@
-"""Sampling settings of requests that state none: the target's generation config, as in vLLM and SGLang."""
+"""Default sampling settings: those of the target's generation config, as in vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_APPLIED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class DefaultSampling:
-    """Defaults of one server; OpenAI's for settings that the target does not state."""
+    """The default settings of one server. Settings that the target does not state have OpenAI's defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -25,7 +25,7 @@ class DefaultSampling:
 
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
-        """Read the target's generation config; warn of settings in it that the engine does not apply."""
+        """Read the target's generation config. Log a warning for settings that the engine does not apply."""
         config: Any = getattr(target.model, "generation_config", None)
         stated = config.to_diff_dict() if config is not None else {}
         for name, neutral in NOT_APPLIED.items():
@@ -38,7 +38,7 @@ class DefaultSampling:
 
     @property
     def text(self) -> str:
-        """The settings that are in effect, in one line."""
+        """The settings in one line, without those that are off."""
         parts = [f"temperature {self.temperature:g}", f"top_p {self.top_p:g}"]
         parts += [f"top_k {self.top_k}"] if self.top_k else []
         parts += [f"min_p {self.min_p:g}"] if self.min_p else []

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `on_end` also runs if the client disconnects before the first event."""
+    """Server-sent events. `on_end` runs at the end, even if the client disconnects before the first event."""
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -26,7 +26,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[str]]) -> tuple[bool, list[str]]:
-    """(True, the result), or (False, []) with the work cancelled if the client disconnects first."""
+    """(True, result of `work`), or (False, []) if the client disconnects first, which cancels `work`."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(http))
     try:

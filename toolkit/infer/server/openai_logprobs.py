@@ -1,4 +1,4 @@
-"""Log-probabilities in the form of OpenAI's chat replies, with the exact bytes of every token."""
+"""Log-probabilities in OpenAI's form for chat replies, with the exact bytes of every token."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from toolkit.infer.request.request import TokenLogprob
 
-LEAST = -9999.0  # JSON has no -inf; OpenAI writes this
+LEAST = -9999.0  # OpenAI's value for -inf, which JSON does not have
 
 
 class TokenBytes:
-    """The bytes of a token, including its leading space and parts of characters.
+    """The exact bytes of a token, including a leading space and partial characters.
 
-    Decoding one id alone loses both: SentencePiece decoders drop a leading space, and a part of a character becomes
+    Decoding a single id loses both: SentencePiece decoders drop a leading space, and a partial character becomes
     U+FFFD.
     """
 
@@ -31,7 +31,7 @@ class TokenBytes:
         self._added = tokenizer.added_tokens_decoder
 
     def of(self, token_id: int) -> bytes:
-        """b"" for an id outside the tokenizer's vocabulary."""
+        """The bytes of a token; b"" for an id outside the tokenizer's vocabulary."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -51,7 +51,7 @@ class LogprobForm:
         self._bytes = TokenBytes(tokenizer)
 
     def content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """One item per token of the answer, including the stop id that ended it."""
+        """`choices[].logprobs` with one item per token of the answer, including the stop id that ended it."""
         items = []
         for entry in entries:
             best = [self._item(token, logprob) for token, logprob in entry.top]

@@ -1,9 +1,9 @@
-"""OpenAI's requests, validated.
+"""Validation of OpenAI's request bodies.
 
-Strict on purpose: a field that the engine does not apply is refused by name unless it has its neutral value
-(best_of=1, tools=[], ...), so that no field is silently ignored.
+No field is silently ignored: a request is refused if it sets a field that the engine does not apply, unless the field
+has its neutral value (best_of=1, tools=[], ...).
 Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos; and `speculative` (false: plain decoding), `shape` (what is drafted for this request, as text).
+ignore_eos. Our own: `speculative` (false: plain decoding) and `shape` (the request's draft shape as text, "S,K,N").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.infer.request.chat_message import (
 )
 from toolkit.infer.request.params import MOST_LOGPROBS
 
-# Field -> values that change nothing; null is neutral for all of them.
+# Field -> neutral values, which change nothing. null is neutral for every field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "user": (ANY,),
     "metadata": (ANY,),
@@ -54,7 +54,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (), "to
 
 
 def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
-    """The body without nulls and fields of neutral value. Raises for a known field that asks for something."""
+    """The body without nulls and neutral fields. Raises PydanticCustomError for a known field with another value."""
     if not isinstance(body, dict):
         return body
     try:
@@ -65,7 +65,7 @@ def _drop_neutral(body: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
 
 
 def _encodable(text: str) -> str:
-    """JSON can carry half of a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    """Refuse a lone surrogate ("\\ud800"): JSON allows it, tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,14 +89,14 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """One text part of a message. Images and audio are refused."""
+    """One text part of a message. Other parts (images, audio) are refused."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(_Strict):
-    """One chat message; the text of several parts is joined."""
+    """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
@@ -108,11 +108,11 @@ class Message(_Strict):
 
     @property
     def text(self) -> str:
-        """The whole text of the message."""
+        """The text of the message; several parts are joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it."""
+        """The message in the form of chat templates."""
         return template_message(self.role, self.text)
 
 
@@ -124,7 +124,7 @@ class StreamOptions(_Strict):
 
 
 class GenerationFields(_Strict):
-    """Fields that both endpoints share. None means: not given."""
+    """The common fields of both endpoints. None: not given."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
@@ -179,12 +179,12 @@ class GenerationFields(_Strict):
 
     @property
     def wants_stream_usage(self) -> bool:
-        """True when the stream must end with a usage chunk."""
+        """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def token_limit(self) -> int | None:
-        """How many tokens the answer may have; None: until the context is full."""
+        """The largest number of answer tokens; None: until the context is full."""
         return self.max_tokens
 
     @property
@@ -194,7 +194,7 @@ class GenerationFields(_Strict):
 
     @property
     def most_logprobs(self) -> int | None:
-        """Log-probabilities wanted: of every token and of so many most probable ones; None: of none."""
+        """Number of top log-probabilities per token, in addition to the token's own; None: no log-probabilities."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""The JSON of replies, whole and streamed, for the two endpoints that generate."""
+"""The JSON of whole and streamed replies of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """Identity and JSON form of one reply. `chat` selects the form of one of the two endpoints.
+    """Identity and JSON form of one reply.
 
-    with_usage: events of a stream have `usage`, null in all but the last. index: which of the request's n answers;
-    logprobs: `choices[].logprobs`, None where the client did not ask.
+    chat: the form of /v1/chat/completions, else that of /v1/completions. with_usage: events of a stream have `usage`,
+    null in all but the last. In the methods, index: the number of the answer among the request's n; logprobs:
+    `choices[].logprobs`, None if the client did not ask for them.
     """
 
     model: str
@@ -41,7 +42,7 @@ class ReplyForm:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def first(self, index: int) -> list[str]:
-        """Events that begin a streamed answer: a chat states the role."""
+        """Events that begin a streamed answer: the role in a chat, none otherwise."""
         return [self._event(index, {"role": "assistant", "content": ""}, None, None)] if self.chat else []
 
     def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> str:
@@ -49,7 +50,7 @@ class ReplyForm:
         return self._event(index, {"content": text} if self.chat else text, None, logprobs)
 
     def ended(self, index: int, finish_reason: str, logprobs: dict[str, Any] | None) -> str:
-        """The event that ends an answer; `logprobs` of its tokens without text, if any."""
+        """The event that ends an answer. logprobs: of its last tokens without text, if any."""
         return self._event(index, {} if self.chat else "", finish_reason, logprobs)
 
     def last(self, usage: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""An OpenAI request as the engine's sampling settings."""
+"""Converts an OpenAI request to SamplingParams."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ FIELD_OF = {"stop_ids": "stop_token_ids", "logprobs": "top_logprobs"}  # setting
 
 
 def request_params(body: GenerationFields, defaults: DefaultSampling, room: int) -> SamplingParams:
-    """The settings of the request's first answer. room: tokens that the context leaves for an answer.
-
-    Raises `ApiError`.
-    """
+    """The settings of the request's first answer. room: tokens left in the context for the answer. Raises ApiError."""
     try:
         return SamplingParams(
             temperature=defaults.temperature if body.temperature is None else body.temperature,
@@ -43,14 +40,14 @@ def request_params(body: GenerationFields, defaults: DefaultSampling, room: int)
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The settings of the request's answer `index`: its seed is `index` higher, modulo 2**64.
+    """The settings of the request's answer `index`: add `index` to the seed, modulo 2**64.
 
-    Without a seed all answers have the same settings: the engine gives each a seed of its own."""
+    Without a seed all answers have the same settings; the engine draws a seed for each."""
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 
 
 def wrong_setting(error: SamplingError) -> ApiError:
-    """The 400 for a setting that the engine refuses."""
+    """The 400 for an invalid sampling setting."""
     return ApiError(400, str(error), param=FIELD_OF.get(error.field, error.field), code="invalid_value")

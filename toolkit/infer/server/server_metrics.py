@@ -1,4 +1,4 @@
-"""Prometheus text of /metrics, summed over finished answers from the engine's event log."""
+"""Prometheus metrics of /metrics, summed over ended answers from the engine's event log."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SERIES = {
 
 
 class ServerMetrics:
-    """Counters of one server; written and read on the event loop only."""
+    """Counters of one server. Only the event loop's thread reads and writes them."""
 
     def __init__(self) -> None:
         self._values: defaultdict[str, float] = defaultdict(int)
 
     def record(self, request: Request, answer: Answer, now: float) -> None:
-        """Adds one ended answer. `now` on the clock of `request.submitted_at` (perf_counter seconds)."""
+        """Add one ended answer. now: perf_counter seconds, the clock of `request.submitted_at`."""
         self._values[f'requests_total{{finish_reason="{answer.finish_reason or "abort"}"}}'] += 1
         self._values["prompt_tokens_total"] += len(request.prompt_ids)
         self._values["prompt_tokens_cached_total"] += request.cached_tokens
@@ -56,7 +56,7 @@ class ServerMetrics:
         self._values[f"{name}_count"] += 1
 
     def text(self, in_flight: int) -> str:
-        """The exposition text."""
+        """The metrics in Prometheus' text format."""
         self._values["requests_in_flight"] = in_flight
         lines = []
         for name, (kind, help_text) in SERIES.items():
