@@ -137,7 +137,7 @@ def test_a_targets_revision(hub, tiny_target, tiny_target_directory):
         load_target("org/target", revision="v9")
     named = target_facts(f"org/target@{first}")
     assert (named.name, named.source, named.revision) == ("org/target", "org/target", first)
-    with pytest.raises(TargetError, match="one of the two is needed"):
+    with pytest.raises(TargetError, match="give only one of them"):
         target_facts(f"org/target@{first}", second)
     facts = target_facts("org/target")
     repository.commit({"config.json": json.dumps({**config, "rms_norm_eps": 0.25}).encode()})

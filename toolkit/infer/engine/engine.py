@@ -60,8 +60,7 @@ class Engine:
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
     memory: size of the KV cache.
     torch_compile: compile the layers (CPU).
-    graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly. The eager round
-        is the reference.
+    graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
 
     Raises DraftDirError for an unusable head, UnsupportedTargetError for an unusable target, CompileError for layers
     that cannot be compiled.
