@@ -4,8 +4,7 @@ Each kind of head is one module of this folder: a `HeadConfig` (shapes, features
 engines) and a `DraftHead` (parameters, forward, warm start). `registry.py` lists the kinds.
 
 Every kind has a config, a warm start, and an output matrix: its own or the target's. The training unroll and the
-drafter call `first_hidden`, `forward` and `read` of a head that drafts token by token. A kind that drafts in another
-way omits them and needs its own unroll and drafter.
+drafter call `first_hidden`, `forward` and `read`.
 
 Inputs are token-major, without caches, masks or step counters. The caller passes the attention as an argument.
 
@@ -14,6 +13,7 @@ Shapes: T tokens, W feature width, H head hidden size, D rows of the head's own 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -69,7 +69,7 @@ class WarmStart:
     repeats: Sequence[nn.Module] = ()
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """Base class of the draft heads. The token embedding is the target's.
 
     rope: the rotary embedding of its layers. norm, lm_head: present if `config.own_vocabulary`.
@@ -85,6 +85,7 @@ class DraftHead(nn.Module):
         """The input of stage 0 at positions with known target features: [..., W] -> [..., H]."""
         return features
 
+    @abstractmethod
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
     ) -> Tensor:
@@ -93,7 +94,6 @@ class DraftHead(nn.Module):
         embeds [T, H]: embedding of the token after each position; hidden [T, H]: output of `first_hidden` or of the
         previous pass; positions [T] int64, all below `reach`. Returns [T, H], the `hidden` of the next pass.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not draft token by token")
 
     def read(self, stage: int, hidden: Tensor) -> Tensor:
         """The input of the output matrix (the head's or the target's) from a stage's output: [..., H] -> [..., H]."""
@@ -103,6 +103,6 @@ class DraftHead(nn.Module):
         """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix."""
         raise NotImplementedError(f"the target's output matrix scores the states of {type(self).__name__}")
 
+    @abstractmethod
     def warm_start(self) -> WarmStart:
         """How to initialise each part of the head from the target."""
-        raise NotImplementedError(f"{type(self).__name__} has no start from the target")

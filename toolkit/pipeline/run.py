@@ -61,7 +61,7 @@ class Run:
         return target
 
     def load_target(self, use: Use) -> Target:
-        """The target, packed for decoding. `use` decides its dtype, see `toolkit.targets.load.load_target`."""
+        """The target, packed for decoding. `use` decides its dtype, see `cpu_door.load_target`."""
         from toolkit.pipeline.run_target import load_packed
 
         return load_packed(self.recipe.target, use)
