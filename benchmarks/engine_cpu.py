@@ -45,7 +45,8 @@ from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import Target, load_tokenizer
+from toolkit.targets.load import load_tokenizer
+from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 
 logger = get_logger(__name__)

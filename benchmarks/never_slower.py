@@ -41,7 +41,8 @@ from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.targets.load import Target, load_target
+from toolkit.targets.load import load_target
+from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.token_map import TokenMap
 

@@ -41,7 +41,7 @@ from toolkit.jsonl import read_rows
 from toolkit.pipeline.rollouts import answer_prompts
 from toolkit.pipeline.token_map import map_rollouts
 from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.threads import users_threads
 
 GIVEN = "the answers of the file"

@@ -46,7 +46,8 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import DTYPES, Target
+from toolkit.targets.load import DTYPES
+from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 
 OURS, COMPILED = "ours", "ours-compiled"

@@ -26,7 +26,8 @@ from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.targets.load import Target, load_target
+from toolkit.targets.load import load_target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.initialise import initialise_from_target
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 CHATML = (

@@ -1,4 +1,4 @@
-"""Decide which errors are printed as one line for users, and which are shown with a traceback."""
+"""Errors that several rooms raise, and which errors are printed as one line for users instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ import sys
 from collections.abc import Callable
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
+
+
+class TargetError(ValueError):
+    """The target is not found, is not a supported causal LM, or does not match its tokenizer."""
+
+
+class UnknownFamilyError(TargetError):
+    """The target's family is not in transformers. The code of a model's repository is never run."""
+
+
+class PlanError(ValueError):
+    """A deployment cannot be planned: the configuration is not supported, does not fit, or lacks a figure."""
+
+
+class TrainError(ValueError):
+    """A training cannot start: launcher, batch sizes, earlier stages, or a run folder in use."""
+
+
+class ResumeError(TrainError):
+    """The stored state was written with other settings or by another number of processes."""
 
 
 def is_for_users(error: BaseException) -> bool:

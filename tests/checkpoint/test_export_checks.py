@@ -13,7 +13,7 @@ from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_head import export_head as export
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 
 CHAIN = Shape(3, 1, 4)
 

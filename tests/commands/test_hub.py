@@ -15,7 +15,7 @@ from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.open_head import open_head
 from toolkit.cli import main
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 from toolkit.targets.facts import target_facts
 from toolkit.targets.load import load_target
 

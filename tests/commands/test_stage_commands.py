@@ -15,7 +15,7 @@ from toolkit.pipeline import train as training
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.server.app import build_app, listen
 from toolkit.infer.verify.walk import VerifyResult
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 

@@ -19,12 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.bench.prompts import PromptsError
+from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.pipeline.recipe_stages import local_target_files, recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.run_target import check_head_fits
 from toolkit.recipe import RecipeError, load_recipe
-from toolkit.targets.load import Target, TargetError
+from toolkit.targets.target import Target
 from toolkit.train_settings import TrainSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

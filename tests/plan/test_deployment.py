@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from toolkit.errors import PlanError
 from toolkit.plan.calibrate import calibrated
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost
-from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import GPUS
 from toolkit.plan.launch import draft_schedule, launch_lines
 from toolkit.plan.model_size import Cache, ModelSize

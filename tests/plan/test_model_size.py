@@ -16,12 +16,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from toolkit.errors import PlanError, TargetError
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.plan.draft_cost import head_size, measured_accept_lengths, native_mtp, parse_accept_lengths, usual_eagle3
-from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import GPUS, gpu_named
 from toolkit.plan.model_size import size_of_config, target_size, weight_bits_of
-from toolkit.targets.errors import TargetError
 
 TINY = {
     "vocab_size": 96,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",

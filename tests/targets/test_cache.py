@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.errors import TargetError
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.targets.errors import TargetError
 
 
 def test_cache_place(monkeypatch, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from toolkit.errors import TargetError
 from toolkit.targets import demo
 from toolkit.targets.demo import DEMO_NAME, WheelFile, demo_directory
-from toolkit.targets.errors import TargetError
 from toolkit.targets.load import load_target, load_tokenizer
 
 

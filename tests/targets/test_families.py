@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.errors import TargetError
 from toolkit.targets.features import AuxCapture, check_packing, target_features
-from toolkit.targets.load import Target, TargetError, load_target
+from toolkit.targets.load import load_target
+from toolkit.targets.target import Target
 
 SMALL = {
     "hidden_size": 64,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 from toolkit.targets.gguf_file import converted_gguf
 from toolkit.targets.load import load_target
 from toolkit.weights import load_strict, load_tensors

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaModel, T5Config
 
+from toolkit.errors import TargetError
 from toolkit.recipe import load_recipe
 from toolkit.targets import load
-from toolkit.targets.load import TargetError, load_target, load_tokenizer
+from toolkit.targets.load import load_target, load_tokenizer
 from toolkit.weights import load_tensors, save_tensors
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.targets.load import Target, TargetError
-from toolkit.targets.target import end_of_turn_id
+from toolkit.errors import TargetError
+from toolkit.targets.target import Target, end_of_turn_id
 
 
 def rebuilt(target: Target, **changes) -> Target:

@@ -13,7 +13,7 @@ from toolkit.data.conversations import Conversation
 from toolkit.data.rollouts import write_rollouts
 from toolkit.infer.engine.engine import Engine
 from toolkit.recipe import RolloutSettings
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.engine_generate import engine_generate

@@ -7,7 +7,7 @@ import pytest
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.train.engine_generate import engine_generate
 
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.data.batches import Example, collate
+from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.targets.errors import TargetError
 from toolkit.targets.features import AuxCapture
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import copy_decoder_layer, copy_norm

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.data.batches import Example, collate
+from toolkit.errors import TargetError
 from toolkit.targets.features import check_packing
-from toolkit.targets.target import TargetError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
 from toolkit.train.step import Anchors, TargetSide, micro_step, supervised_counts

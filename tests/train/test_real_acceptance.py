@@ -13,6 +13,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.batches import Example, collate
+from toolkit.errors import TrainError
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
@@ -20,7 +21,6 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
-from toolkit.train.errors import TrainError
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
 from toolkit.train.held_out_prompts import HeldOutPrompt, HeldOutPrompts, read_held_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.train.errors import TrainError
+from toolkit.errors import TrainError
 from toolkit.train.loop import accumulation_steps
 from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
 from toolkit.train_settings import DataSettings, OnPolicySettings, OptimizerSettings, TrainSettings, UnrollSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.train.errors import TrainError
+from toolkit.errors import TrainError
 from toolkit.train.metrics import Metrics
 from toolkit.train.state import best_path, drop_unneeded_bests, sole_trainer, stored_states
 from toolkit.train_settings import TrainSettings

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from toolkit.data.batches import Example, collate
+from toolkit.errors import TrainError
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import metrics as metrics_file
-from toolkit.train.errors import TrainError
 from toolkit.train.forecast import chained_counts
 from toolkit.train.metric_rows import MACHINE_KEYS, StepSums, flat_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers

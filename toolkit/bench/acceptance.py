@@ -27,7 +27,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.fixed_linear import is_int8
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.weights import sha256_file
 
 # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.

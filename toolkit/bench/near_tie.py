@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 NOISE_FACTOR = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 16.0}
 NOISE_RULE = (

@@ -16,7 +16,7 @@ from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.seeded_uniform import uniform
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 ALL = "all"
 Key = tuple[str, int]  # question_id, turn

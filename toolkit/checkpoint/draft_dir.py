@@ -22,7 +22,7 @@ from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.heads.registry import KINDS, empty_head
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 

@@ -8,8 +8,8 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, embeddings_differ, rope_difference
 from toolkit.checkpoint.errors import ExportError
+from toolkit.errors import TargetError
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
-from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_embedding
 from toolkit.targets.load import full_name
 

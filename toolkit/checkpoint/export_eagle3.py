@@ -16,8 +16,8 @@ from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.exported import NO_BIAS, NO_WINDOW, Builder, Exported, layer_keys, plain_rope
 from toolkit.checkpoint.files import PICKLE
 from toolkit.checkpoint.import_eagle3 import AUX_KEY, EMBEDDING
+from toolkit.errors import TargetError
 from toolkit.heads.eagle3 import Eagle3Config
-from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, is_sharded, target_embedding
 
 # Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.

@@ -19,8 +19,8 @@ from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
 from toolkit.checkpoint.open_head import facts_for, import_head
 from toolkit.checkpoint.recognise import recognise
+from toolkit.errors import TargetError
 from toolkit.heads.head_config import full_attention_rope
-from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_embedding, target_facts
 from toolkit.tokenmap.token_map import TokenMapError
 from toolkit.weights import WeightsError

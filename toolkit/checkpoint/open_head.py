@@ -15,11 +15,11 @@ from toolkit.checkpoint.files import CheckpointFiles, locate, read_checkpoint, r
 from toolkit.checkpoint.formats import FORMATS
 from toolkit.checkpoint.recognise import Recognised, recognise
 from toolkit.checkpoint.resolution import Resolver, log_resolutions
+from toolkit.errors import TargetError
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import empty_head
 from toolkit.log import get_logger
-from toolkit.targets.errors import TargetError
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError

@@ -17,7 +17,7 @@ from toolkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.infer.engine.cpu_door import Use
-    from toolkit.targets.load import Target
+    from toolkit.targets.target import Target
 
 PROMPTS = "prompts/prompts.jsonl"
 ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.json"

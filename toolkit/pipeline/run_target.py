@@ -9,7 +9,7 @@ from toolkit.heads.rope import Rope
 from toolkit.infer.engine.cpu_door import Use, load_target, pack
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import BenchSettings, RecipeError, TargetSettings
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train_settings import TrainSettings

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
-from toolkit.targets.load import Target, load_tokenizer
+from toolkit.targets.load import load_tokenizer
+from toolkit.targets.target import Target
 from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.corpus import corpus_ids, rollout_responses
 from toolkit.tokenmap.counts import count_tokens

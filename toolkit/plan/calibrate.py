@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.errors import PlanError
 from toolkit.plan.deployment import Planner
-from toolkit.plan.errors import PlanError
 from toolkit.plan.step_time import Costs, Layout, round_s
 
 

@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from toolkit.errors import PlanError
 from toolkit.plan.draft_cost import DraftCost
-from toolkit.plan.errors import PlanError
 from toolkit.plan.gpus import Gpu
 from toolkit.plan.model_size import ModelSize
 from toolkit.plan.step_time import Costs, Layout, cache_bytes, prefill_s, round_s, weight_bytes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.errors import PlanError
 from toolkit.heads.draft_head import DraftHead
-from toolkit.plan.errors import PlanError
 from toolkit.plan.model_size import CACHE_BYTES, Cache, ModelSize
 
 USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads

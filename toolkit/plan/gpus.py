@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.plan.errors import PlanError
+from toolkit.errors import PlanError
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.open_head import open_head
+from toolkit.errors import PlanError
 from toolkit.plan.calibrate import calibrated
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
-from toolkit.plan.errors import PlanError
 from toolkit.plan.launch import launch_lines
 from toolkit.plan.model_size import ModelSize, target_size
 from toolkit.plan.plan_request import PlanRequest

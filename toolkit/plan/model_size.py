@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from toolkit.plan.errors import PlanError
+from toolkit.errors import PlanError
 from toolkit.targets.load import load_config, split_revision
 
 CACHE_BYTES = 2  # bf16

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from toolkit.errors import TargetError
 from toolkit.log import get_logger
-from toolkit.targets.errors import TargetError
 
 log = get_logger(__name__)
 

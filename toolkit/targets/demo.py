@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once
-from toolkit.targets.errors import TargetError
 from toolkit.targets.gguf_file import convert, directory_of
 from toolkit.weights import sha256_file
 

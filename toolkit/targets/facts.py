@@ -16,7 +16,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from toolkit.targets.load import TargetError, full_name, load_config
+from toolkit.errors import TargetError
+from toolkit.targets.load import full_name, load_config
 from toolkit.weights import read_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from toolkit.targets.load import Target, TargetError
+from toolkit.errors import TargetError
+from toolkit.targets.target import Target
 
 
 def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 
 
 class FixedLinear(nn.Module, ABC):

@@ -12,9 +12,9 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
+from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.targets.errors import TargetError
 from toolkit.targets.quiet import without_progress_bars
 from toolkit.weights import sha256_file
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 from toolkit.targets.target import Target
 
 

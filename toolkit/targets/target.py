@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 from toolkit.targets.fixed_linear import FixedLinear
 from toolkit.weights import sha256_json
 

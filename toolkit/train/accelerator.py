@@ -13,9 +13,9 @@ import torch
 import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
+from toolkit.errors import TrainError
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
-from toolkit.train.errors import TrainError
 
 log = get_logger(__name__)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.data.batches import Batch
+from toolkit.errors import TargetError
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import KINDS, build_head
 from toolkit.log import get_logger
-from toolkit.targets.errors import TargetError
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from toolkit.train.errors import TrainError
+from toolkit.errors import TrainError
 from toolkit.train.state import stored_states
 
 # Messages of gloo and NCCL after another process has ended; torch has no error type for it.

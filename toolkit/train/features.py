@@ -12,7 +12,7 @@ import torch
 from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
 from toolkit.targets.features import AuxCapture, LastCapture, TargetFeatures, target_features
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 class FeatureSource(Protocol):

@@ -31,7 +31,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.jsonl import read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.engine_generate import engine_generate
 from toolkit.train.head_snapshot import as_draft, gathered_weights, in_dtype

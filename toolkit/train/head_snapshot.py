@@ -11,7 +11,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import empty_head
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_strict
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.chat_template import ChatTemplateError, prompt_ids
+from toolkit.errors import TrainError
 from toolkit.jsonl import read_rows
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
-from toolkit.train.errors import TrainError
+from toolkit.targets.target import Target
 
 log = get_logger(__name__)
 

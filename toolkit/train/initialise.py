@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.data.batches import Batch
 from toolkit.heads.draft_head import DraftHead, WarmStart
 from toolkit.targets.features import AuxCapture
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import CopyReport, copy_decoder_layer, copy_norm
 from toolkit.train.features import StoredFeatures

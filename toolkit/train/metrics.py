@@ -11,7 +11,7 @@ from typing import Any
 
 import wandb
 
-from toolkit.train.errors import TrainError
+from toolkit.errors import TrainError
 from toolkit.train.metric_rows import flat_row
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import atomic_write

@@ -14,7 +14,7 @@ import torch
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
 from toolkit.log import get_logger, progress
 from toolkit.targets.features import AuxCapture, target_features
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train.features import StoredFeatures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.train.state import Position
 from toolkit.train_settings import TrainSettings
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
+from toolkit.errors import TrainError
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
-from toolkit.train.errors import TrainError
+from toolkit.targets.target import Target
 from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
 from toolkit.train.temporary_engine import with_engine
 from toolkit.train_settings import TrainSettings

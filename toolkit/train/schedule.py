@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from toolkit.train.errors import TrainError
+from toolkit.errors import TrainError
 from toolkit.train_settings import TrainSettings
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.data.batches import Batch, BatchPlan, Example, collate
 from toolkit.data.examples import Examples, load_examples
 from toolkit.jsonl import DataError
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.train_settings import TrainSettings
 
 # The most held-out rollouts of a forecast; with so many its interval is narrow enough.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from toolkit.errors import ResumeError, TrainError
 from toolkit.log import get_logger
-from toolkit.train.errors import ResumeError, TrainError
 from toolkit.weights import read_json, write_json
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.data.batches import Batch
 from toolkit.targets.features import AuxCapture, LastCapture
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.features import FeatureSource, OnlineFeatures
 from toolkit.train.forecast import Forecast, chain_depths, chained_counts, replay, summarise_replays

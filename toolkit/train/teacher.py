@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.heads.draft_head import Project
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 # Scores computed at once (rows times vocabulary): [M, V] of all rows would not fit into memory. And the fewest rows:

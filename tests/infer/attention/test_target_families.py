@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.bench.near_tie import find_divergence
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -25,7 +26,7 @@ from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify import sampler
 from toolkit.infer.verify import walk as verify
-from toolkit.targets.load import Target, TargetError
+from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
 VOCABULARY = 48  # few tokens: an untrained head is right now and then

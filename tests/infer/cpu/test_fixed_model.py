@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from toolkit.errors import TargetError
 from toolkit.infer.engine.cpu_door import load_target, pack
-from toolkit.targets.errors import TargetError
 
 LAYERS = {None: "PackedLinear", "int8": "Int8Linear", "int4": "Int4Linear"}
 

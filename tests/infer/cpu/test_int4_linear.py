@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from toolkit.errors import TargetError
 from toolkit.infer.cpu import quantize
 from toolkit.infer.cpu.int4_linear import GROUP, Int4Linear, round_to_levels, takes_int4
-from toolkit.targets.errors import TargetError
 from toolkit.targets.target import weight_bits
 
 

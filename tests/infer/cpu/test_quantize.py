@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from toolkit.errors import TargetError
 from toolkit.infer.cpu import int8_linear, quantize
 from toolkit.infer.cpu.int8_linear import Int8Linear
 from toolkit.infer.engine.cpu_door import load_target
-from toolkit.targets.errors import TargetError
 from toolkit.targets.target import weight_bits
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.conftest import build_draft
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.errors import TargetError
 from toolkit.infer.cpu.blocked_product import takes
 from toolkit.infer.cpu.int4_linear import Int4Linear
 from toolkit.infer.cpu.int8_linear import Int8Linear
@@ -19,7 +20,6 @@ from toolkit.infer.load.llm import LLM
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.errors import TargetError
 from toolkit.targets.target import Target
 from toolkit.weights import read_json, write_json
 

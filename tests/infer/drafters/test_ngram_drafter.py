@@ -17,7 +17,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 def rescan(text: list[int], lookup: NgramLookup) -> list[int]:

@@ -16,7 +16,7 @@ from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 LENGTHS, TOKENS = (5, 19, 2, 33, 9, 14, 3), 40

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import TargetError
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
@@ -23,7 +24,7 @@ from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.errors import UnsupportedTargetError
-from toolkit.targets.load import Target, TargetError
+from toolkit.targets.target import Target
 
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.targets.errors import TargetError
 
 log = get_logger(__name__)
 

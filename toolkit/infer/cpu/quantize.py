@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.errors import TargetError
 from toolkit.infer.cpu.int4_linear import Int4Linear, int4_product, round_to_levels, takes_int4
 from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
-from toolkit.targets.errors import TargetError
 
 QUANTIZATIONS = ("int8", "int4")
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.

@@ -11,7 +11,7 @@ from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.verify.verifiers import AUTO, TARGET, VERIFIERS, Verifier
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 Draft = DraftCheckpoint | NgramLookup
 

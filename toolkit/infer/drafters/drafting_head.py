@@ -14,7 +14,7 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 class SharedOutput(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.errors import TargetError
 from toolkit.infer.cpu import blocked_product
 from toolkit.infer.cpu.attention import row_attention
 from toolkit.infer.cpu.packed_linear import pack_linears
@@ -24,7 +25,6 @@ from toolkit.infer.kernels.dispatch import REFERENCE, install
 from toolkit.log import get_logger
 from toolkit.targets import load
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
-from toolkit.targets.errors import TargetError
 from toolkit.targets.target import Target
 
 __all__ = ["QUANTIZATIONS", "Use", "install_native_ops", "load_target", "pack"]

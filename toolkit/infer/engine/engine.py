@@ -37,7 +37,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
 from toolkit.infer.verify.logprobs import NodeLogprobs
 from toolkit.infer.verify.walk import VerifyResult
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
 

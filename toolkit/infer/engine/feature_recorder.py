@@ -24,7 +24,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.walk import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 @dataclass

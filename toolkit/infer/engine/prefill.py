@@ -19,7 +19,7 @@ from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler
 from toolkit.infer.verify.walk import walk
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 
 class PromptReader:

@@ -15,7 +15,7 @@ from toolkit.infer.load.config import NGRAM, ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap

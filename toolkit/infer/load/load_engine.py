@@ -29,7 +29,7 @@ from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,8 @@ from toolkit.infer.parallel.ranks import ParallelError, Ranks
 from toolkit.infer.parallel.sharded_linear import Column, Row, check_divides
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.log import get_logger
-from toolkit.targets.load import Target, load_config
+from toolkit.targets.load import load_config
+from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 

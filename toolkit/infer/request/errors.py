@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.targets.errors import TargetError
+from toolkit.errors import TargetError
 
 
 class SamplingError(ValueError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from toolkit.log import get_logger
-from toolkit.targets.load import Target
+from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 
