@@ -19,7 +19,6 @@ from toolkit.recipe import (
     load_recipe,
     print_config,
     result_settings,
-    to_dict,
 )
 
 MINIMAL = "name: small\ntarget: {model: tiny}\n"
@@ -81,8 +80,9 @@ def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: py
     ]
     recipe = load_recipe(default_recipe_path(), overrides)
     print_config(recipe)
-    assert load_recipe(write(tmp_path, capsys.readouterr().out)) == recipe
-    assert to_dict(recipe)["train"]["head"]["aux_layer_ids"] == [1, 3, 5]
+    printed = capsys.readouterr().out
+    assert load_recipe(write(tmp_path, printed)) == recipe
+    assert "aux_layer_ids: [1, 3, 5]" in printed
 
 
 def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
@@ -104,6 +104,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("train.max_step=3", "did you mean train.max_steps?"),
         ("train.optimizer.learning_rte=3", "did you mean train.optimizer.learning_rate?"),
         ("trian.max_steps=3", "did you mean train?"),
+        ("bench.temprature=1", "unknown key bench.temprature; did you mean bench.temperature?"),
         ("target.revision=123", 'write it in quotes: "123"'),
         ("train.epochs=many", "train.epochs = 'many': it must be a valid number"),
         ("train.epochs=.nan", "it must be a finite number"),
@@ -115,7 +116,7 @@ def test_defaults_and_values_arrive_typed(tmp_path: Path) -> None:
         ("prompts.sources=a.jsonl", "it must be a list"),
         ("train=3", "train = 3: it must be a mapping of keys"),
         ("train.unroll.ttt_steps.x=1", "it must be a valid integer"),
-        ("name.x=1", "no keys of its own"),
+        ("name.x=1", "name = 'small' has no keys; it must be a mapping"),
         ("train.unroll.ttt_steps", "not of the form section.key=value"),
         ("name=[", "not valid YAML"),
         ("train.unroll.ttt_steps=0", "greater than 0"),
@@ -173,6 +174,5 @@ def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
 def test_every_problem_is_a_line_of_its_own(tmp_path: Path) -> None:
     """Whoever mends a recipe wants to read all of its mistakes at once."""
     message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\nbench: {warmup: 2024-01-01}\n"))
-    assert "write dates and the like in quotes" in message
-    message = refused(write(tmp_path, MINIMAL + "seed: -1\ntrain: {epochs: x}\n"))
-    assert [line.rpartition(": it must")[0].split()[-3] for line in message.splitlines()] == ["seed", "train.epochs"]
+    keys = [line.rpartition(": it must")[0].split()[-3] for line in message.splitlines()]
+    assert keys == ["seed", "train.epochs", "bench.warmup"]

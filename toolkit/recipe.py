@@ -6,7 +6,6 @@ Unknown keys, wrong types and values out of range raise `RecipeError`; nothing i
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
 from toolkit.log import get_logger
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
-from toolkit.train_settings import FORMER_NAMES, HeadName, Shapes, Some, TrainSettings, check_moved, not_in_fingerprint
+from toolkit.train_settings import HeadName, Shapes, Some, TrainSettings, not_in_fingerprint
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -152,32 +151,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
     if not isinstance(tree, dict):
         raise RecipeError(f"{path} holds a {type(tree).__name__}; expected a mapping with keys such as name and target")
     try:
-        recipe = _recipe(tree, overrides, head)
+        for override in overrides:
+            apply_override(tree, override)
+        train = tree.setdefault("train", {})
+        head_section = train.setdefault("head", {}) if isinstance(train, dict) else None
+        if isinstance(head_section, dict):
+            head_section.setdefault("kind", head)
+        recipe = build(Recipe, tree)
     except RecipeError as error:
         raise RecipeError(f"{path}{' with overrides' if overrides else ''}: {error}") from None
-    idle = recipe.train.idle_settings()
-    if idle:
-        log.warning(
-            "%s: these settings have no effect, since train.evaluation.real_every is null: %s", path, ", ".join(idle)
-        )
+    for name in recipe.train.idle_settings():
+        log.warning("%s: %s has no effect, since train.evaluation.real_every is null", path, name)
     return recipe
-
-
-def _recipe(tree: dict[str, Any], overrides: Sequence[str], head: HeadName) -> Recipe:
-    check_moved(tree.get("train"))
-    for override in overrides:
-        apply_override(tree, override)
-    train = tree.setdefault("train", {})
-    check_moved(train)
-    head_section = train.setdefault("head", {}) if isinstance(train, dict) else None
-    if isinstance(head_section, dict):
-        head_section.setdefault("kind", head)
-    return build(Recipe, tree)
-
-
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the resolved recipe as JSON values (tuples become lists)."""
-    return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 def result_settings(section: Any) -> dict[str, Any]:
@@ -186,16 +171,17 @@ def result_settings(section: Any) -> dict[str, Any]:
     Keys that only affect batching, storage or output are omitted, so an interrupted stage may resume with other values.
     """
     found: dict[str, Any] = {}
-    for entry in dataclasses.fields(section):
-        value = getattr(section, entry.name)
+    for key in dataclasses.fields(section):
+        value = getattr(section, key.name)
         if dataclasses.is_dataclass(value):
-            nested = result_settings(value)
-            found |= {FORMER_NAMES.get(f"{entry.name}.{name}", name): inner for name, inner in nested.items()}
-        elif not entry.metadata.get("not_in_fingerprint"):
-            found[entry.name] = list(value) if isinstance(value, tuple) else value
+            found |= result_settings(value)
+        elif not key.metadata.get("not_in_fingerprint"):
+            name = key.metadata.get("former", key.name).rpartition(".")[2]
+            found[name] = list(value) if isinstance(value, tuple) else value
     return found
 
 
 def print_config(recipe: Recipe) -> None:
     """Print the resolved recipe on stdout as YAML, which `load_recipe` reads back to the same recipe."""
-    print(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
+    tree = TypeAdapter(Recipe).dump_python(recipe, mode="json")  # tuples become lists
+    print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None), end="")

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
 T = TypeVar("T")
+Rule = tuple[str, bool, str]  # key, whether its value is valid, what is needed
 
 
 class RecipeError(ValueError):
     """A recipe file or an override is not valid."""
 
 
-Rule = tuple[str, bool, str]  # key, whether its value is valid, what is needed
-
-
 def check(section: object, place: str, rules: Iterable[Rule]) -> None:
     """Raise `RecipeError` with one line per rule that `section` breaks. place: the section's key and a dot, or ""."""
-    wrong = [(key, needed) for key, right, needed in rules if not right]
-    if wrong:
-        lines = (f"{place}{key} = {attrgetter(key)(section)!r}, but {needed} is needed" for key, needed in wrong)
+    lines = [
+        f"{place}{key} = {attrgetter(key)(section)!r}, but {needed} is needed" for key, ok, needed in rules if not ok
+    ]
+    if lines:
         raise RecipeError("\n".join(lines))
 
 
@@ -59,66 +57,60 @@ def parse_yaml(text: str, where: str) -> Any:
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one `section.key=value` in `tree`; `build` detects unknown keys."""
     key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise RecipeError(f"override {override!r} is not of the form section.key=value, e.g. train.max_steps=20")
     *sections, last = key.split(".")
+    if not equals or not all((*sections, last)):
+        raise RecipeError(f"override {override!r} is not of the form section.key=value, e.g. train.max_steps=20")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise RecipeError(
-                f"override {override!r}: {section} = {tree!r} has no keys of its own; it must be a mapping"
-            )
+            raise RecipeError(f"override {override!r}: {section} = {tree!r} has no keys; it must be a mapping of keys")
     tree[last] = parse_yaml(text, f"override {override!r}")
 
 
-def build(cls: type[T], tree: Mapping[str, Any], section: str = "") -> T:
+def build(cls: type[T], tree: Mapping[str, Any], place: str = "") -> T:
     """Build the dataclass `cls` from a mapping. Integers become floats and lists tuples; other types must match.
 
-    section: the key of `cls` in a recipe, for messages. Raises `RecipeError` with one line per problem.
+    place: the key of `cls` in a recipe and a dot, for messages. Raises `RecipeError` with one line per problem.
     """
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(tree))  # in JSON mode a list is valid for a tuple
-    except TypeError as error:
-        raise RecipeError(f"{error}: write dates and the like in quotes") from None
+        return TypeAdapter(cls).validate_json(to_json(tree))  # in JSON mode a list is valid for a tuple
     except ValidationError as error:
-        raise RecipeError("\n".join(_problem(cls, one, section) for one in error.errors())) from None
+        known = dict(_keys(cls, place))
+        raise RecipeError("\n".join(_problem(one, place, known) for one in error.errors())) from None
+
+
+def _keys(cls: type, place: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the dotted name and the former name of each key of a section, then of the keys below it."""
+    hints = typing.get_type_hints(cls)
+    for key in dataclasses.fields(cls):
+        yield place + key.name, key.metadata.get("former")
+        if dataclasses.is_dataclass(hints[key.name]):
+            yield from _keys(hints[key.name], f"{place}{key.name}.")
 
 
 # In place of pydantic's messages, which name JSON types.
-_WORDS = {
-    "bool_type": "it must be true or false",
-    "dataclass_type": "it must be a mapping of keys",
-    "tuple_type": "it must be a list",
-    "string_type": "it must be text",
-}
+_WORDS = {"bool_type": "true or false", "dataclass_type": "a mapping of keys", "tuple_type": "a list"}
 
 
-def _problem(cls: type, error: ErrorDetails, section: str) -> str:
-    """Return one line: the key, what was given, what is needed."""
-    loc, given, context = error["loc"], error["input"], error.get("ctx", {})
+def _problem(error: ErrorDetails, place: str, known: Mapping[str, str | None]) -> str:
+    """Return one line: the key, what was given, what is needed. known: former names by dotted names of keys."""
+    given, kind, context = error["input"], error["type"], error.get("ctx", {})
     if isinstance(context.get("error"), RecipeError):  # from the check of a section; it contains the keys
         return str(context["error"])
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc]
-    key = (section + "".join(parts)).removeprefix(".")
-    if error["type"] == "missing":
+    key = place + re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, error["loc"])))
+    for name, former in known.items():
+        if key == former:
+            return f"{key} is now {name}"
+    if kind == "missing":
         return f"{key} is missing; it has no default"
-    if error["type"] == "unexpected_keyword_argument":
-        for name in loc[:-1]:
-            cls = typing.get_type_hints(cls)[str(name)]
-        known = _keys_below(cls, key.removesuffix(str(loc[-1])))
-        leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-        near = difflib.get_close_matches(str(loc[-1]), leaves, n=1, cutoff=0.5)
-        return f"unknown key {key}; " + (
-            f"did you mean {leaves[near[0]]}?" if near else f"known keys: {', '.join(typing.get_type_hints(cls))}"
-        )
-    wanted = _WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    quoted = f' (write it in quotes: "{given}")' if error["type"] == "string_type" and given is not None else ""
-    return f"{key} = {given!r}: {wanted}{quoted}"
+    if kind == "unexpected_keyword_argument":
+        return f"unknown key {key}; did you mean {max(known, key=lambda name: _likeness(name, key))}?"
+    message = f"it must be {_WORDS[kind]}" if kind in _WORDS else error["msg"].removeprefix("Value error, ")
+    quoted = f' (write it in quotes: "{given}")' if kind == "string_type" and given is not None else ""
+    return f"{key} = {given!r}: {message.replace('Input should', 'it must')}{quoted}"
 
 
-def _keys_below(cls: type, prefix: str) -> list[str]:
-    """Return the dotted names of all keys of a section, those of its own before those of its sections."""
-    hints = typing.get_type_hints(cls)
-    inner = [(name, hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)]
-    below = [key for name, hint in inner for key in _keys_below(typing.cast(type, hint), f"{prefix}{name}.")]
-    return [prefix + name for name in hints] + below
+def _likeness(one: str, other: str) -> float:
+    """Return the likeness of two dotted names. The last part counts most: the right key may be in another section."""
+    pairs = ((one, other), (one.rpartition(".")[2], other.rpartition(".")[2]))
+    return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from toolkit.recipe_yaml import RecipeError, Rule, check
+from toolkit.recipe_yaml import Rule, check
 
 HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
@@ -21,27 +21,27 @@ def not_in_fingerprint(default: Any) -> Any:
     return field(default=default, metadata={"not_in_fingerprint": True})
 
 
-def _draft_shape(text: str) -> str:
-    if not re.fullmatch(r"\d+,\d+,\d+", text):
-        raise ValueError('it must be "num_steps,top_k,num_draft_tokens"')
-    return text
+def renamed(default: Any, former: str) -> Any:
+    """Return a field whose dotted name was `former`. Errors name the new one; fingerprints keep the last part of the
+    former one, so that older run folders stay valid."""
+    return field(default=default, metadata={"former": former})
 
 
-def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise ValueError("it must hold at least one value")
-    return values
+def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
+    """Return a constraint: values for which `valid` is false are errors that say `needed`."""
+
+    def checked(value: Any) -> Any:
+        if not valid(value):
+            raise ValueError(f"it must {needed}")
+        return value
+
+    return AfterValidator(checked)
 
 
-def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) < len(values):
-        raise ValueError("it must hold each value once")
-    return values
-
-
-Some = AfterValidator(_some)
-EachOnce = AfterValidator(_each_once)
-Shapes = Annotated[tuple[Annotated[str, AfterValidator(_draft_shape)], ...], Some, EachOnce]
+Some = needs(len, "hold at least one value")
+EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
+Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
+Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
 
 
@@ -49,7 +49,7 @@ Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
 class HeadSettings:
     """The draft head and the weights it starts from."""
 
-    kind: HeadName = "eagle3"
+    kind: HeadName = renamed("eagle3", "train.head")
     layers: PositiveInt = 1  # mtp: one layer for each step, the last one repeats; eagle3, eagle2: decoder layers
     aux_layer_ids: tuple[int, ...] | None = None  # null: (2, n/2, n-3)
     fc_norm: bool = False  # eagle3: a norm for each feature before fc (EAGLE-3.1)
@@ -69,7 +69,8 @@ class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
     ttt_steps: PositiveInt = 4  # steps of the training-time test, K
-    curriculum: tuple[PositiveFloat, ...] = ()  # shares of the training with 1, 2, .. steps; then ttt_steps
+    # shares of the training with 1, 2, .. steps; then ttt_steps
+    curriculum: tuple[PositiveFloat, ...] = renamed((), "train.ttt_curriculum")
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # step k has weight step_decay^k
     loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
     token_weight: NonNegativeFloat = 0.1  # eagle2: weight of `loss`, as in EAGLE
@@ -83,14 +84,16 @@ class UnrollSettings:
 class OptimizerSettings:
     """Optimizer and learning rate; the schedule counts optimizer steps."""
 
-    name: Literal["muon", "adamw"] = "muon"  # muon: Muon for matrices, AdamW for lm_head and norms
+    # muon: Muon for matrices, AdamW for lm_head and norms
+    name: Literal["muon", "adamw"] = renamed("muon", "train.optimizer")
     learning_rate: PositiveFloat = 1.5e-3  # of AdamW
     muon_learning_rate: PositiveFloat = 0.02
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    max_grad_norm: PositiveFloat | None = None  # with AdamW (null: 0.5); Muon's updates have a fixed norm
+    # with AdamW (null: 0.5); Muon's updates have a fixed norm
+    max_grad_norm: PositiveFloat | None = renamed(None, "train.clip")
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,11 @@ class EvaluationSettings:
 class OnPolicySettings:
     """Fresh rollouts, which the engine writes with the head in training as its drafter."""
 
-    every: PositiveInt | None = None  # optimizer steps between fresh rollouts; null: never
-    prompts: PositiveInt | None = None  # rollouts of each interval; null: every * global_batch, each trained on once
-    temperatures: Temperatures = (0.0, 0.7, 1.0)  # used in turn
+    # optimizer steps between fresh rollouts; null: never
+    every: PositiveInt | None = renamed(None, "train.rollout_every")
+    # rollouts of each interval; null: every * global_batch, each trained on once
+    prompts: PositiveInt | None = renamed(None, "train.rollout_prompts")
+    temperatures: Temperatures = renamed((0.0, 0.7, 1.0), "train.rollout_temperatures")  # used in turn
 
 
 @dataclass(frozen=True)
@@ -243,29 +248,3 @@ class TrainSettings:
 def changed(section: Any, *names: str) -> list[str]:
     """Return those of `names` whose value is not the default."""
     return [name for name in names if getattr(section, name) != getattr(type(section), name)]
-
-
-# Former names of renamed keys. Fingerprints use them, so that older run folders stay valid.
-FORMER_NAMES = {
-    "head.kind": "head",
-    "unroll.curriculum": "ttt_curriculum",
-    "optimizer.name": "optimizer",
-    "optimizer.max_grad_norm": "clip",
-    "on_policy.every": "rollout_every",
-    "on_policy.prompts": "rollout_prompts",
-    "on_policy.temperatures": "rollout_temperatures",
-}
-_PLACES = {
-    FORMER_NAMES.get(f"{section}.{key.name}", key.name): f"{section}.{key.name}"
-    for section, value in vars(TrainSettings()).items()
-    if is_dataclass(value)
-    for key in fields(value)
-}
-
-
-def check_moved(train: object) -> None:
-    """Raise `RecipeError` with one line per key of the mapping `train` that has moved into one of its sections."""
-    given = train if isinstance(train, dict) else {}
-    moved = [name for name in _PLACES if name in given and not isinstance(given[name], dict)]
-    if moved:
-        raise RecipeError("\n".join(f"train.{name} is now train.{_PLACES[name]}" for name in moved))

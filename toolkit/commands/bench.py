@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_any(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    wanted = build(BenchSettings, given, "bench")
+    wanted = build(BenchSettings, given, "bench.")
     set_threads()  # before torch loads
     from toolkit.pipeline.measure import measure_head
 
