@@ -26,7 +26,7 @@ from toolkit.recipe import Recipe, result_settings
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.failures import DivergedError
 from toolkit.train.offline_features import stored_layer_ids, texts_of, write_features
-from toolkit.train.split_data import read_data
+from toolkit.train.training_data import read_data
 from toolkit.weights import sha256_file, sha256_json
 
 # Settings of a training that a job of so many tokens does not ask: what ends it and what it measures meanwhile.

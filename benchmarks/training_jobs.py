@@ -27,12 +27,11 @@ from toolkit.data.examples import load_examples
 from toolkit.recipe import Recipe
 from toolkit.train.draft_head import trained_head
 from toolkit.train.head_snapshot import as_draft, gathered_weights, head_of
-from toolkit.train.held_out_prompts import read_held_out
 from toolkit.train.initialise import regression_batches
 from toolkit.train.loop import Trainer
 from toolkit.train.real_acceptance import Measurement
-from toolkit.train.split_data import Data
 from toolkit.train.step import forecast_accept_length
+from toolkit.train.training_data import Data, read_held_out
 from toolkit.train_settings import OnPolicySettings, TrackingSettings, TrainSettings
 
 VARIANTS: dict[str, type[Trainer]] = {"published": PublishedTrainer, "ours": Trainer}

@@ -25,8 +25,7 @@ from toolkit.data.batches import Batch
 from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.recipe import Recipe
 from toolkit.train.loop import Trainer
-from toolkit.train.optimizer import set_learning_rates
-from toolkit.train.schedule import rate_factor
+from toolkit.train.optimizer import rate_factor, set_learning_rates
 from toolkit.train_settings import TrainSettings
 
 PUBLISHED: dict[str, dict[str, Any]] = {

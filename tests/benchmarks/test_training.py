@@ -27,8 +27,8 @@ from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head
 from toolkit.train.features import OnlineFeatures
-from toolkit.train.split_data import read_data
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train.training_data import read_data
 
 DESIGNED = {"variant", "tokens", "seconds_per_step", "tokens_per_s", "peak_memory_bytes", "accept_length", "loss"}
 

@@ -16,7 +16,7 @@ from toolkit.recipe import RolloutSettings
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import save_token_map
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.engine_generate import engine_generate
+from toolkit.train.engine_client import engine_generate
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from toolkit.targets.load import load_target, load_tokenizer
 from toolkit.targets.sharding import layer_bytes, shard_layers, unsharded
 from toolkit.targets.target import Target
 from toolkit.train import offline_features as offline
-from toolkit.train.split_data import Data
+from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 
 AUX = (2, 3, 4)

@@ -23,12 +23,12 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train import evaluation
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
-from toolkit.train.held_out_prompts import HeldOutPrompt, HeldOutPrompts, read_held_out
 from toolkit.train.initialise import initialise_from_target
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, check_engine_runs
 from toolkit.train.state import Position, best_path
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.trained_head import TrainedHead
+from toolkit.train.training_data import HeldOutPrompt, HeldOutPrompts, read_held_out
 from toolkit.train_settings import DataSettings, EvaluationSettings, TrainSettings, UnrollSettings
 from toolkit.weights import load_tensors
 

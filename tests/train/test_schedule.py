@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.errors import TrainError
 from toolkit.train.loop import accumulation_steps
-from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
+from toolkit.train.optimizer import rate_factor, total_steps, unroll_steps
 from toolkit.train_settings import DataSettings, OnPolicySettings, OptimizerSettings, TrainSettings, UnrollSettings
 
 

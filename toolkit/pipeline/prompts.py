@@ -13,7 +13,7 @@ from toolkit.pipeline.run import PROMPTS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
 from toolkit.targets.target import Target
-from toolkit.train.engine_generate import engine_generate
+from toolkit.train.engine_client import engine_generate
 
 
 def prompts_stage(run: Run) -> str:

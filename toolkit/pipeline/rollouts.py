@@ -18,7 +18,7 @@ from toolkit.pipeline.run import FEATURES, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Ru
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import RolloutSettings
 from toolkit.targets.target import Target
-from toolkit.train.engine_generate import engine_generate
+from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
 Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]

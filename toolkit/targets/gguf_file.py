@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import utils as hub
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
-from toolkit.targets.quiet import without_progress_bars
 from toolkit.weights import sha256_file
 
 log = get_logger(__name__)
@@ -109,3 +112,19 @@ def _refuse_quantised(config_path: Path) -> None:
     assert "quantization_config" not in json.loads(config_path.read_text()), (
         f"{config_path} still has a quantization_config after dequantization"
     )
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide transformers' bars for loading and saving weights; download bars of the hub stay."""
+    shown, downloads_shown = transformers_logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    if downloads_shown:
+        hub.enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+        if not downloads_shown:
+            hub.disable_progress_bars()

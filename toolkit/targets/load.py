@@ -25,8 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.log import get_logger
 from toolkit.targets.demo import DEMO_NAME, demo_directory
-from toolkit.targets.gguf_file import converted_gguf
-from toolkit.targets.quiet import without_progress_bars
+from toolkit.targets.gguf_file import converted_gguf, without_progress_bars
 from toolkit.targets.target import Target
 
 log = get_logger(__name__)

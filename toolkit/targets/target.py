@@ -36,7 +36,7 @@ class Target:
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = None  # type: ignore[assignment]  # None: that of the weights
     quantization: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,12 @@
-"""The evaluations during training: the forecast and the engine's accept_length. They select the best head."""
+"""The evaluations during training: the forecast and the engine's accept_length. They select the best head.
+
+The criterion is the engine's accept_length if it is measured, else the forecast; never the loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,15 @@ from accelerate.utils import broadcast
 from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.train.best_head import update_best
 from toolkit.train.forecast import summarise_replays
 from toolkit.train.forecast_check import ReplayedForecasts, explain_gap, replay_forecasts
 from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row
 from toolkit.train.metrics import Metrics
 from toolkit.train.real_acceptance import Measurement, RealAcceptance, mean_accept_length
-from toolkit.train.split_data import Data
 from toolkit.train.state import Position, best_path
 from toolkit.train.step import TargetSide, forecast_accept_length, replayed_steps
+from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import save_tensors
 
@@ -73,7 +76,6 @@ class Evaluation:
         if position.best_step == position.step:
             weights = gathered_weights(self.accelerator, model) if weights is None else weights
             if self.accelerator.is_main_process:
-                assert self.side.target.dtype is not None, "a target has a dtype"
                 state = in_dtype(weights, self.side.target.dtype)
                 save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
         return position
@@ -141,3 +143,53 @@ def _describe(measured: RealAcceptance, replayed: ReplayedForecasts) -> str:
         f"{measured.name}: real accept_length {measured.accept_length:.2f}{interval}, {measured.stats.verify_steps} "
         f"verify steps{'' if forecast is None else f', forecast {forecast:.2f}'}"
     )
+
+
+def update_best(position: Position, forecast: float | None, real: float | None, settings: TrainSettings) -> Position:
+    """`position` after an evaluation at its step. `best_step == step` means that this head is the best so far.
+
+    forecast and real are accept_lengths, None if unknown. Of equal heads the later one is the best: it was trained
+    longer. An unknown value is never better than a known one. After the first measurement by the engine, forecasts no
+    longer count. `stale` counts evaluations without improvement, of the engine if real_every is set, else forecasts.
+    """
+    if real is None and position.best_real is not None:
+        measured_nothing = settings.evaluation.real_every is not None and due(
+            position.step, settings.evaluation.real_every
+        )
+        return replace(position, stale=position.stale + measured_nothing)
+    if real is not None:
+        as_good, better = _compare(real, position.best_real)
+        decides = True
+    else:
+        as_good, better = _compare(forecast, position.best_forecast)
+        as_good = as_good or not position.best_step
+        decides = settings.evaluation.real_every is None
+    stale = 0 if better else position.stale + decides
+    if not as_good:
+        return replace(position, stale=stale)
+    return replace(position, best_step=position.step, best_forecast=forecast, best_real=real, stale=stale)
+
+
+def _compare(value: float | None, best: float | None) -> tuple[bool, bool]:
+    """(as good as the best so far, better than it)."""
+    return (value or 0.0) >= (best or 0.0), (value or 0.0) > (best or 0.0)
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def has_stopped(position: Position, settings: TrainSettings) -> bool:
+    """Early stop: `patience` evaluations in a row without improvement."""
+    return settings.evaluation.patience is not None and position.stale >= settings.evaluation.patience
+
+
+def describe_best(position: Position, settings: TrainSettings) -> str:
+    """The accept_length of the best head, for the log."""
+    if position.best_real is not None:
+        over = "train.evaluation.real_shapes and real_temperatures"
+        return f"real accept_length {position.best_real:.2f} (mean over {over})"
+    if position.best_forecast is not None:
+        steps = settings.unroll.ttt_steps
+        return f"forecast accept_length {position.best_forecast:.2f} (chain {steps}, held-out rollouts)"
+    return "accept_length unknown"

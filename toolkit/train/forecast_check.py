@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.held_out_prompts import HeldOutPrompts
 from toolkit.train.real_acceptance import RealAcceptance
+from toolkit.train.training_data import HeldOutPrompts
 
 # Of accept_length, on both sides of the interval: in 16 bits a few answers diverge at near-ties, and the bootstrap
 # interval of eight prompts is too narrow.

@@ -11,8 +11,10 @@ rollouts when it resumes, and the result is the same. The processes divide the p
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +23,24 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.chat_template import template_text
-from toolkit.data.conversations import Conversation
+from toolkit.data.conversations import Conversation, Conversations, conversation_from_row, user_turns
 from toolkit.data.generation import derived_seed
-from toolkit.data.prompt_pool import read_pool, take_prompts
 from toolkit.data.rollout_files import RolloutPaths
 from toolkit.data.rollouts import write_rollouts
 from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.engine.engine import Engine
-from toolkit.jsonl import read_rows
+from toolkit.jsonl import DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.engine_generate import engine_generate
+from toolkit.train.engine_client import engine_generate, with_engine
 from toolkit.train.head_snapshot import as_draft, gathered_weights, in_dtype
 from toolkit.train.real_acceptance import shapes_of
 from toolkit.train.rollout_speed import RolloutSpeed
-from toolkit.train.temporary_engine import with_engine
 from toolkit.weights import atomic_write, load_tensors, read_json, save_tensors, write_json
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class FreshStats:
-    """Statistics of the rollouts written at one step.
-
-    tokens: response tokens. tokens_per_s: of all processes together, since the last resume. decode_tokens_per_s and
-    plain_tokens_per_s: see `rollout_speed.py`. accept_length: over verify steps with drafts; None without any.
-    """
-
-    rollouts: int
-    skipped: int
-    tokens: int
-    tokens_per_s: float | None
-    accept_length: float | None
-    verify_steps: int
-    decode_tokens_per_s: float | None = None
-    plain_tokens_per_s: float | None = None
 
 
 class FreshRollouts:
@@ -95,8 +77,9 @@ class FreshRollouts:
         temperatures = settings.on_policy.temperatures
         return chosen, {one.id: temperatures[place % len(temperatures)] for place, one in enumerate(chosen, first)}
 
-    def write(self, step: int, model: torch.nn.Module) -> FreshStats:
-        """Write the missing rollouts of `step` with the current head. All processes must call this."""
+    def write(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
+        """Write the missing rollouts of `step` with the current head; return their statistics (`_stats`). All processes
+        must call this."""
         path, accelerator = self.path(step), self.accelerator
         accelerator.wait_for_everyone()
         if not path.is_file():
@@ -105,12 +88,11 @@ class FreshRollouts:
             if accelerator.is_main_process:
                 self._gather_shares(step)
             accelerator.wait_for_everyone()
-        return FreshStats(**read_json(_stats_path(path)))
+        return read_json(_stats_path(path))
 
     def _share_head(self, step: int, model: torch.nn.Module) -> DraftCheckpoint:
         """The head as a draft checkpoint on every process. A file carries the weights: under ZeRO-3 only the main
         process gets them gathered."""
-        assert self.target.dtype is not None, "a target has a dtype"
         path = self.folder / f"{step:06d}.head.safetensors"
         weights = gathered_weights(self.accelerator, model)
         if self.accelerator.is_main_process:
@@ -163,7 +145,7 @@ class FreshRollouts:
         skipped = [row for share in shares if share.skipped.is_file() for _, row in read_rows(share.skipped)]
         measured = [read_json(share.stats) for share in shares]
         speeds = [read_json(file) if (file := _speed_path(share.rows)).is_file() else {} for share in shares]
-        write_json(_stats_path(path), vars(_stats(rows, len(skipped), measured, speeds)))
+        write_json(_stats_path(path), _stats(rows, len(skipped), measured, speeds))
         with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as handle:
             for row in rows:
                 handle.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -189,23 +171,71 @@ def _stats(
     skipped: int,
     shares: Sequence[Mapping[str, Any]],
     speeds: Sequence[Mapping[str, Any]],
-) -> FreshStats:
+) -> dict[str, Any]:
+    """tokens: response tokens. tokens_per_s: of all processes together, since the last resume. accept_length: over the
+    verify steps with drafts; None without any. The other speeds: see `rollout_speed.py`."""
     steps = sum(row["drafting"]["verify_steps"] for row in rows)
     accepted = sum(row["drafting"]["accepted"] for row in rows)
     seconds = max((share["last_run"]["seconds"] for share in shares), default=0.0)
-    return FreshStats(
-        rollouts=len(rows),
-        skipped=skipped,
-        tokens=sum(end - start for row in rows for start, end in row["response_spans"]),
-        tokens_per_s=sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
-        accept_length=1 + accepted / steps if steps else None,
-        verify_steps=steps,
-        decode_tokens_per_s=_together(speeds, "decode_tokens_per_s"),
-        plain_tokens_per_s=_together(speeds, "plain_tokens_per_s"),
-    )
+    return {
+        "rollouts": len(rows),
+        "skipped": skipped,
+        "tokens": sum(end - start for row in rows for start, end in row["response_spans"]),
+        "tokens_per_s": sum(share["last_run"]["tokens"] for share in shares) / seconds if seconds > 0 else None,
+        "accept_length": 1 + accepted / steps if steps else None,
+        "verify_steps": steps,
+        "decode_tokens_per_s": _together(speeds, "decode_tokens_per_s"),
+        "plain_tokens_per_s": _together(speeds, "plain_tokens_per_s"),
+    }
 
 
 def _together(speeds: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """The sum over processes that write at the same time; None unless all have a value."""
     known = [speed[name] for speed in speeds if speed.get(name) is not None]
     return sum(known) if known and len(known) == len(speeds) else None
+
+
+def read_pool(rollouts: str | Path) -> Conversations:
+    """Read the prompts of the training split of a rollouts file, sorted by id; held-out prompts are excluded.
+
+    Memory: the id and about 30 bytes per prompt; messages are read on access.
+    Raises `DataError` for rows without messages, and when the split is empty.
+    """
+    rows = StoredRows(rollouts)
+    pool: list[tuple[str, int]] = []  # id, place among the rows
+    for at, row in enumerate(rows):
+        if row.get("split") != "train":
+            continue
+        if not row.get("messages"):
+            raise DataError(
+                f"{rows.where(at)}: the rollout has no messages, so its prompt cannot be answered again; use rollouts "
+                "that `toolkit rollouts` wrote, or set train.on_policy.every=null"
+            )
+        pool.append((conversation_from_row(row, rows.where(at), str(row["id"])).id, at))
+    if not pool:
+        raise DataError(
+            f"{rollouts} has no rollouts of the training split, whose prompts are to be answered again; "
+            "write more rollouts, or set train.on_policy.every=null"
+        )
+    pool.sort(key=itemgetter(0))
+    rows.keep([at for _, at in pool])
+    return Conversations(
+        [name for name, _ in pool], lambda at: user_turns(conversation_from_row(rows[at], rows.where(at), ""))
+    )
+
+
+def take_prompts(pool: Sequence[Conversation], seed: int, start: int, count: int) -> list[Conversation]:
+    """Return prompts start .. start+count-1 of the sequence, a pure function of the arguments.
+
+    From the second pass on, the number of the pass is appended to the id (`id@2`): ids stay unique, and draws seeded by
+    them differ.
+    """
+    taken: list[Conversation] = []
+    while len(taken) < count:
+        number, first = divmod(start + len(taken), len(pool))
+        order = list(range(len(pool)))
+        random.Random(f"prompt pool {seed} {number}").shuffle(order)
+        for index in order[first : first + count - len(taken)]:
+            one = pool[index]
+            taken.append(one if number == 0 else Conversation(f"{one.id}@{number + 1}", one.messages))
+    return taken

@@ -1,8 +1,10 @@
-"""A snapshot of the head in training: weights gathered from all processes, as a head or as a draft checkpoint."""
+"""A snapshot of the head in training: gathered weights, a head or draft checkpoint of them, and the record of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +15,8 @@ from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import empty_head
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.state import Position
+from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_strict
 
 Weights = Mapping[str, torch.Tensor]
@@ -39,5 +43,36 @@ def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: t
 
 def as_draft(weights: Weights, config: HeadConfig, token_map: TokenMap, target: Target) -> DraftCheckpoint:
     """The head as a draft checkpoint for the engine, in the target's dtype and on its device."""
-    assert target.dtype is not None, "a target has a dtype"
     return DraftCheckpoint(head_of(weights, config, target.device, target.dtype), token_map)
+
+
+def training_record(
+    settings: TrainSettings, seed: int, target: Target, position: Position, rollouts: int
+) -> dict[str, Any]:
+    """The draft directory's `toolkit` block for the head of `position.best_step`."""
+    return {
+        "target": describe_target(target),
+        "training": {
+            **asdict(settings),
+            "seed": seed,
+            "steps": position.step,
+            "best_step": position.best_step,
+            "supervised_tokens": position.supervised_tokens,
+            "seconds": round(position.seconds, 1),
+            "forecast_accept_length": position.best_forecast,
+            "real_accept_length": position.best_real,
+            "rollouts": rollouts,
+        },
+    }
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """The record of the target; it is enough for `toolkit serve --draft DIR` to load the target."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint,
+        "template_sha256": target.template_sha256,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.quantization,
+    }

@@ -20,24 +20,29 @@ from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.best_head import describe_best, due, has_stopped
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
-from toolkit.train.evaluation import Evaluation
+from toolkit.train.evaluation import Evaluation, describe_best, due, has_stopped
 from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
+from toolkit.train.head_snapshot import training_record
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.offline_features import offline_features
-from toolkit.train.optimizer import build_optimizer, gradient_clip, set_learning_rates
-from toolkit.train.provenance import training_record
+from toolkit.train.optimizer import (
+    build_optimizer,
+    gradient_clip,
+    rate_factor,
+    set_learning_rates,
+    total_steps,
+    unroll_steps,
+)
 from toolkit.train.real_acceptance import Measurement, check_engine_runs, shapes_of
-from toolkit.train.schedule import rate_factor, total_steps, unroll_steps
-from toolkit.train.split_data import read_data, with_fresh
 from toolkit.train.state import Position, best_path, restore_state, save_state, sole_trainer, stored_states
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train.supervision import covered_share
+from toolkit.train.training_data import read_data, with_fresh
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
 

@@ -8,7 +8,7 @@ train.on_policy.every            `rollouts_row`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from toolkit.train.forecast import Forecast
 from toolkit.train.forecast_check import ReplayedForecasts
-from toolkit.train.fresh_rollouts import FreshStats
 from toolkit.train.real_acceptance import RealAcceptance
 from toolkit.train_settings import TrainSettings
 
@@ -128,23 +127,15 @@ def _real_entry(one: RealAcceptance, replayed: ReplayedForecasts) -> dict[str, A
     }
 
 
-def rollouts_row(fresh: FreshStats) -> dict[str, Any]:
+def rollouts_row(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Statistics of the fresh rollouts that the engine wrote with the head of this step as drafter.
 
     rollout_tokens_per_s: by wall time, prefill included. rollout_decode_tokens_per_s: of the decoding rounds only.
     rollout_plain_tokens_per_s: the estimate without drafting (`rollout_speed.py`). The ratio of the last two is the
     speedup by the head.
     """
-    return {
-        "rollouts": fresh.rollouts,
-        "rollouts_skipped": fresh.skipped,
-        "rollout_tokens": fresh.tokens,
-        "rollout_tokens_per_s": fresh.tokens_per_s,
-        "rollout_decode_tokens_per_s": fresh.decode_tokens_per_s,
-        "rollout_plain_tokens_per_s": fresh.plain_tokens_per_s,
-        "rollout_accept_length": fresh.accept_length,
-        "rollout_verify_steps": fresh.verify_steps,
-    }
+    names = {"rollouts": "rollouts", "skipped": "rollouts_skipped"}
+    return {names.get(name, f"rollout_{name}"): value for name, value in stats.items()}
 
 
 def flat_row(row: dict[str, Any]) -> dict[str, float]:

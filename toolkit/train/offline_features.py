@@ -18,7 +18,7 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
 from toolkit.train.features import StoredFeatures
-from toolkit.train.split_data import Data
+from toolkit.train.training_data import Data
 from toolkit.train_settings import TrainSettings
 
 if TYPE_CHECKING:  # the rollout stage imports this file for the layer ids, without accelerate

@@ -1,4 +1,7 @@
-"""The optimizer of a draft head: Muon for its matrices and AdamW for the other parameters, or AdamW for all.
+"""The optimizer of a draft head, and the learning rate and unroll depth of every step.
+
+Muon updates the head's matrices and AdamW the other parameters, or AdamW updates all. The schedules are pure functions
+of the optimizer step, so that any number of processes and a resumed run compute the same.
 
 Muon (Keller Jordan, 2024) updates a matrix by the orthogonalised momentum of its gradient. The implementation is
 DeepSpeed's, which can orthogonalise whole matrices under ZeRO's flat partitions.
@@ -6,10 +9,13 @@ DeepSpeed's, which can orthogonalise whole matrices under ZeRO's flat partitions
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from toolkit.errors import TrainError
 from toolkit.log import get_logger
 from toolkit.train_settings import OptimizerSettings, TrainSettings
 
@@ -72,3 +78,37 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float, settings
         group["lr"] = factor * (
             settings.optimizer.muon_learning_rate if group.get("use_muon") else settings.optimizer.learning_rate
         )
+
+
+def rate_factor(step: int, total_steps: int, settings: TrainSettings) -> float:
+    """Share of the peak learning rate at the 0-based optimizer step: linear warm-up, then decay to 0.1, or constant."""
+    warmup = max(1, round(settings.optimizer.warmup_ratio * total_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    return {
+        "constant": 1.0,
+        "linear": 1.0 - 0.9 * done,
+        "cosine": 0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)),
+    }[settings.optimizer.schedule]
+
+
+def total_steps(settings: TrainSettings, batches_per_epoch: int) -> int:
+    """Optimizer steps of a run: `epochs`, at most `max_steps`. Raises `TrainError` if it would end before the first
+    fresh rollouts."""
+    steps = max(1, math.ceil(settings.epochs * batches_per_epoch))
+    steps = steps if settings.max_steps is None else min(steps, settings.max_steps)
+    if settings.on_policy.every is not None and settings.on_policy.every >= steps:
+        raise TrainError(
+            f"train.on_policy.every = {settings.on_policy.every}, but the training has {steps} steps and would write "
+            "no fresh rollouts; lower it, or set train.on_policy.every=null"
+        )
+    return steps
+
+
+def unroll_steps(step: int, total_steps: int, settings: TrainSettings) -> int:
+    """Unroll steps at the 0-based optimizer step: 1, 2, .. for the shares of the curriculum, then ttt_steps."""
+    ends = accumulate(settings.unroll.curriculum)
+    return next(
+        (depth for depth, end in enumerate(ends, 1) if step < round(end * total_steps)), settings.unroll.ttt_steps
+    )

@@ -22,8 +22,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
-from toolkit.train.held_out_prompts import HeldOutPrompts, read_held_out
-from toolkit.train.temporary_engine import with_engine
+from toolkit.train.engine_client import with_engine
+from toolkit.train.training_data import HeldOutPrompts, read_held_out
 from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)

@@ -26,7 +26,7 @@ class Position:
     """The progress of a training: completed optimizer steps (`step`), the next batch (`epoch`, `index`), and totals.
 
     rollouts_of_step: the step at which the current rollouts were written; 0 for the stored rollouts. best_real: the
-    engine's accept_length of the best head, if measured. stale: see `best_head.update_best`.
+    engine's accept_length of the best head, if measured. stale: see `evaluation.update_best`.
     """
 
     step: int = 0

@@ -68,7 +68,6 @@ def load_target(
     target = load.load_target(name, dtype=dtype, device=device, revision=revision, auto_dtype=auto)
     if quantization is None:
         return target
-    assert target.dtype is not None, "a loaded target has a dtype"
     quantize_model(target.model, quantization, target.dtype, str(name))
     return replace(target, quantization=quantization)
 

@@ -1,14 +1,20 @@
-"""The bundled engine as the `generate` callable that prompts and rollouts are written with."""
+"""How training uses the engine: as the `generate` callable that writes prompts and rollouts, and for a short time."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
 
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+
+Result = TypeVar("Result")
 
 
 def engine_generate(
@@ -67,3 +73,20 @@ def _fill(
         request = engine.add_request(asked.prompt_ids, params)
         running[id(request)] = (index, request)
     return bool(running)
+
+
+def with_engine(use: Callable[[Engine], Result], *arguments: Any, **options: Any) -> Result:
+    """The result of `use` with an engine of these arguments. `use` must not keep the engine: its memory is freed.
+
+    On a GPU torch caches freed memory. Without `empty_cache` the engine would find little free memory, and the next
+    training step, whose tensors have other sizes, might find none.
+    """
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    engine = Engine(*arguments, **options)
+    try:
+        return use(engine)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()

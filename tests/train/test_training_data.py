@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.jsonl import DataError
-from toolkit.train.split_data import _pad_id, read_data
+from toolkit.train.training_data import _pad_id, read_data
 from toolkit.train_settings import DataSettings, TrainSettings
 
 SETTINGS = TrainSettings(data=DataSettings(max_length=5000, global_batch=1))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from toolkit.train import evaluation
-from toolkit.train.best_head import has_stopped, update_best
-from toolkit.train.evaluation import Evaluation
+from toolkit.train.evaluation import Evaluation, has_stopped, update_best
 from toolkit.train.state import Position
 from toolkit.train_settings import EvaluationSettings, TrainSettings
 

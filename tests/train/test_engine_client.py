@@ -1,14 +1,19 @@
-"""`generate` with the engine: it yields each request once, as soon as it ends, and keeps the batch full."""
+"""`generate` with the engine yields each request once and keeps the batch full; an engine frees its memory."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
-from toolkit.train.engine_generate import engine_generate
+from toolkit.train import engine_client
+from toolkit.train.engine_client import engine_generate
 
 
 def requests_for(target: Target, lengths: list[int]) -> list[GenerationRequest]:
@@ -47,3 +52,34 @@ def test_leaving_early_frees_the_engine(engine: Engine, tiny_target: Target) -> 
     next(answers)
     answers.close()  # type: ignore[attr-defined]
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """On a GPU, memory that torch caches, or an engine that is still referenced, leaves too little for the next step.
+    So the cache is emptied before the engine is built and again after it is freed."""
+    alive: list[weakref.ref] = []
+    emptied: list[list[bool]] = []
+
+    def build(*arguments, **options) -> Engine:
+        engine = Engine(*arguments, **options)
+        alive.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(engine_client, "Engine", build)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([one() is not None for one in alive]))
+
+    def use(engine: Engine) -> list[int]:
+        (request,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+        if fails:
+            raise RuntimeError(f"after {len(request.output_ids)} tokens")
+        return list(request.output_ids)
+
+    gc.disable()
+    try:
+        written = engine_client.with_engine(use, tiny_target, tiny_draft, max_running_requests=1, context_length=64)
+        assert len(written) == 4 and not fails and emptied == [[], [False]]
+    except RuntimeError as error:
+        assert str(error) == "after 4 tokens" and fails and len(emptied) == 2
+    finally:
+        gc.enable()
