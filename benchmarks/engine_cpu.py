@@ -195,7 +195,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """First turns, rendered by the chat template, as ids. Raises PromptsError, ChatPromptError, BenchError."""
+    """First turns, rendered by the chat template, as ids. Raises DataError, ChatPromptError, BenchError."""
     listed = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
     chosen = limited(listed, args.limit)
     if min(args.batch) < 1 or max(args.batch) > len(chosen):

@@ -1,4 +1,4 @@
-"""Read and append files of one JSON object per line. Errors name file:line; a killed writer loses at most one line."""
+"""Read and append files of JSON objects. Errors name file:line; a killed writer loses at most one line."""
 
 from __future__ import annotations
 
@@ -20,23 +20,53 @@ class DataError(ValueError):
     """A data file or row is invalid; the message has the place, what was given and what is needed."""
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) from a .jsonl or .jsonl.gz file; empty lines are skipped.
+def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line) of a text file, gzipped or not.
 
-    Raises `DataError` for a file that is missing, not UTF-8 or damaged (gzip), and for a line that is no JSON object.
+    Raises `DataError` for a file that is missing, not UTF-8 or damaged (gzip).
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path} does not exist; expected a .jsonl or .jsonl.gz file")
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+        raise DataError(f"{path} does not exist; give the path of an existing file")
     number = 0
-    with opened as handle:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as handle:
         try:
             for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield number, parse_row(line, f"{path}:{number}")
+                yield number, line
         except (UnicodeDecodeError, *GZIP_ERRORS) as error:
             raise DataError(f"{path}:{number + 1}: {error}; expected UTF-8 text, copy the file again") from error
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) from a .jsonl or .jsonl.gz file; empty lines are skipped.
+
+    Raises `DataError` as `read_lines`, and for a line that is no JSON object.
+    """
+    for number, line in read_lines(path):
+        if line.strip():
+            yield number, parse_row(line, f"{path}:{number}")
+
+
+def read_placed_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place for error messages, object) of the rows of a .jsonl file, or of a .json file that holds one list.
+
+    Both may be gzipped. A .json file is read at once. Raises `DataError`.
+    """
+    if not Path(path).name.removesuffix(".gz").endswith(".json"):
+        yield from ((f"{path}:{number}", row) for number, row in read_rows(path))
+        return
+    try:
+        rows = json.loads("".join(line for _, line in read_lines(path)))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON ({error}); expected a list (use .jsonl for one object per line)"
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}:1: is a {type(rows).__name__}; expected a list of rows")
+    for at, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}[{at}]: is a {type(row).__name__}; expected an object")
+        yield f"{path}[{at}]", row
 
 
 def parse_row(line: str, where: str) -> dict[str, Any]:

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
-from toolkit.bench.prompts import Prompt, PromptsError
+from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.table import print_acceptance
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, EngineError, SamplingError
+from toolkit.jsonl import DataError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
 PROMPTS = [
@@ -98,15 +99,11 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"shapes": []}, BenchError, "list of draft shapes is empty"),
-        ({"shapes": [SHAPES[0], SHAPES[0]]}, BenchError, "is repeated"),
         ({"batch": 0}, BenchError, "batch is 0"),
-        ({"warmup": -1}, BenchError, "warmup is -1"),
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
-        ({"prompts": []}, PromptsError, "list of prompts is empty"),
+        ({"prompts": []}, DataError, "list of prompts is empty"),
         ({"verify": "block"}, DraftShapeError, "needs a chain"),
         ({"verify": "guess"}, EngineError, 'verify="guess"'),
-        ({"limit": -1}, PromptsError, "limit is -1"),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )

@@ -3,7 +3,8 @@ from collections import Counter
 
 import pytest
 
-from toolkit.bench.prompts import PromptsError, builtin_prompts, limited, read_prompt_files, read_prompts
+from toolkit.bench.prompts import builtin_prompts, limited, read_prompt_files, read_prompts
+from toolkit.jsonl import DataError
 
 GOOD = {"question_id": 1, "category": "math", "turns": ["What is 2 + 2?"], "reference": ["4"]}
 
@@ -41,30 +42,30 @@ def test_line_separators_inside_a_string_do_not_end_the_row(tmp_path):
     ("row", "message"),
     [
         ("{not json", "not valid JSON"),
-        ([1], "is a JSON list; expected an object"),
-        ({**GOOD, "turns": []}, "list of user turns"),
-        ({**GOOD, "turns": "hello"}, "list of user turns, not 'hello'"),
-        ({**GOOD, "turns": ["ok", " "]}, "turn 1 must be a non-empty string"),
-        ({"category": "math", "turns": ["x"]}, "question_id must be"),
-        ({**GOOD, "question_id": 2, "category": 5}, "category must be a string, not 5"),
+        ([1], "is a list; expected a JSON object"),
+        ({**GOOD, "turns": []}, "turns is \\[\\]; expected a list of user turns"),
+        ({**GOOD, "turns": "hello"}, "turns is 'hello'; expected a list of user turns"),
+        ({**GOOD, "turns": ["ok", " "]}, "user turns that are not empty"),
+        ({"category": "math", "turns": ["x"]}, "question_id is None"),
+        ({**GOOD, "question_id": 2, "category": 5}, "category is 5; expected a string"),
         (GOOD, "question_id 1 was already used in line 1"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, message):
     """Users cannot find the invalid one of 480 rows without its number."""
     path = write(tmp_path / "p.jsonl", GOOD, row)
-    with pytest.raises(PromptsError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read_prompts(path)
     assert f"{path}:2" in str(caught.value)
 
 
 def test_absent_and_empty_files_are_refused(tmp_path):
-    with pytest.raises(PromptsError, match="is not a file"):
+    with pytest.raises(DataError, match="does not exist"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(PromptsError, match="no rows"):
+    with pytest.raises(DataError, match="no rows"):
         read_prompts(write(tmp_path / "p.jsonl"))
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PromptsError, match="not UTF-8"):
+    with pytest.raises(DataError, match="expected UTF-8 text"):
         read_prompts(tmp_path / "b.jsonl")
 
 
@@ -74,8 +75,6 @@ def test_limit_takes_from_every_task_before_it_takes_twice():
     assert sorted(Counter(prompt.task for prompt in few).values()) == [1] * 6 + [2] * 2
     assert [int(prompt.question_id) for prompt in few] == sorted(int(prompt.question_id) for prompt in few)
     assert len(limited(builtin_prompts(), None)) == 40
-    with pytest.raises(PromptsError, match="limit is 0"):
-        limited(builtin_prompts(), 0)
 
 
 def test_several_files_are_a_task_each(tmp_path):
@@ -91,5 +90,5 @@ def test_several_files_are_a_task_each(tmp_path):
         ("code", "code/0"),
     ]
     assert read_prompt_files(files[:1])[0].task == "writing", "one file keeps its categories"
-    with pytest.raises(PromptsError, match="would be one task"):
+    with pytest.raises(DataError, match="would be one task"):
         read_prompt_files([files[0], files[0]])

@@ -8,6 +8,7 @@ import pytest
 from toolkit.bench.records import RECORD_KEYS, RecordError
 from toolkit.bench.report import write_report
 from toolkit.bench.report_figures import octaves, smoothed
+from toolkit.jsonl import DataError
 
 
 class Balance(HTMLParser):
@@ -149,7 +150,7 @@ def test_metrics_with_gaps_and_a_torn_last_line(run_folder):
 def test_damaged_files_are_errors_and_named(run_folder):
     """Part of a report from a damaged file would look complete."""
     (run_folder / "train" / "metrics.jsonl").write_text('{"step": 1, "loss": 3\n{"step": 2, "loss": 2.0}\n')
-    with pytest.raises(RecordError, match="metrics.jsonl:1"):
+    with pytest.raises(DataError, match="metrics.jsonl:1"):
         write_report(run_folder)
     (run_folder / "train" / "metrics.jsonl").unlink()
     (run_folder / "token_map" / "coverage.json").write_text('{"size": 4}')

@@ -18,9 +18,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.bench.prompts import PromptsError
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
+from toolkit.jsonl import DataError
 from toolkit.pipeline.recipe_stages import local_target_files, recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.run_target import check_head_fits
@@ -198,7 +198,7 @@ def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
     """A shape or prompts file that the measurement refuses must not cost a training first."""
     for override, error, told in (
         ("bench.shapes=['4,1,9']", DraftShapeError, "4,1,9"),
-        ("bench.prompts=[absent.jsonl]", PromptsError, "absent.jsonl"),
+        ("bench.prompts=[absent.jsonl]", DataError, "absent.jsonl"),
         ("train.data.global_batch=5", RecipeError, "a multiple of 2"),
         ("train.data.micro_batch=1.5", RecipeError, "integer"),
         ("train.head.aux_layer_ids=[1,2,99]", TargetError, "aux_layer_ids"),

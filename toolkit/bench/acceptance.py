@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.bench.answers import Sampling
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
-from toolkit.bench.prompts import BUILTIN, Prompt, PromptsError, limited
+from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.resume_log import ResumeLog
 from toolkit.bench.rows import ALL, best_row, tabulate
@@ -26,6 +26,7 @@ from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
+from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.target import Target
 from toolkit.weights import sha256_file
@@ -78,16 +79,18 @@ def measure_acceptance(
     counts answers. torch_compile: compile the target's layers in all modes. verify: how drafts are accepted at a
     temperature above 0 (see Engine); other verifiers than "target" write other tokens than plain decoding, so tokens
     are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
-    Raises `BenchError`, `PromptsError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
+    Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
-    _check_settings(shapes, batch, warmup)
-    _check_verifier(verify, draft, shapes)
+    if batch < 1:
+        raise BenchError(f"batch is {batch}; expected at least 1 prompt")
+    for shape in shapes:
+        choose_verifier(verify, draft, shape)
     check_tokens = check_tokens and (verify == "target" or temperature == 0)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)
     if not chosen:
-        raise PromptsError("the list of prompts is empty; at least one prompt is required")
+        raise DataError("the list of prompts is empty; at least one prompt is required")
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
@@ -157,22 +160,6 @@ def _resume_log(
         "versions": versions(),
     }
     return ResumeLog(path, made_of)
-
-
-def _check_verifier(verify: str, draft: Draft, shapes: Sequence[DraftShape]) -> None:
-    for shape in shapes:
-        choose_verifier(verify, draft, shape)
-
-
-def _check_settings(shapes: Sequence[DraftShape], batch: int, warmup: int) -> None:
-    if not shapes:
-        raise BenchError("the list of draft shapes is empty; give at least one, such as 4,1,5")
-    if len({shape.name for shape in shapes}) != len(shapes):
-        raise BenchError(f"a draft shape is repeated in {', '.join(shape.name for shape in shapes)}; give each once")
-    if batch < 1:
-        raise BenchError(f"batch is {batch}; expected at least 1 prompt")
-    if warmup < 0:
-        raise BenchError(f"warmup is {warmup}; expected 0 or more prompts")
 
 
 def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: Path | None) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.bench.records import RecordError, read_record
+from toolkit.jsonl import parse_row
 from toolkit.weights import read_json
 
 STAGES = ("prompts", "rollouts", "token_map", "train", "bench")
@@ -92,21 +92,12 @@ def _read_metrics(data: RunData, path: Path) -> None:
     if not path.is_file():
         data.missing.append(f"no training curve: {path} does not exist; `toolkit train` writes it")
         return
-    lines = path.read_text(encoding="utf-8").split("\n")
+    complete, _, torn = path.read_text(encoding="utf-8").rpartition("\n")
+    if torn:
+        data.missing.append(f"the last line of {path} is incomplete; training was stopped while it wrote")
     latest: dict[tuple[str, int], dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            # A killed run may leave an incomplete last line; any other invalid line means that the file is damaged.
-            if not any(rest.strip() for rest in lines[number:]):
-                data.missing.append(f"the last line of {path} is incomplete; training was stopped while it wrote")
-                continue
-            raise RecordError(f"{path}:{number}: not valid JSON ({error}); restore the file or train again") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise RecordError(f"{path}:{number}: expected an object with an integer step, not {line[:60]!r}")
+    for number, line in enumerate(complete.splitlines(), start=1):
+        row = parse_row(line, f"{path}:{number}")
         # A resumed run may log a step again: the later row is used.
         for name in ("loss", "forecast_accept_length", "real_accept_length"):
             if is_number(row.get(name)):

@@ -9,7 +9,6 @@ A row has one of these forms:
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import random
@@ -23,7 +22,7 @@ from typing import Any
 from toolkit.chat_roles import ROLES
 from toolkit.data.chat_template import Message
 from toolkit.data.dataset_rows import HUB, Row, dataset_name, load_rows, row_on_disk, streamed_rows
-from toolkit.jsonl import GZIP_ERRORS, DataError, StoredRows, read_rows
+from toolkit.jsonl import DataError, StoredRows, read_placed_rows
 from toolkit.log import get_logger
 from toolkit.weights import atomic_write
 
@@ -165,12 +164,10 @@ def _read_one(source: str, limit: int | None, seed: int | None) -> Conversations
     if source.startswith(HUB) or path.is_dir():
         return _from_dataset(source, limit, seed)
     name = path.name.split(".")[0]
-    if ".json" in path.suffixes:
-        return _in_memory(name, lambda: _json_list(path), limit, seed)
-    if path.is_file() and ".jsonl" not in path.suffixes:
+    if path.is_file() and not {".json", ".jsonl"} & set(path.suffixes):
         raise DataError(f"{path} has another format; expected .jsonl, .jsonl.gz, .json, a directory or hub:org/name")
-    if path.suffix == ".gz":
-        return _in_memory(name, lambda: ((f"{path}:{number}", row) for number, row in read_rows(path)), limit, seed)
+    if ".json" in path.suffixes or path.suffix == ".gz":
+        return _in_memory(name, lambda: read_placed_rows(path), limit, seed)
     rows = StoredRows(path, limit if seed is None else None)
     chosen = _chosen(len(rows), limit, seed)
     rows.keep(chosen)
@@ -209,28 +206,6 @@ def _in_memory(name: str, rows: Callable[[], Iterable[Row]], limit: int | None, 
     taken = ((at, row) for at, row in enumerate(rows()) if chosen is None or at in chosen)
     kept = [conversation_from_row(row, where, f"{name}-{at}") for at, (where, row) in itertools.islice(taken, limit)]
     return Conversations([one.id for one in kept], kept.__getitem__)
-
-
-def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; expected a .json file with a list of conversations")
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except GZIP_ERRORS as error:
-        raise DataError(f"{path}: {error}; the gzip file is incomplete or damaged, copy the file again") from error
-    try:
-        rows = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", 1)
-        raise DataError(
-            f"{path}:{line}: not valid JSON ({error}); expected a list (use .jsonl for one object per line)"
-        ) from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path}:1: is a {type(rows).__name__}; expected a list of conversations")
-    for at, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}[{at}]: is a {type(row).__name__}; expected an object")
-        yield f"{path}[{at}]", row
 
 
 def _from_dataset(source: str, limit: int | None, seed: int | None) -> Conversations:

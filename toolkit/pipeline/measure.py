@@ -68,7 +68,7 @@ def measure_head(
     """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
 
     out: the record's file; None: benchmarks/results/acceptance-<hardware>.json. The draft directory is left as it is.
-    Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `PromptsError`.
+    Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`.
     """
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
     device = device_of(config)

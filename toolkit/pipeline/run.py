@@ -48,7 +48,7 @@ class Run:
         """The target that writes prompts and rollouts, loaded once for both.
 
         Mistakes in the recipe that only later stages would find are found here, before hours of work:
-        raises `PromptsError`, `DraftShapeError`, `RecipeError`, `TargetError`.
+        raises `DataError`, `DraftShapeError`, `RecipeError`, `TargetError`.
         """
         from toolkit.pipeline.run_target import check_head_fits, prompts_and_shapes
 

@@ -44,6 +44,6 @@ def check_head_fits(target: Target, settings: TrainSettings) -> None:
 
 
 def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
-    """What a measurement is made on. Raises `PromptsError` and `DraftShapeError`."""
+    """What a measurement is made on. Raises `DataError` and `DraftShapeError`."""
     shapes = [DraftShape.parse(one) for one in wanted.shapes]
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes
