@@ -46,7 +46,7 @@ class PromptSettings:
     temperature: NonNegativeFloat = 1.0
     top_p: Share = 0.95
     max_tokens: PositiveInt = 96
-    batch_size: PositiveInt = not_in_fingerprint(64)
+    max_running_requests: PositiveInt = not_in_fingerprint(64, "prompts.batch_size")
     min_words: PositiveInt = 3
 
 
@@ -57,7 +57,7 @@ class RolloutSettings:
     temperature: NonNegativeFloat = 0.0
     top_p: Share = 1.0
     max_tokens: PositiveInt = 160
-    batch_size: PositiveInt = not_in_fingerprint(64)
+    max_running_requests: PositiveInt = not_in_fingerprint(64, "rollouts.batch_size")
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # above 0: training is evaluated on it
     # Store the hidden states computed while answering, for train.data.features: offline.
     keep_features: bool = not_in_fingerprint(False)

@@ -16,9 +16,9 @@ LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def not_in_fingerprint(default: Any) -> Any:
-    """Return a field that does not affect the result of its stage."""
-    return field(default=default, metadata={"not_in_fingerprint": True})
+def not_in_fingerprint(default: Any, former: str | None = None) -> Any:
+    """Return a field that does not affect the result of its stage. former: its dotted name before it was renamed."""
+    return field(default=default, metadata={"not_in_fingerprint": True, "former": former})
 
 
 def renamed(default: Any, former: str) -> Any:

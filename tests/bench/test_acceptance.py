@@ -7,8 +7,8 @@ import torch
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
-from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.table import print_acceptance
+from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, EngineError, SamplingError
 from toolkit.jsonl import DataError
@@ -25,7 +25,14 @@ PROMPTS = [
 def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path, capsys, batch, temperature):
     """Engine, clock, log, comparison and table together; in fp32 tokens must equal plain decoding's."""
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=12, batch=batch, temperature=temperature, command="test"
+        tiny_target,
+        tiny_draft,
+        PROMPTS,
+        SHAPES,
+        max_tokens=12,
+        temperature=temperature,
+        command="test",
+        config=EngineConfig(verify="target", max_running_requests=batch),
     )
     whole = [row for row in record["rows"] if row["task"] == "all"]
     assert [(row["shape"], row["num_draft_tokens"]) for row in whole] == [("chain", 3), ("tree", 6)]
@@ -48,8 +55,8 @@ def test_another_verifier(tiny_target, tiny_draft, capsys, tmp_path, verify, tem
     map_file = tmp_path / "freq_160.pt"
     map_file.write_bytes(b"any bytes")
     record = measure_acceptance(
-        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=temperature, verify=verify,
-        token_map=map_file, command="test",
+        tiny_target, tiny_draft, PROMPTS[:2], SHAPES[:1], max_tokens=12, temperature=temperature, command="test",
+        config=EngineConfig(verify=verify, token_map=map_file, max_running_requests=1),
     )  # fmt: skip
     assert record["settings"]["verify"] == verify
     sha256 = hashlib.sha256(b"any bytes").hexdigest()
@@ -99,11 +106,11 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"batch": 0}, BenchError, "batch is 0"),
+        ({"config": EngineConfig(max_running_requests=0)}, EngineError, "max_running_requests is 0"),
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
         ({"prompts": []}, DataError, "list of prompts is empty"),
-        ({"verify": "block"}, DraftShapeError, "needs a chain"),
-        ({"verify": "guess"}, EngineError, 'verify="guess"'),
+        ({"config": EngineConfig(verify="block")}, DraftShapeError, "needs a chain"),
+        ({"config": EngineConfig(verify="guess")}, EngineError, 'verify="guess"'),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )

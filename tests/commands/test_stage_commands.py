@@ -57,7 +57,7 @@ def test_stages_one_by_one_make_what_run_makes(recipe: Path, capsys: pytest.Capt
     assert "prompts/prompts.jsonl" in capsys.readouterr().err
     assert cli.main(["synthesize", "--recipe", str(recipe)]) == 0
     assert [len(row["messages"]) for row in rows(run / "prompts" / "prompts.jsonl")] == [1] * 6
-    assert cli.main(["rollouts", "--recipe", str(recipe), "rollouts.batch_size=2"]) == 0
+    assert cli.main(["rollouts", "--recipe", str(recipe), "rollouts.max_running_requests=2"]) == 0
     assert cli.main(["build-token-map", "--recipe", str(recipe)]) == 0
     assert "128" in capsys.readouterr().out
     assert cli.main(["run", str(recipe), "--until", "token_map"]) == 0
@@ -187,7 +187,7 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
         (["--temperature", "-1"], "temperature = -1.0"),
         (["--temperature", "inf"], "temperature = inf"),
         (["--warmup", "-1"], "warmup = -1"),
-        (["--batch", "0"], "batch is 0"),
+        (["--batch", "0"], "--max-running-requests is 0; at least 1"),
         (["--shape", "4,1,9"], "write 4,1,5"),
         (["--verify", "block", "--shape", "2,1,3", "3,2,6"], "needs a chain: draft with 3,1,4"),
         (["--shape", "4,999,9"], "exceeds the draft vocabulary"),

@@ -26,7 +26,7 @@ name: tiny
 target: {{model: {target}}}
 run_dir: {folder}/run
 prompts: {{sources: [{folder}/prompts.jsonl]}}
-rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25, keep_features: true}}
+rollouts: {{max_tokens: 24, max_running_requests: 4, held_out: 0.25, keep_features: true}}
 token_map: {{size: 128}}
 train: {{precision: fp32, unroll: {{ttt_steps: 2}}, data: {{features: offline, max_length: 50}}}}
 """

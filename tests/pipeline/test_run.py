@@ -33,7 +33,7 @@ RECIPE = """
 name: tiny
 target: {{model: {target}}}
 prompts: {{sources: [prompts.jsonl]}}
-rollouts: {{max_tokens: 24, batch_size: 4, held_out: 0.25}}
+rollouts: {{max_tokens: 24, max_running_requests: 4, held_out: 0.25}}
 token_map: {{size: 128}}
 train: {{max_steps: 24, epochs: 99, save_every: 5, precision: fp32, unroll: {{ttt_steps: 2}},
         data: {{global_batch: 4, micro_batch: 4, max_length: 128}}, evaluation: {{eval_every: 12}}}}

@@ -101,6 +101,6 @@ def tiny_chat_run(tiny_run, tiny_target, tmp_path_factory) -> Path:
     engine.close()
     (folder / "token_map").symlink_to(tiny_run / "token_map")
     recipe = yaml.safe_load((tiny_run / "recipe.yaml").read_text())
-    rollouts = {"max_tokens": 16, "batch_size": 8}
+    rollouts = {"max_tokens": 16, "max_running_requests": 8}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "run_dir": str(folder), "rollouts": rollouts}))
     return folder

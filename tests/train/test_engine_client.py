@@ -10,6 +10,8 @@ import torch
 
 from toolkit.data.generation import GenerationRequest
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import LoadedEngine, build_engine
 from toolkit.infer.request.params import SamplingParams
 from toolkit.targets.target import Target
 from toolkit.train import engine_client
@@ -61,12 +63,12 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
     alive: list[weakref.ref] = []
     emptied: list[list[bool]] = []
 
-    def build(*arguments, **options) -> Engine:
-        engine = Engine(*arguments, **options)
-        alive.append(weakref.ref(engine))
-        return engine
+    def build(*arguments) -> LoadedEngine:
+        loaded = build_engine(*arguments)
+        alive.append(weakref.ref(loaded.engine))
+        return loaded
 
-    monkeypatch.setattr(engine_client, "Engine", build)
+    monkeypatch.setattr(engine_client, "build_engine", build)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([one() is not None for one in alive]))
 
     def use(engine: Engine) -> list[int]:
@@ -77,7 +79,8 @@ def test_memory_goes_back_to_the_device(tiny_target, tiny_draft, monkeypatch: py
 
     gc.disable()
     try:
-        written = engine_client.with_engine(use, tiny_target, tiny_draft, max_running_requests=1, context_length=64)
+        config = EngineConfig(max_running_requests=1, context_length=64)
+        written = engine_client.with_engine(use, config, tiny_target, tiny_draft)
         assert len(written) == 4 and not fails and emptied == [[], [False]]
     except RuntimeError as error:
         assert str(error) == "after 4 tokens" and fails and len(emptied) == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.resume_log import ResumeLog
 from toolkit.bench.rows import ALL, best_row, tabulate
-from toolkit.bench.side_by_side import BenchError, Mode, Progress, run_side_by_side
+from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
-from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.jsonl import DataError
@@ -31,8 +31,7 @@ from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.target import Target
 from toolkit.weights import sha256_file
 
-# Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
-NO_PREFIX_CACHE = MemorySettings(prefix_cache=False)
+ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
 
 DEFINITIONS = {
     "accept_length": "tokens committed per verify step, bonus token included; truncated steps are not counted",
@@ -59,12 +58,9 @@ def measure_acceptance(
     temperature: float = 0.0,
     seed: int = 0,
     limit: int | None = None,
-    batch: int = 1,
     warmup: int = 1,
     check_tokens: bool = True,
-    verify: str = "target",
-    token_map: Path | None = None,
-    torch_compile: bool = False,
+    config: EngineConfig = ONE_BY_ONE,
     command: str | None = None,
     prompts_from: str = BUILTIN,
     keep: Path | None = None,
@@ -76,14 +72,13 @@ def measure_acceptance(
 
     Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
-    counts answers. torch_compile: compile the target's layers in all modes. verify: how drafts are accepted at a
-    temperature above 0 (see Engine); other verifiers than "target" write other tokens than plain decoding, so tokens
-    are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
-    Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
+    counts answers. Of `config` four options are read. max_running_requests: prompts decoded at once. torch_compile: in
+    all modes. verify: other verifiers than "target" write other tokens than plain decoding at a temperature above 0, so
+    tokens are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+    Raises `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
-    if batch < 1:
-        raise BenchError(f"batch is {batch}; expected at least 1 prompt")
+    batch, verify = config.max_running_requests, config.verify
     for shape in shapes:
         choose_verifier(verify, draft, shape)
     check_tokens = check_tokens and (verify == "target" or temperature == 0)
@@ -94,7 +89,7 @@ def measure_acceptance(
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
-        **_settings(chosen, shapes, token_map),
+        **_settings(chosen, shapes, config.token_map),
         "prompts": prompts_from,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -104,12 +99,12 @@ def measure_acceptance(
         "warmup": warmup,
         "check_tokens": check_tokens,
         "verify": verify,
-        "torch_compile": torch_compile,
+        "torch_compile": config.torch_compile,
     }
     kept = None if keep is None else _resume_log(keep, target, draft, chosen, settings)
     sampling = Sampling(max_tokens, temperature, seed)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    with _modes(target, draft, shapes, verify, max_running_requests=batch, torch_compile=torch_compile) as modes:
+    with _modes(target, draft, shapes, config) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
     return make_record(
         "acceptance",
@@ -123,12 +118,12 @@ def measure_acceptance(
 
 
 @contextmanager
-def _modes(
-    target: Target, draft: Draft, shapes: Sequence[DraftShape], verify: str, **options: Any
-) -> Iterator[list[Mode]]:
+def _modes(target: Target, draft: Draft, shapes: Sequence[DraftShape], config: EngineConfig) -> Iterator[list[Mode]]:
     """Yield plain decoding and every shape. Plain decoding has its own engine, without the cost of a head."""
-    speculative = Engine(target, draft, shapes[0], verify=verify, memory=NO_PREFIX_CACHE, **options)
-    plain = Engine(target, memory=NO_PREFIX_CACHE, **options)
+    # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
+    options = replace(config, adaptive=False, prefix_cache=False)
+    speculative = build_engine(replace(options, shape=shapes[0].as_text()), target, draft).engine
+    plain = build_engine(replace(options, verify="target"), target).engine
     try:
         yield [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
     finally:
@@ -162,11 +157,12 @@ def _resume_log(
     return ResumeLog(path, made_of)
 
 
-def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: Path | None) -> dict[str, Any]:
+def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: str | Path | None) -> dict[str, Any]:
+    file = None if token_map is None else Path(token_map)
     return {
         "tasks": list(dict.fromkeys(prompt.task for prompt in prompts)),
         "shapes": [shape.as_text() for shape in shapes],
-        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
+        "token_map": None if file is None else {"file": file.name, "sha256": sha256_file(file)},
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags, flag_of
+from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, engine_config, errors_with_flags, flag_of
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.pipeline.launch import set_threads
 from toolkit.recipe import BenchSettings
@@ -17,7 +17,7 @@ ENGINE = (
     "draft", "token_map", "target", "dtype", "verify", "quantization", "draft_quantization", "torch_compile"
 )  # fmt: skip
 SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
-OWN = ("seed", "batch", "no_check", "out")
+OWN = ("seed", "no_check", "out")
 VERIFY_HELP = (
     "how drafts are accepted at a temperature above 0 (default: target; the meaning of each: `toolkit serve --help`); "
     "tokens of others than target are not compared with those of plain decoding"
@@ -58,7 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")
     group.add_argument("--temperature", type=float, help="default: 0, greedy")
     group.add_argument("--seed", type=int, help="default: 0")
-    group.add_argument("--batch", type=int, help="prompts decoded at once (default: 1)")
+    group.add_argument(
+        "--batch",
+        "--max-running-requests",
+        dest="max_running_requests",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="prompts decoded at once (default: 1)",
+    )
     group.add_argument(
         "--warmup", type=int, help=f"prompts decoded before the clock starts (default: {defaults.warmup})"
     )
@@ -81,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentsError(f"{given} and --draft are both given; measure a recipe's run folder or any head")
         _measure_any(args)
         return 0
-    stray = next((flag_of(name) for name in ENGINE if name in args), None)
+    stray = next((flag_of(name) for name in OPTIONS if name in args), None)
     stray = stray or next((flag_of(name) for name in OWN if getattr(args, name) is not None), None)
     setting = next((name for name in SETTINGS if getattr(args, name) is not None), None)
     if setting is not None:
@@ -103,10 +110,9 @@ def _measure_any(args: argparse.Namespace) -> None:
 
     with errors_with_flags():
         paths = measure_head(
-            engine_config(args, verify="target"),
+            engine_config(args, verify="target", max_running_requests=1),
             wanted,
             seed=args.seed or 0,
-            batch=1 if args.batch is None else args.batch,
             check_tokens=not args.no_check,
             out=args.out,
         )

@@ -61,7 +61,6 @@ def measure_head(
     wanted: BenchSettings,
     *,
     seed: int = 0,
-    batch: int = 1,
     check_tokens: bool = True,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
@@ -73,19 +72,9 @@ def measure_head(
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
     device = device_of(config)
     config.check(device.type)
-    target, draft = load_models(config, device, shapes, config.verify)
+    target, draft = load_models(config, device, shapes)
     assert draft is not None and config.draft is not None, "a draft is measured"
-    record = _measure(
-        target,
-        draft,
-        wanted,
-        seed=seed,
-        batch=batch,
-        check_tokens=check_tokens,
-        verify=config.verify,
-        token_map=None if config.token_map is None else Path(config.token_map),
-        torch_compile=config.torch_compile,
-    )
+    record = _measure(target, draft, wanted, seed=seed, check_tokens=check_tokens, config=config)
     print_acceptance(record)
     return _write(record, str(config.draft), out)
 

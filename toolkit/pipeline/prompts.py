@@ -6,8 +6,8 @@ from pathlib import Path
 
 from toolkit.data.conversations import read_conversations, user_turns, write_conversations
 from toolkit.data.synthesis import synthesise_prompts
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import PROMPTS, Run
 from toolkit.pipeline.stages import PipelineError
@@ -49,7 +49,8 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
 
 
 def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
-    engine = Engine(target, max_running_requests=settings.batch_size, memory=MemorySettings(prefix_cache=False))
+    config = EngineConfig(max_running_requests=settings.max_running_requests, prefix_cache=False)
+    engine = build_engine(config, target).engine
     try:
         with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
             stats = synthesise_prompts(

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from toolkit.data.conversations import Conversation, read_conversations
 from toolkit.data.rollouts import write_rollouts
-from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.engine.engine import Engine
+from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
+from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft, load_draft
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.pipeline.feature_capture import OnEnd, captured_features
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import FEATURES, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
@@ -72,11 +73,14 @@ def answer_prompts(
     draft = None
     if draft_dir is not None:
         draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
-    # A prefix that the cache holds is not computed again, so it has no features.
-    memory = MemorySettings(prefix_cache=capture is None)
-    engine = Engine(
-        target, draft, max_running_requests=settings.batch_size, memory=memory, torch_compile=settings.torch_compile
+    config = EngineConfig(
+        shape=None if draft is None else DEFAULT_SHAPE.as_text(),
+        verify="target",
+        torch_compile=settings.torch_compile,
+        max_running_requests=settings.max_running_requests,
+        prefix_cache=capture is None,  # a prefix that the cache holds is not computed again, so it has no features
     )
+    engine = build_engine(config, target, draft).engine
     keeping = nullcontext() if capture is None else capture(engine, conversations)
     try:
         with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+from toolkit.targets.target import Target
 
 Result = TypeVar("Result")
 
@@ -75,14 +79,17 @@ def _fill(
     return bool(running)
 
 
-def with_engine(use: Callable[[Engine], Result], *arguments: Any, **options: Any) -> Result:
-    """The result of `use` with an engine of these arguments. `use` must not keep the engine: its memory is freed.
+def with_engine(
+    use: Callable[[Engine], Result], config: EngineConfig, target: Target, draft: Draft | None = None
+) -> Result:
+    """The result of `use` with an engine of `config` over loaded models. `use` must not keep the engine: its memory is
+    freed.
 
     On a GPU torch caches freed memory. Without `empty_cache` the engine would find little free memory, and the next
     training step, whose tensors have other sizes, might find none.
     """
     torch.cuda.empty_cache()  # does nothing without a GPU
-    engine = Engine(*arguments, **options)
+    engine = build_engine(config, target, draft).engine
     try:
         return use(engine)
     finally:

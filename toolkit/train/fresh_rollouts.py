@@ -29,6 +29,7 @@ from toolkit.data.rollout_files import RolloutPaths
 from toolkit.data.rollouts import write_rollouts
 from toolkit.heads.head_config import HeadConfig
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
 from toolkit.jsonl import DataError, StoredRows, read_rows
 from toolkit.log import get_logger
 from toolkit.recipe import Recipe
@@ -125,7 +126,13 @@ class FreshRollouts:
                 may_be_empty=True,
             )
 
-        with_engine(write, self.target, draft, self.shape, max_running_requests=settings.batch_size, adaptive=True)
+        config = EngineConfig(
+            shape=self.shape.as_text(),
+            adaptive=True,
+            verify="target",
+            max_running_requests=settings.max_running_requests,
+        )
+        with_engine(write, config, self.target, draft)
         if speed:  # if all rollouts were there already, the speed file of the earlier run stays
             write_json(_speed_path(self._share_path(step, self.accelerator.process_index)), speed.summary())
 

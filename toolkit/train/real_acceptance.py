@@ -15,8 +15,9 @@ from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.data.generation import derived_seed
 from toolkit.errors import TrainError
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
@@ -29,7 +30,6 @@ from toolkit.train_settings import TrainSettings
 log = get_logger(__name__)
 
 NOT_COMPARED = "the forecast cannot be compared with the engine's accept_length"
-NO_PREFIX_CACHE = MemorySettings(prefix_cache=False)  # all shapes and temperatures have the same prompts
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def check_engine_runs(target: Target, draft_vocabulary: int, shapes: Sequence[Dr
             f"({draft_vocabulary}); set train.evaluation.real_shapes to narrower ones"
         )
     try:
-        Engine(
-            target, max_running_requests=1, context_length=min(64, target.max_context), memory=NO_PREFIX_CACHE
-        ).close()
+        config = EngineConfig(max_running_requests=1, context_length=min(64, target.max_context))
+        build_engine(config, target).engine.close()
     except ValueError as error:
         raise TrainError(
             f"{error}; to train without the engine, set train.evaluation.real_every=null and train.on_policy.every=null"
@@ -128,15 +127,14 @@ class Measurement:
                 for temperature in self.temperatures
             ]
 
-        return with_engine(
-            measure,
-            self.target,
-            draft,
-            DraftShape.covering(self.shapes),
+        config = EngineConfig(
+            shape=DraftShape.covering(self.shapes).as_text(),
+            verify="target",
             max_running_requests=len(prompts),
             context_length=max(map(len, prompts)) + self.max_tokens,
-            memory=NO_PREFIX_CACHE,
+            prefix_cache=False,  # all shapes and temperatures have the same prompts
         )
+        return with_engine(measure, config, self.target, draft)
 
     def _measure(
         self, engine: Engine, prompts: list[list[int]], shape: DraftShape, temperature: float

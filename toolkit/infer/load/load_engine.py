@@ -76,10 +76,22 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     """Load the engine of one process. ranks: its tensor parallel group; None: a single process."""
     device = device_of(config)
-    memory, graphs = memory_settings(config), graph_settings(config, device)
+    memory_settings(config)  # invalid sizes raise before the models are loaded
+    graph_settings(config, device)
     shape = None if config.shape is None else parse_shape(config.shape, "`shape`")
-    verify = "target" if config.verify == "auto" and graphs is not None else config.verify  # graphs have no draws
-    target, draft = load_models(config, device, [shape], verify, ranks)
+    return build_engine(config, *load_models(config, device, [shape], ranks), ranks)
+
+
+def build_engine(
+    config: EngineConfig, target: Target, draft: Draft | None = None, ranks: Ranks | None = None
+) -> LoadedEngine:
+    """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
+
+    The options that choose and load the models are not read. `check` is not called. Raises ConfigError for a shape that
+    cannot be read, and the errors of Engine.
+    """
+    graphs, memory = graph_settings(config, target.device), memory_settings(config)
+    shape = None if config.shape is None else parse_shape(config.shape, "`shape`")
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
         shape = best_shape(draft)
@@ -89,7 +101,7 @@ def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
         shape,
         max_running_requests=config.max_running_requests,
         context_length=config.context_length,
-        verify=verify,
+        verify=verifier_name(config),
         adaptive=adaptive,
         memory=memory if ranks is None else ranks.memory(memory),
         torch_compile=config.torch_compile and graphs is None,
@@ -98,11 +110,15 @@ def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     return LoadedEngine(engine, target, draft, shape, adaptive)
 
 
+def verifier_name(config: EngineConfig) -> str:
+    """The option `verify`, where "auto" is "target" with graphs: recorded rounds draw no drafts."""
+    return "target" if config.verify == "auto" and config.cuda_graph_max_bs is not None else config.verify
+
+
 def load_models(
     config: EngineConfig,
     device: torch.device,
     shapes: Sequence[DraftShape | None],
-    verify: str,
     ranks: Ranks | None = None,
 ) -> tuple[Target, Draft | None]:
     """Load target and draft (or this rank's shards), fit the draft to the target, pack both for decoding.
@@ -116,7 +132,7 @@ def load_models(
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
     for shape in shapes:
-        choose_verifier(verify, draft, shape)
+        choose_verifier(verifier_name(config), draft, shape)
     logger.info("loading the target %s", source.name)
     if ranks is None:
         load = load_target
