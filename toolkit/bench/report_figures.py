@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -17,14 +19,18 @@ from toolkit.bench.rows import ALL
 from toolkit.bench.run_folder import RunData, is_number
 from toolkit.bench.table import shape_name
 
-INK, QUIET, GRID, PLAIN_COLOUR = "#1f2933", "#64748b", "#e5e9ef", "#a3adba"
+INK, QUIET, PLAIN_COLOUR = "#1f2933", "#64748b", "#a3adba"
 COLOURS = ("#0f766e", "#c2570c", "#4f46a5", "#9d174d", "#4d7c0f", "#0369a1")
-SIZE = (5.1, 3.2)  # inches
 SMOOTHING = 0.9
 
 
 def draw_all(data: RunData) -> dict[str, str]:
     """Return SVG text by name (training, depth, coverage, speed); figures without data are omitted."""
+    with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
+        return _drawn(data)
+
+
+def _drawn(data: RunData) -> dict[str, str]:
     rows = [row for row in (data.acceptance or {}).get("rows", []) if row["task"] == ALL]
     timed = [row for row in rows if row["tokens_per_s"] is not None]
     pictures: dict[str, str] = {}
@@ -53,36 +59,32 @@ def _training(
     training: Sequence[dict[str, Any]], forecasts: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]
 ) -> str:
     """Draw the loss above; below, the forecast and the engine's measurements (dotted, by shape and temperature)."""
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure()
     axes: list[Axes] = list(figure.subplots(bool(training) + bool(forecasts), 1, sharex=True, squeeze=False)[:, 0])
     last = axes[-1]
     figure.set_layout_engine("constrained", h_pad=0.12)
     if training:
         axis = axes.pop(0)
         # Loss of the first step only: the sum over steps jumps when a curriculum adds a step.
-        steps, losses = (
-            [row["step"] for row in training],
-            [row.get("loss_by_step", [row["loss"]])[0] for row in training],
-        )
+        steps = [row["step"] for row in training]
+        losses = [row.get("loss_by_step", [row["loss"]])[0] for row in training]
         axis.plot(steps, losses, color=COLOURS[0], alpha=0.3, linewidth=1)
-        axis.plot(steps, smoothed(losses), color=COLOURS[0], linewidth=2)
-        _style(axis, ylabel="loss,\nfirst step")
+        axis.plot(steps, smoothed(losses), color=COLOURS[0])
+        axis.set_ylabel("loss,\nfirst step")
     if forecasts:
         axis = axes.pop(0)
         steps = [row["step"] for row in forecasts]
         lengths = [row["forecast_accept_length"] for row in forecasts]
-        axis.plot(steps, lengths, color=COLOURS[1], linewidth=2, marker="o", markersize=3.5)
+        axis.plot(steps, lengths, color=COLOURS[1], marker="o")
         measured: dict[str, list[tuple[int, float]]] = {}
         for row in real:
             for one in row.get("real", ()):
                 if one["accept_length"] is not None:
                     measured.setdefault(one["name"], []).append((row["step"], one["accept_length"]))
         for colour, (name, points) in zip(cycle((*COLOURS[2:], *COLOURS[:2])), measured.items()):
-            axis.plot(
-                *zip(*points, strict=True), ":", color=colour, linewidth=2, marker="s", markersize=3.5, label=name
-            )
+            axis.plot(*zip(*points, strict=True), ":", color=colour, marker="s", label=name)
         if measured:
-            axis.legend(frameon=False, fontsize=6.5, labelcolor=INK, ncols=2)
+            axis.legend(fontsize=6.5, ncols=2)
         axis.annotate(
             f"{lengths[-1]:.2f}",
             (steps[-1], lengths[-1]),
@@ -93,52 +95,43 @@ def _training(
             fontweight="bold",
             fontsize=9,
         )
-        _style(axis, ylabel="forecast\naccept_length")
-    last.set_xlabel("optimizer step", color=QUIET, fontsize=9)
+        axis.set_ylabel("forecast\naccept_length")
+    last.set_xlabel("optimizer step")
     last.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     return _svg(figure, "Training loss and forecast accept_length over optimizer steps")
 
 
 def _depth(rows: Sequence[dict[str, Any]]) -> str:
     """Draw conditional (solid) and unconditional (dashed) acceptance at each depth, one colour per shape."""
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure()
     axis = figure.subplots()
     for place, row in enumerate(rows):
         colour = COLOURS[place % len(COLOURS)]
-        for key, line in (("accept_rate", "-"), ("accept_rate_unconditional", "--")):
+        for key, line, width in (("accept_rate", "-", 2), ("accept_rate_unconditional", "--", 1.4)):
             points = [(depth, 100 * rate) for depth, rate in enumerate(row[key], start=1) if rate is not None]
-            if not points:
-                continue
-            label = shape_name(row) if key == "accept_rate" else None
-            axis.plot(
-                *zip(*points, strict=True),
-                line,
-                color=colour,
-                linewidth=2 if line == "-" else 1.4,
-                marker="o",
-                markersize=4,
-                label=label,
-            )
+            if points:
+                label = shape_name(row) if key == "accept_rate" else None
+                axis.plot(*zip(*points, strict=True), line, color=colour, linewidth=width, marker="o", label=label)
     axis.plot([], [], "-", color=QUIET, label="of the steps that reached this depth")
     axis.plot([], [], "--", color=QUIET, linewidth=1.4, label="of all steps")
     axis.set_ylim(0, 100)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.legend(frameon=False, fontsize=8.5, labelcolor=INK)
-    _style(axis, xlabel="depth in the draft", ylabel="accepted, %")
+    axis.legend()
+    axis.set(xlabel="depth in the draft", ylabel="accepted, %")
     return _svg(figure, "Share of drafted tokens accepted at each depth, conditional and unconditional, by draft shape")
 
 
 def _coverage(token_map: dict[str, Any]) -> str:
     """Draw the share of response tokens in the map over its size, and mark the chosen size."""
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure()
     axis = figure.subplots()
     rows = token_map["rows"]
     sizes, shares = [row["size"] for row in rows], [100 * row["coverage"] for row in rows]
-    axis.plot(sizes, shares, color=COLOURS[0], linewidth=2, marker="o", markersize=3.5, label="counted text")
+    axis.plot(sizes, shares, color=COLOURS[0], marker="o", label="counted text")
     unseen = [100 * row["held_out_coverage"] for row in rows if is_number(row.get("held_out_coverage"))]
     if len(unseen) == len(rows):
         axis.plot(sizes, unseen, color=COLOURS[0], linewidth=1.5, linestyle="--", label="held-out text")
-        axis.legend(loc="lower right", fontsize=8, frameon=False)
+        axis.legend(loc="lower right")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -162,13 +155,13 @@ def _coverage(token_map: dict[str, Any]) -> str:
             ha="left" if right else "right",
             fontweight="bold",
         )
-    _style(axis, xlabel="ids in the draft vocabulary", ylabel="response tokens covered, %")
+    axis.set(xlabel="ids in the draft vocabulary", ylabel="response tokens covered, %")
     return _svg(figure, "Share of response tokens covered by the draft vocabulary, by its size")
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> str:
     """Draw tokens per second of plain decoding and of each shape, on the same prompts."""
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure()
     axis = figure.subplots()
     names = ["plain", *(shape_name(row) for row in rows)]
     speeds = [rows[0]["plain_tokens_per_s"], *(row["tokens_per_s"] for row in rows)]
@@ -188,7 +181,10 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
         )
     axis.set_xlim(0, max(speeds) * 1.28)
     axis.invert_yaxis()
-    _style(axis, xlabel="tokens per second in the decode phase", grid="x")
+    axis.set_xlabel("tokens per second in the decode phase")
+    axis.spines[:].set_visible(False)
+    axis.grid(False, axis="y")
+    axis.grid(True, axis="x")
     axis.tick_params(axis="y", labelsize=10, labelcolor=INK)
     return _svg(figure, "Tokens per second of plain decoding and of each draft shape")
 
@@ -202,29 +198,12 @@ def octaves(sizes: Sequence[int], most: int) -> list[int]:
     return powers[::stride]
 
 
-def _style(axis: Axes, xlabel: str = "", ylabel: str = "", grid: str = "y") -> None:
-    label: Callable[..., Any]
-    for label, text in ((axis.set_xlabel, xlabel), (axis.set_ylabel, ylabel)):
-        if text:
-            label(text, color=QUIET, fontsize=9)
-    for side in ("top", "right", *(["left"] if grid == "y" else ["bottom"])):
-        axis.spines[side].set_visible(False)
-    for spine in axis.spines.values():
-        spine.set_color(GRID)
-    axis.grid(axis=grid, color=GRID, linewidth=1)  # type: ignore[arg-type]
-    axis.set_axisbelow(True)
-    axis.tick_params(colors=QUIET, labelsize=8.5, length=0)
-
-
 def _svg(figure: Figure, description: str) -> str:
     buffer = io.StringIO()
-    figure.set_facecolor("none")
-    for axis in figure.axes:
-        axis.set_facecolor("none")
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # Without fixed width and height the figure can shrink on narrow screens; the viewBox keeps the proportions.
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    for fixed in ("width", "height"):
+        text = re.sub(rf'(<svg[^>]*?) {fixed}="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

@@ -8,9 +8,7 @@ from typing import Any
 
 from toolkit.bench.acceptance import measure_acceptance, measured_summary
 from toolkit.bench.records import machine_name, write_record
-from toolkit.bench.report import report_record
-from toolkit.bench.report_figures import draw_all
-from toolkit.bench.report_page import page
+from toolkit.bench.report import write_page
 from toolkit.bench.rows import best_row
 from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import length_text, print_acceptance, shape_name
@@ -24,7 +22,7 @@ from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temper
 from toolkit.pipeline.run_target import prompts_and_shapes
 from toolkit.recipe import BenchSettings
 from toolkit.targets.target import Target
-from toolkit.weights import atomic_write, write_json
+from toolkit.weights import write_json
 
 
 def measure_stage(run: Run) -> str:
@@ -103,7 +101,5 @@ def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, 
     write_record(out, record)
     # n-gram lookup has no run folder: its page is named after it, not after the working directory.
     run = Path(draft) if draft == "ngram" else Path(draft).resolve().parent
-    data = RunData(run, acceptance=record)
-    with atomic_write(out.with_suffix(".html")) as temporary:
-        temporary.write_text(page(report_record(data), data, draw_all(data)), encoding="utf-8")
+    write_page(out.with_suffix(".html"), RunData(run, acceptance=record))
     return out, out.with_suffix(".html")
