@@ -75,11 +75,11 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["run", str(recipe), "train={}"], "the recipe names no prompts"),
         (
             ["run", str(recipe), "train={}", "prompts.sources=[absent.jsonl]"],
-            "absent.jsonl, which does not exist; mend",
+            "absent.jsonl, which does not exist; correct",
         ),
         (["rnu"], "did you mean run?"),
         (["report", str(tmp_path / "absent")], "absent"),
-        (["rollouts", "--out", "x.jsonl"], "belong together"),
+        (["rollouts", "--out", "x.jsonl"], "must be given together"),
         (["build-token-map", "--size", "8"], "token_map.size=N"),
         (["bench", "acceptance", "--draft", str(tmp_path)], "is no draft directory"),
     ):

@@ -149,20 +149,20 @@ class TestWhatLoadersRead:
 
 
 REFUSED = [
-    ("sglang", {"norm_before_residual": True}, "SGLang does not read it"),
+    ("sglang", {"norm_before_residual": True}, "SGLang ignores it"),
     ("sglang", {"qk_norm": True}, "skips their tensors"),
     ("vllm", {"qk_norm": True}, "--to speculators"),
-    ("vllm", {"attention_bias": True}, "leaves it unset"),
+    ("vllm", {"attention_bias": True}, "leaves that one uninitialised"),
     ("speculators", {"fc_bias": True}, "no such bias"),
     ("sglang", {"sliding_window": 96}, "whole context"),
     ("eagle", {"sliding_window": 96}, "whole context"),
-    ("sglang", {"num_hidden_layers": 2}, "leave out the first one's residual"),
+    ("sglang", {"num_hidden_layers": 2}, "lacks the first one's residual"),
     ("eagle", {"num_hidden_layers": 2}, "has one layer"),
     ("eagle", {"fc_norm": True}, "drops the tensors"),
-    ("eagle", {"norm_output": True}, "no part for it"),
-    ("eagle", {"aux_layer_ids": [1, 3, 5]}, "always takes [2, 3, 4]"),
-    ("eagle", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "no such rotation"),
-    ("sglang", {"aux_layer_ids": [0, 3, 5]}, "inputs of layers 1 to 6"),
+    ("eagle", {"norm_output": True}, "does not support it and drops the tensors"),
+    ("eagle", {"aux_layer_ids": [1, 3, 5]}, "always uses [2, 3, 4]"),
+    ("eagle", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "has a scaled rope"),
+    ("sglang", {"aux_layer_ids": [0, 3, 5]}, "only ids from 1 to 6"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_what_a_loader_would_drop_is_refused(make_eagle3, tiny_draft, tiny_facts
 def test_heads_that_others_do_not_load(tiny_target, eagle2_head, tiny_facts, tmp_path):
     whole = TokenMap.identity(tiny_target.vocab_size)
     mtp = MtpHead(MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size))
-    with pytest.raises(ExportError, match="inside their target alone"):
+    with pytest.raises(ExportError, match="only from the target's own checkpoint"):
         export(DraftCheckpoint(mtp, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)
     with pytest.raises(ExportError, match="vLLM's has none"):
         export(DraftCheckpoint(eagle2_head, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)
@@ -214,7 +214,7 @@ def test_a_mismatch_raises_and_leaves_nothing(tiny_draft, tiny_facts, tmp_path, 
 
 def test_an_existing_folder_is_left_alone(tiny_draft, tiny_facts, tmp_path):
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(ExportError, match="exists; give a folder that does not"):
+    with pytest.raises(ExportError, match="exists; give a new folder"):
         export(tiny_draft, "vllm", tmp_path, tiny_facts, CHAIN)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -261,7 +261,8 @@ def test_to_our_own_keeps_what_was_resolved(make_eagle3, publish, tiny_facts, tm
     export(draft, "toolkit", tmp_path / "own", tiny_facts, CHAIN)
     own = load_draft(tmp_path / "own")
     assert not own.head.config.norm_output and own.meta["target"]["name"] == tiny_facts.name
-    assert any("as you said" in line for line in own.meta["imported"]) and own.meta["measured"]["best_shape"] == "4,1,5"
+    assert any("given with --set" in line for line in own.meta["imported"])
+    assert own.meta["measured"]["best_shape"] == "4,1,5"
 
 
 def test_plain_heads_say_nothing_new_in_their_directory(tiny_draft, tmp_path):

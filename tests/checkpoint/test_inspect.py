@@ -59,7 +59,7 @@ def edited(**changes):
         ),
         (
             lambda _c, t: t.update({"embed_tokens.weight": torch.randn(393, 64)}),
-            "its embedding is not the target's",
+            "its embedding differs from the target's",
             False,
         ),
     ],
@@ -222,5 +222,5 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise files.LocalEntryNotFoundError("outgoing traffic is disabled")
 
     monkeypatch.setattr(files, "hf_hub_download", fail)
-    with pytest.raises(DraftDirError, match=r"no such folder here, and the hub did not give it \(outgoing"):
+    with pytest.raises(DraftDirError, match=r"and it could not be fetched from the hub \(outgoing"):
         files.locate("org/head")

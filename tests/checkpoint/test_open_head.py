@@ -151,7 +151,7 @@ class TestResolutions:
 
     def test_two_keys_that_disagree_are_refused(self, make_eagle3, publish, target):
         directory = publish("specforge", make_eagle3(), lambda config, _: config.update({AUX: [1, 2, 3]}))
-        with pytest.raises(DraftDirError, match="which are different layers; say which"):
+        with pytest.raises(DraftDirError, match="which are different layers; give the right ones"):
             open_head(directory, target=target)
 
     def test_norm_output_means_two_things(self, make_eagle3, publish, target):
@@ -186,7 +186,7 @@ class TestResolutions:
                 open_head(directory, target=target, overrides=said)
 
     def test_an_override_nobody_asks_for(self, make_eagle3, publish, target):
-        with pytest.raises(DraftDirError, match="--set norm_outputs: not a setting"):
+        with pytest.raises(DraftDirError, match="--set norm_outputs: this checkpoint has no such setting"):
             open_head(publish("specforge", make_eagle3()), target=target, overrides={"norm_outputs": False})
 
 
@@ -206,7 +206,7 @@ def broken(**changes):
 
 
 REFUSED = [
-    ({"lm_head.weight": None}, "missing: lm_head.weight. SGLang would serve"),
+    ({"lm_head.weight": None}, "missing: lm_head.weight. An EAGLE-3 head needs its own output matrix"),
     ({"midlayer.mlp.up_proj.weight": None}, "missing: midlayer.mlp.up_proj.weight"),
     ({"extra.weight": torch.zeros(2)}, "unexpected: extra.weight"),
     ({"midlayer.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected: midlayer.self_attn.o_proj.bias"),
@@ -306,7 +306,7 @@ class Loud:
 
 def test_a_pickle_with_code_is_not_executed(tmp_path, capsys):
     torch.save({"fc.weight": Loud()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="not executed here"):
+    with pytest.raises(WeightsError, match="which are never loaded"):
         load_pickle(tmp_path / "pytorch_model.bin")
     assert "executed" not in capsys.readouterr().out
 
@@ -317,7 +317,7 @@ def test_an_embedding_of_its_own_is_refused(make_eagle3, publish, tiny_target, t
     copied = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": close}), "copied")
     check_serves(copied, target)
     own = publish("specforge", make_eagle3(), broken(**{"embed_tokens.weight": torch.randn_like(close)}), "own")
-    with pytest.raises(DraftDirError, match="embedding of its own"):
+    with pytest.raises(DraftDirError, match="embedding that differs from the target's"):
         load_engine(EngineConfig(draft=own, target=target))
 
 

@@ -59,13 +59,13 @@ def test_pushed_and_fetched_by_revision(hub, tiny_draft, tiny_draft_directory, t
     second = repository.commit(_with_fc(repository.commits[first], changed, tmp_path))
     assert torch.equal(open_head(f"org/head@{first}").head.fc.weight, tiny_draft.head.fc.weight)
     assert torch.equal(open_head("org/head").head.fc.weight, changed)
-    with pytest.raises(DraftDirError, match="the hub did not give it"):
+    with pytest.raises(DraftDirError, match="it could not be fetched from the hub"):
         open_head("org/head@0000000000000000000000000000000000000000")
     asked = len(hub.asked)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert torch.equal(open_head(f"org/head@{first}").head.fc.weight, tiny_draft.head.fc.weight)
     assert torch.equal(open_head(f"org/head@{second}").head.fc.weight, changed)
-    with pytest.raises(DraftDirError, match="the hub did not give it"):
+    with pytest.raises(DraftDirError, match="it could not be fetched from the hub"):
         open_head("org/unseen")
     assert len(hub.asked) == asked, "something was sent in offline mode"
 
@@ -94,7 +94,7 @@ def test_the_card_has_the_hubs_name_and_pushing_again_is_one_more_commit(hub, ti
 def test_no_folder_of_this_machine_is_published(hub, tiny_draft_directory, tiny_target_directory, tmp_path, capsys, to):
     """The target's is in the launch line, speculators' verifier and our own config; elsewhere it is nobody's."""
     assert export(tiny_draft_directory, tmp_path / "o", "--push-to-hub", "org/head", to=to) == 0
-    assert "MODEL names it in the model card and config.json" in capsys.readouterr().out
+    assert "in the model card and config.json replace MODEL" in capsys.readouterr().out
     repository = hub.repositories["org/head"]
     sent = b"".join(repository.commits[repository.oid("main")].values())
     assert str(tiny_target_directory).encode() not in sent and b"MODEL" in sent
@@ -112,7 +112,7 @@ def test_what_is_not_sent(hub, tiny_draft_directory, tmp_path, capsys, monkeypat
     for words, says in (
         (["--push-to-hub", "head"], "ORG/NAME is needed"),
         (["--push-to-hub", "org/head@v1"], "ORG/NAME is needed"),
-        (["--private"], "belongs to --push-to-hub"),
+        (["--private"], "is given without --push-to-hub"),
     ):
         assert export(tiny_draft_directory, tmp_path / "c", *words) == 2 and says in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

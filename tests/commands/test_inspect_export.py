@@ -47,7 +47,7 @@ def test_a_wrong_shift_is_overruled_on_the_way_in(tiny_draft_directory, tiny_tar
     typed = ["export", "--draft", str(foreign), "--to", "toolkit", "--out", str(tmp_path / "own")]
     typed += ["--target", str(tiny_target_directory), "--set", "aux_layer_ids=2,3,4"]
     assert main(typed) == 0
-    assert "aux_layer_ids = [2, 3, 4]: as you said (the files: (1, 2, 3))" in capsys.readouterr().out
+    assert "aux_layer_ids = [2, 3, 4]: given with --set (the files say (1, 2, 3))" in capsys.readouterr().out
     assert drafts(tmp_path / "own", None) == drafts(tiny_draft_directory, None)
 
 
@@ -68,7 +68,7 @@ def test_inspect_of_a_target(tiny_target_directory, capsys):
     said = capsys.readouterr().out
     assert "target, LlamaForCausalLM" in said and "[2, 3, 4] by default" in said
     assert main(["inspect", str(tiny_target_directory), "--target", "org/other"]) == 2
-    assert "is a target itself" in capsys.readouterr().err
+    assert "is a target, and --target" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_prompts_of_both_origins(recipe: Path, monkeypatch: pytest.MonkeyPatch) 
     methods = [(row["id"].split("-")[0], row["provenance"]["method"]) for row in made]
     assert methods == [("prompts", "sources")] * 2 + [("synth", "self-synthesis")]
     Path("prompts.jsonl").write_text(own.read_text())
-    with pytest.raises(PipelineError, match="'synth-000000' of the sources is one of self-synthesis"):
+    with pytest.raises(PipelineError, match="'synth-000000' is in the sources and among the synthesised prompts"):
         prompts_of_run.write_prompts(None, settings, 0, Path("made/p.jsonl"))
 
 

@@ -13,8 +13,15 @@ from typing import get_args
 import pytest
 
 from toolkit.pipeline import launch
-from toolkit.pipeline.launch import LaunchError, physical_cores, run_child, set_threads, training_line
-from toolkit.train_settings import HeadName
+from toolkit.pipeline.launch import (
+    LaunchError,
+    physical_cores,
+    run_child,
+    set_threads,
+    training_line,
+    training_processes,
+)
+from toolkit.train_settings import HeadName, TrainSettings
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -51,7 +58,7 @@ def test_training_line_can_be_typed(monkeypatch: pytest.MonkeyPatch, head: HeadN
 def test_training_line_refuses_what_cannot_start(tmp_path: Path) -> None:
     """accelerate would fail later, with a traceback."""
     with pytest.raises(LaunchError, match="at least 1"):
-        training_line("r.yaml", [], 0, None, "eagle3")
+        training_processes(0, TrainSettings())
     with pytest.raises(FileNotFoundError, match="absent.yaml"):
         training_line("r.yaml", [], 1, tmp_path / "absent.yaml", "eagle3")
 

@@ -75,7 +75,7 @@ def measure_acceptance(
     counts answers. Of `config` four options are read. max_running_requests: prompts decoded at once. torch_compile: in
     all modes. verify: other verifiers than "target" write other tokens than plain decoding at a temperature above 0, so
     tokens are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
-    Raises `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
+    Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
     batch, verify = config.max_running_requests, config.verify

@@ -17,6 +17,7 @@ import torch
 
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.files import read_config
 from toolkit.checkpoint.resolution import Resolution
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
@@ -125,12 +126,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     shaped or the file is cut short.
     """
     directory = Path(directory)
-    if not (directory / "config.json").is_file():
-        raise DraftDirError(
-            f"{directory} is no draft directory: it has no config.json. A directory that `toolkit train` or "
-            "`toolkit run` wrote (runs/NAME/ckpt) is needed"
-        )
-    stored = read_json(directory / "config.json")
+    stored = read_config(directory)
     config = _config_from(stored, directory)
     tensors = load_tensors(directory / "model.safetensors")
     if config.own_vocabulary:
@@ -147,11 +143,11 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
 
 
-def _config_from(stored: Any, directory: Path) -> HeadConfig:
-    if not isinstance(stored, dict) or "toolkit" not in stored:
+def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
+    if "toolkit" not in stored:
         raise DraftDirError(
             f"{directory}/config.json has no `toolkit` block, so it was not written by this project; "
-            "`toolkit export --draft DIR --to toolkit --out NEW` makes a draft directory of what it knows to read"
+            "`toolkit export --draft DIR --to toolkit --out NEW` converts heads of other projects"
         )
     check_types(stored, directory)
     block = stored["toolkit"]
@@ -244,8 +240,8 @@ def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
     share = embedding_distance(draft.own_embedding, target.embed_tokens.weight.detach().cpu())
     if embeddings_differ(share):
         raise DraftDirError(
-            f"the head {draft.path or ''} came with an embedding of its own, {100 * share:.1f} % from the target's; "
-            "the engine reads the target's, with which this head was not trained"
+            f"the head {draft.path or ''} has an embedding that differs from the target's by {100 * share:.1f} %. The "
+            "engine reads the target's, with which this head was not trained; serve it with its own target"
         )
     # Checked once; it is as large as the target's.
     draft.own_embedding = None

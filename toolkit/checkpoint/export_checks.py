@@ -22,8 +22,8 @@ def checked(draft: DraftCheckpoint, facts: TargetFacts) -> list[str]:
     bad = [name for name, value in draft.head.state_dict().items() if not torch.isfinite(value).all()]
     if bad:
         raise ExportError(
-            f"{', '.join(bad)} of the head hold values that are not finite: its training diverged or the file is "
-            "damaged, and its drafts would be nonsense everywhere; take an earlier checkpoint"
+            f"the head's {', '.join(bad)} hold values that are not finite: its training diverged, or the file is "
+            "damaged; export an earlier checkpoint"
         )
     found = [rope_difference(draft.head.config, full_attention_rope(facts.config)), _other_target(draft, facts)]
     if draft.own_embedding is not None:
@@ -36,7 +36,7 @@ def check_target(config: HeadConfig, facts: TargetFacts) -> None:
     if (config.vocab_size, config.hidden_size) != (facts.vocab_size, facts.hidden_size):
         raise ExportError(
             f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
-            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}"
+            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}; name the head's own target with --target"
         )
 
 
@@ -47,22 +47,22 @@ def _other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
         return None
     names, revisions = (full_name(stated["name"]), facts.name), (stated.get("revision"), facts.revision)
     if names[0] != names[1]:
-        return f"the head names {stated['name']} as its target and is written for {facts.name}: is that the same model?"
+        return f"the head names {stated['name']} as its target, but is exported for {facts.name}: are they equal?"
     if None not in revisions and revisions[0] != revisions[1]:
-        return f"the head names {names[0]}@{revisions[0]} as its target and is written for revision {revisions[1]}"
+        return f"the head names {names[0]}@{revisions[0]} as its target, but is exported for revision {revisions[1]}"
     return None
 
 
 def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:
-    """Raises `ExportError` when the embedding that the head came with, which is not written, is not the target's."""
+    """Raises `ExportError` when the checkpoint's own embedding, which is not exported, is not the target's."""
     try:
         distance = embedding_distance(own, target_embedding(facts))
     except TargetError as error:
-        return f"the head came with an embedding of its own, which could not be compared with the target's: {error}"
+        return f"the checkpoint holds an embedding, which could not be compared with the target's: {error}"
     if embeddings_differ(distance):
         raise ExportError(
-            f"the head came with an embedding of its own, {100 * distance:.1f} % from that of {facts.name}; every "
-            "engine would read the target's, with which this head was not trained. Name its own target with --target"
+            f"the checkpoint holds an embedding that differs from that of {facts.name} by {100 * distance:.1f} %. "
+            "Engines read the target's, with which this head was not trained; name its own target with --target"
         )
     return None
 

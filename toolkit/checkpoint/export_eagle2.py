@@ -28,7 +28,7 @@ def _eagle2_for(to: str) -> Builder:
             if not config.fc_bias:
                 added = {"fc.bias": torch.zeros_like(state["fc.weight"][:, 0])}
                 config = replace(config, fc_bias=True)
-                notes.append("fc.bias is written as zeros: SGLang's fc has a bias, which it would leave unset")
+                notes.append("fc.bias is written as zeros: SGLang's fc has a bias and would leave it uninitialised")
             names = {"architectures": ["LlamaForCausalLMEagle"]}
         elif to == "vllm":
             if config.fc_bias:
@@ -38,7 +38,9 @@ def _eagle2_for(to: str) -> Builder:
             keys = plain_rope(config, keys)
             names |= {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
             if not is_sharded(facts):
-                notes.append("SafeAILab's code reads the target's embedding by its index of shards, which it lacks")
+                notes.append(
+                    "SafeAILab's code finds the target's embedding by an index of shards, which this target lacks"
+                )
         weights = PICKLE if to == "eagle" else SAFETENSORS
         return Exported({**keys, **names}, {**state, **added}, config, weights, added, notes)
 

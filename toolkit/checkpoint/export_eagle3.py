@@ -23,12 +23,12 @@ from toolkit.targets.facts import TargetFacts, is_sharded, target_embedding
 # Variants of an EAGLE-3 head that each loader has no place for, and what it would do instead.
 REFUSED: dict[str, dict[str, str]] = {
     "sglang": {
-        "norm_before_residual": "SGLang does not read it: the head would be served without",
+        "norm_before_residual": "SGLang ignores it and would serve the head without it",
         "qk_norm": "SGLang's LlamaForCausalLMEagle3 has no query and key norms and skips their tensors",
         "fc_bias": NO_BIAS,
         "attention_bias": NO_BIAS,
         "sliding_window": NO_WINDOW,
-        "num_hidden_layers": "SGLang has one layer, or further ones that leave out the first one's residual",
+        "num_hidden_layers": "SGLang has one layer; its own form of further layers lacks the first one's residual",
     },
     "vllm": {
         "qk_norm": "vLLM's LlamaForCausalLMEagle3 has no query and key norms; --to speculators writes its Qwen3 form",
@@ -39,7 +39,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "eagle": {"sliding_window": NO_WINDOW, "num_hidden_layers": "SafeAILab's EAGLE-3 model has one layer"}
     | dict.fromkeys(
         ("norm_before_residual", "qk_norm", "fc_bias", "attention_bias", "fc_norm", "norm_before_fc", "norm_output"),
-        "SafeAILab's EAGLE-3 model has no part for it and drops the tensors",
+        "SafeAILab's EAGLE-3 model does not support it and drops the tensors",
     ),
 }
 
@@ -54,7 +54,7 @@ def _refuse_variants(config: Eagle3Config, to: str) -> None:
 
 
 def _eagle3_tensors(draft: DraftCheckpoint, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
-    """The head's tensors and its token map; the map of a whole vocabulary is left out, as every loader wants it."""
+    """The head's tensors and its token map; the map of a whole vocabulary is left out, as every loader expects."""
     state = {
         (prefix + name.removeprefix("midlayer.")) if name.startswith("midlayer.") else name: value
         for name, value in draft.head.state_dict().items()
@@ -76,9 +76,7 @@ def _eagle3_for_engines(to: str) -> Builder:
         _refuse_variants(config, to)
         ids = config.aux_layer_ids
         if to == "sglang" and (ids[0] < 1 or ids[-1] >= facts.n_layers):
-            raise ExportError(
-                f"aux_layer_ids {list(ids)}: SGLang takes the inputs of layers 1 to {facts.n_layers - 1} alone"
-            )
+            raise ExportError(f"aux_layer_ids {list(ids)}: SGLang supports only ids from 1 to {facts.n_layers - 1}")
         return Exported(
             {
                 "architectures": ["LlamaForCausalLMEagle3"],
@@ -113,11 +111,11 @@ def _eagle3_for_speculators(
         layer["num_aux_hidden_states"] = len(config.aux_layer_ids)
     try:
         added = {EMBEDDING: target_embedding(facts)}
-        notes = [f"{EMBEDDING} is the target's, as speculators' own loader wants it"]
+        notes = [f"{EMBEDDING} is the target's, as speculators' own loader requires"]
     except TargetError as error:
         added, notes = (
             {},
-            [f"{EMBEDDING} is left out ({error}): vLLM takes the target's, speculators' loader must be told"],
+            [f"{EMBEDDING} is left out ({error}): vLLM reads the target's, speculators' own loader needs it"],
         )
     proposal = {
         "proposal_type": "greedy",
@@ -159,7 +157,7 @@ def _eagle3_for_eagle(draft: DraftCheckpoint, config: Eagle3Config, facts: Targe
     usual = (2, facts.n_layers // 2, facts.n_layers - 3)
     if config.aux_layer_ids != usual:
         raise ExportError(
-            f"aux_layer_ids {list(config.aux_layer_ids)}: SafeAILab's code always takes {list(usual)} of {facts.name}"
+            f"aux_layer_ids {list(config.aux_layer_ids)}: SafeAILab's code always uses {list(usual)} for {facts.name}"
         )
     keys = plain_rope(config, layer_keys(config, dtype_of(draft.head.state_dict())))
     added, notes = _embedding_for_eagle(facts)
@@ -179,7 +177,7 @@ def _embedding_for_eagle(facts: TargetFacts) -> tuple[dict[str, torch.Tensor], l
     """SafeAILab's model reads the target's embedding by its index of shards, or, with target_hidden_size, brings it."""
     if is_sharded(facts):
         return {}, []
-    note = f"{EMBEDDING} is the target's: SafeAILab's code finds it there by itself only in weights with an index"
+    note = f"{EMBEDDING} is the target's: SafeAILab's code reads it from weights with an index of shards only"
     return {EMBEDDING: target_embedding(facts)}, [note]
 
 

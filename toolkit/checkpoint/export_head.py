@@ -39,7 +39,7 @@ def export_head(
     """
     out = Path(out)
     if out.exists():
-        raise ExportError(f"{out} exists; give a folder that does not, or move that one away")
+        raise ExportError(f"{out} exists; give a new folder, or move this one away")
     warnings = checked(draft, facts)
     for warning in warnings:
         log.warning("%s", warning)
@@ -68,7 +68,9 @@ def export_head(
         notes += warnings
         if paths:
             where = "the model card and config.json" if hidden else "the model card"
-            notes.append(f"the target's files are a folder of the writer's machine; {PLACEHOLDER} names it in {where}")
+            notes.append(
+                f"the exporter's target is a local folder; in {where} replace {PLACEHOLDER} by a path or hub id"
+            )
         with atomic_write(temporary / "README.md") as card:
             card.write_text(without_paths(model_card(draft, to, facts, in_card, notes), paths), encoding="utf-8")
         temporary.chmod(0o755)  # mkdtemp makes private folders
@@ -88,12 +90,12 @@ def _write(result: Exported, directory: Path) -> None:
 
 
 def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidden: list[str]) -> None:
-    """Write a draft directory of ours, which states every setting that a foreign checkpoint left to rules; without the
-    paths `hidden`."""
+    """Write a draft directory. It states every setting that was resolved by a rule when a foreign checkpoint was read.
+    The paths `hidden` are left out."""
     meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
     known = meta.get("target") or {}
     if known.get("name") != facts.name:
-        # Facts about another target do not hold for this one. A target without a name lost it at a push.
+        # Facts about another target do not hold for this one. A target has no name if an earlier push removed it.
         known = {} if known.get("name") else known
         meta["target"] = {**known, "name": facts.name, "revision": facts.revision}
     if draft.resolutions:
@@ -111,7 +113,7 @@ def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidd
 def _check_same(
     draft: DraftCheckpoint, back: DraftCheckpoint, wanted: HeadConfig, state: dict[str, torch.Tensor]
 ) -> None:
-    """Raises `ExportError` that names every difference between what was to be written and what a reader finds."""
+    """Raises `ExportError` that lists every difference between the head and the export that was read back."""
     found: list[str] = []
     read, config = back.head.state_dict(), back.head.config
     state = {name: value for name, value in state.items() if name != "embed_tokens.weight"}
@@ -132,6 +134,6 @@ def _check_same(
         found.append("the token map")
     if found:
         raise ExportError(
-            f"what was written reads back as another head: {', '.join(found)} differ. Nothing is left of it; this is a "
-            "fault of the exporter, please report it"
+            f"the export does not read back as the same head: {', '.join(found)} differ. The export was deleted. This "
+            "is a bug in the exporter; please report it"
         )

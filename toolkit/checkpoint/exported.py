@@ -1,4 +1,4 @@
-"""What is written of a head for another engine, and the parts of it that all kinds of head share."""
+"""The content of an export, and the parts of it that all kinds of head share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from toolkit.checkpoint.files import SAFETENSORS
 from toolkit.heads.head_config import HeadConfig
 from toolkit.targets.facts import TargetFacts
 
-NO_WINDOW = "its head would attend to the whole context"
-NO_BIAS = "its loader has no such bias, or makes one for o_proj too and leaves it unset"
+NO_WINDOW = "there the head would attend to the whole context"
+NO_BIAS = "its loader has no such bias, or also creates one for o_proj and leaves that one uninitialised"
 
 
 @dataclass
 class Exported:
-    """What is written. `config_of_head`: what a reader must find, `added`: tensors beyond the head's own."""
+    """The content of an export. config_of_head: the config that must be read back. added: tensors that are not the
+    head's own."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -63,7 +64,9 @@ def layer_keys(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def plain_rope(config: HeadConfig, keys: dict[str, Any]) -> dict[str, Any]:
-    """SafeAILab's model reads rope_theta, and of scaled rotations none as the target computes it."""
+    """The keys that SafeAILab's model reads. Raises `ExportError` for a scaled rope, which it computes differently."""
     if keys["rope_scaling"] is not None:
-        raise ExportError(f"rope {config.rope_parameters}: SafeAILab's model has no such rotation")
+        raise ExportError(
+            f"the head has a scaled rope ({config.rope_parameters}), which SafeAILab's model does not support"
+        )
     return {key: value for key, value in keys.items() if key != "rope_parameters"}

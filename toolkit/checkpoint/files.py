@@ -80,7 +80,7 @@ def _from_hub(name: str | Path, fetch: Callable[[], Any]) -> Any:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise DraftDirError(
-            f"{name} is no draft directory: no such folder here, and the hub did not give it ({first})"
+            f"{name} is no draft directory: no such folder here, and it could not be fetched from the hub ({first})"
         ) from error
 
 
@@ -175,8 +175,8 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors alone: {first}. It is cut short, or holds "
-            "more than tensors, which is not executed here"
+            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors: {first}. The file is truncated, or holds "
+            "other objects than tensors, which are never loaded"
         ) from error
     if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
         raise WeightsError(f"{path} holds {type(stored).__name__}; a flat mapping of names to tensors is needed")

@@ -45,9 +45,7 @@ FORMATS = {
     "eagle2": Formats(
         import_eagle2, EAGLE2, "speculators 0.9 reads EAGLE-3 and later; --to vllm, sglang and eagle are possible"
     ),
-    "mtp": Formats(
-        why_not="other engines serve MTP layers inside their target alone, from the target's own checkpoint"
-    ),
+    "mtp": Formats(why_not="other engines read MTP layers only from the target's own checkpoint"),
 }
 
 
@@ -72,6 +70,6 @@ def _with_reach(config: HeadConfig, facts: TargetFacts) -> tuple[HeadConfig, lis
     if own >= wanted or config.rope_parameters.get("rope_type", "default") != "default":
         return config, []
     return replace(config, max_position_embeddings=wanted), [
-        f"max_position_embeddings {own} is written as the target's {wanted}: the rotation stays the same at every "
-        "position, and vLLM would end it at the smaller one"
+        f"max_position_embeddings {own} is written as the target's {wanted}: vLLM computes no rotation beyond it, and "
+        "at each position the rotation stays the same"
     ]

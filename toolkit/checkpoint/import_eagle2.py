@@ -35,24 +35,26 @@ def import_eagle2(
     for name in sorted(tensors):
         if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
             tensors.pop(name)
-            rule = "computed from the config" if name.endswith("inv_freq") else "the target's own scores the tokens"
+            rule = "computed from the config" if name.endswith("inv_freq") else "the target's is used"
             resolver.note(name, "left out", rule)
     shapes = layer_settings(config, q_rows(tensors, "layers.0."), resolver)
     if config.get("draft_vocab_size") is not None:
         refuse_unless(config, "draft_vocab_size", config["vocab_size"])
     if "layers.0.input_layernorm.weight" in tensors:
         raise DraftDirError(
-            "its first layer has an input_layernorm, which EAGLE-1/2 has not: a variant (speculators' `layernorms`) "
-            "that the head has no part for"
+            "its first layer has an input_layernorm (speculators' variant `layernorms`); EAGLE-1/2 heads have none, "
+            "and the variant is not supported"
         )
     layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     bias = "fc.bias" in tensors
     if bool(config.get("bias", bias)) != bias:
-        resolver.note(
-            "fc_bias", bias, f"the tensors decide, though the config's bias is {config['bias']}", warning=True
-        )
+        resolver.note("fc_bias", bias, f"by the tensors; the config's bias is {config['bias']}", warning=True)
     else:
         resolver.note("fc_bias", bias, f"fc.bias is {'there' if bias else 'absent'}")
+    stated = config.get("num_hidden_layers")
+    if stated is not None and stated != layers:
+        raise DraftDirError(f"config.json: num_hidden_layers is {stated}, the weights have {layers} layers")
+    note_unread(config, READ, resolver)
     return (
         Eagle2Config(
             **shapes,
@@ -60,17 +62,7 @@ def import_eagle2(
             fc_bias=bias,
             attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         ),
-        _checked(config, tensors, layers, resolver),
+        tensors,
         TokenMap.identity(config["vocab_size"]),
         embedding,
     )
-
-
-def _checked(
-    config: Mapping[str, Any], tensors: dict[str, torch.Tensor], layers: int, resolver: Resolver
-) -> dict[str, torch.Tensor]:
-    stated = config.get("num_hidden_layers")
-    if stated is not None and stated != layers:
-        raise DraftDirError(f"config.json: num_hidden_layers is {stated}, the weights have {layers} layers")
-    note_unread(config, READ, resolver)
-    return tensors

@@ -61,7 +61,7 @@ def import_eagle3(
     if target_hidden != shapes["hidden_size"]:
         raise DraftDirError(
             f"config.json: the head is {shapes['hidden_size']} wide and its target {target_hidden}; such a head needs "
-            "a token embedding of its own, which the engine has no place for"
+            "a token embedding of its own, which is not supported"
         )
     token_map = _token_map(config, shapes["vocab_size"], tensors, resolver)
     settings = {
@@ -102,8 +102,8 @@ def _check_structure(config: Mapping[str, Any], layer: Mapping[str, Any], tensor
     refuse_unless(eagle_config, "use_mtp_layernorm", False)
     if "lm_head.weight" not in tensors:
         raise WeightsError(
-            "missing: lm_head.weight. SGLang would serve such a head with a random output matrix (accept_length 1.00), "
-            "or, with draft_vocab_size null, with the target's; our EAGLE-3 head has its own: export it again with it"
+            "missing: lm_head.weight. An EAGLE-3 head needs its own output matrix: export it again with it. SGLang "
+            "would use a random one (accept_length 1.00), or, with draft_vocab_size null, the target's"
         )
     if layer.get("tie_word_embeddings"):
         resolver.note(
@@ -115,8 +115,8 @@ def _layers(layer: Mapping[str, Any], stored: Iterable[str], tensors: Tensors, r
     """Decoder layers, by the weights. Raises `DraftDirError` where the config states others and may be right."""
     if any(name.startswith("additional_layers.") for name in tensors):
         raise DraftDirError(
-            "it has additional_layers, SGLang's own form of further layers, whose residual leaves out the first "
-            "layer's: our head has those of speculators and vLLM alone (layers.1 and on)"
+            "it has additional_layers, SGLang's own form of further layers, in which the first layer's residual is "
+            "missing; only the form of speculators and vLLM is supported (layers.1, layers.2, ..)"
         )
     found = 1 + len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     stated = layer.get("num_hidden_layers")
@@ -174,8 +174,8 @@ def _aux_layer_ids(
         if not resolver.overridden("aux_layer_ids"):
             raise DraftDirError(
                 f"config.json: {AUX_KEY} is {list(as_input)} (input ids, as vLLM reads it) and in eagle_config "
-                f"{list(as_output)} (output ids, as SGLang reads it, one less), which are different layers; say which "
-                "hold: --set aux_layer_ids=a,b,c (id k = input of layer k)"
+                f"{list(as_output)} (output ids, as SGLang reads it, one less), which are different layers; give the "
+                "right ones with --set aux_layer_ids=a,b,c (id k = input of layer k)"
             )
     if as_input:
         ids, rule = as_input, f"{AUX_KEY}, as speculators and vLLM mean it: id k is the input of layer k"

@@ -16,7 +16,7 @@ from toolkit.checkpoint.draft_dir import (
     rope_difference,
 )
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.files import CheckpointFiles, read_checkpoint
+from toolkit.checkpoint.files import read_checkpoint
 from toolkit.checkpoint.open_head import facts_for, import_head
 from toolkit.checkpoint.recognise import recognise
 from toolkit.errors import TargetError
@@ -58,7 +58,7 @@ class Report:
         return "\n".join(lines)
 
 
-def inspect_head(directory: Path, target: str | None = None, revision: str | None = None) -> Report:
+def inspect_head(directory: Path, target: str | None = None) -> Report:
     """A report of the checkpoint in `directory`; with a `target`, checked against its configuration and embedding.
 
     Damage and misfits are lines of the report, not errors; a target that cannot be found is. Raises `DraftDirError`
@@ -68,7 +68,7 @@ def inspect_head(directory: Path, target: str | None = None, revision: str | Non
     found = recognise(files.config, files.tensors)
     report = Report(f"{directory}: {found.head} draft head, written by {found.writer}")
     report.rows = [("format", found.format), ("files", ", ".join(("config.json", *files.weights)))]
-    facts = facts_for(files, target, revision)
+    facts = facts_for(files, target)
     try:
         draft = load_draft(directory) if found.format == "toolkit" else import_head(files, facts=facts)
     except (DraftDirError, WeightsError, TokenMapError) as error:
@@ -77,7 +77,7 @@ def inspect_head(directory: Path, target: str | None = None, revision: str | Non
         return report
     if facts is None and found.format == "toolkit":
         facts = _own_target(draft)
-    _describe(report, draft, files)
+    _describe(report, draft)
     report.read = [one.line for one in draft.resolutions if not one.warning]
     report.wrong += [one.line for one in draft.resolutions if one.warning]
     report.compared = facts is not None
@@ -93,7 +93,7 @@ def _own_target(draft: DraftCheckpoint) -> TargetFacts | None:
     return target_facts(name) if name and Path(name).is_dir() else None
 
 
-def _describe(report: Report, draft: DraftCheckpoint, files: CheckpointFiles) -> None:
+def _describe(report: Report, draft: DraftCheckpoint) -> None:
     config = draft.head.config
     state = draft.head.state_dict()
     count = sum(value.numel() for value in state.values())
@@ -151,4 +151,4 @@ def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None
         report.wrong.append(f"its embedding could not be compared with the target's: {error}")
         return
     if embeddings_differ(distance):
-        report.refuse(f"its embedding is not the target's ({100 * distance:.1f} % away), which the engine reads")
+        report.refuse(f"its embedding differs from the target's, which the engine reads, by {100 * distance:.1f} %")

@@ -40,7 +40,9 @@ def inspect_target(name: str, revision: str | None = None) -> Report:
     if rope.get("rope_type", "default") not in STATIC_ROPE_TYPES:
         report.wrong.append(f"rope_type {rope['rope_type']}: a draft head with the same rotation cannot be built")
     if aux == "too few for three":
-        report.wrong.append(f"{facts.n_layers} layers: three distinct auxiliary layers do not fit; name them by hand")
+        report.wrong.append(
+            f"{facts.n_layers} layers: too few for three auxiliary layers by default; set train.head.aux_layer_ids"
+        )
     _tokenizer(report, name, revision, facts.vocab_size)
     _mtp(report, facts)
     return report

@@ -76,7 +76,7 @@ def refuse_unless(config: Mapping[str, Any], key: str, value: Any) -> None:
     """Raises `DraftDirError` when `key` is stated and is not `value`."""
     stated = config.get(key)
     if stated is not None and stated != value:
-        raise DraftDirError(f"config.json: {key} is {stated!r}; our head has {value!r} only, so it cannot be this one")
+        raise DraftDirError(f"config.json: {key} is {stated!r}; only {value!r} is supported")
 
 
 def _rope(config: Mapping[str, Any], resolver: Resolver) -> dict[str, Any]:

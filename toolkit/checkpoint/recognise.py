@@ -54,7 +54,7 @@ def recognise(config: dict[str, Any], names: Iterable[str]) -> Recognised:
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return Recognised("eagle", "eagle2", "SafeAILab EAGLE-1/2")
     shown = ", ".join(sorted(names)[:6]) or "no tensors"
-    raise _unknown(f"not known: architectures {config.get('architectures')}, tensors such as {shown}")
+    raise _unknown(f"of an unknown kind: architectures {config.get('architectures')}, tensors such as {shown}")
 
 
 def _refuse_others(config: dict[str, Any], names: set[str]) -> None:
@@ -103,4 +103,4 @@ def eagle3_name(name: str) -> str:
 
 
 def _unknown(what: str) -> DraftDirError:
-    return DraftDirError(f"it is {what}; EAGLE-1/2, EAGLE-3 and our own draft directories are read")
+    return DraftDirError(f"it is {what}; only EAGLE-1/2 heads, EAGLE-3 heads and our own draft directories can be read")

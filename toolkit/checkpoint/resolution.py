@@ -42,7 +42,7 @@ class Resolver:
         if key in self._overrides:
             said = self._overrides[key]
             _check_alike(key, said, value)
-            value, rule, warning = said, f"as you said (the files: {value})", False
+            value, rule, warning = said, f"given with --set (the files say {value})", False
         self.lines.append(Resolution(key, value, rule, warning))
         return value
 
@@ -59,7 +59,7 @@ class Resolver:
         unused = sorted(self._overrides.keys() - self._settled)
         if unused:
             raise DraftDirError(
-                f"--set {unused[0]}: not a setting of this checkpoint; {', '.join(sorted(self._settled))} are"
+                f"--set {unused[0]}: this checkpoint has no such setting; it has {', '.join(sorted(self._settled))}"
             )
 
 

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acceptance = kinds.add_parser(
         "acceptance",
         help="tokens per verify step, speed, and equality of the tokens",
-        description="The stage `measure` of a recipe's run folder, which also writes ckpt/measured.json (the shape "
-        "that serve and chat start with) and goes on where it was cut off; or, with --draft, any head, into a record "
-        "of its own: then the draft directory is left as it is.",
+        description="Without --draft: the stage `measure` of a recipe's run folder. It resumes after an interruption "
+        "and writes ckpt/measured.json, from which serve and chat take their default shape. With --draft: any head. "
+        "The result is a separate record, and the draft directory is not changed.",
     )
     defaults = BenchSettings()
     add_recipe_arguments(acceptance)
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prompts in MT-bench's field style, each of several files a task (default: the 40 built-in ones)",
     )
-    group.add_argument("--limit", type=int, metavar="N", help="so many prompts, evenly over the tasks")
+    group.add_argument("--limit", type=int, metavar="N", help="measure N prompts, evenly over the tasks")
     group.add_argument(
         "--shape",
         "--shapes",

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--coverage", type=float, metavar="SHARE", help="keep the fewest ids that cover this share, e.g. 0.95"
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="where the map goes (needed with --rollouts or --text)")
+    group.add_argument("--out", type=Path, metavar="DIR", help="output folder (needed with --rollouts or --text)")
     parser.epilog = "Give --text or --rollouts after the overrides, or separate them with --."
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         _print_table(job.folder / "token_map")
         return 0
     if args.out is None or (args.rollouts is not None and args.text):
-        raise ArgumentsError("one of --rollouts and --text, and --out DIR, are needed to build a map of any corpus")
+        raise ArgumentsError("a map of another corpus needs either --rollouts or --text, and --out DIR")
     size, coverage = args.size, args.coverage
     if size is None and coverage is None:
         size, coverage = job.recipe.token_map.size, job.recipe.token_map.coverage

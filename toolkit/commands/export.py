@@ -1,4 +1,4 @@
-"""`toolkit export`: a head, ours or anybody's, in the form another engine reads."""
+"""`toolkit export`: convert a draft head to the format of another engine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ import yaml
 from toolkit.checkpoint.push_head import check_push, push_head
 from toolkit.commands.recipe_arguments import ArgumentsError
 
-HELP = "write a draft head as SGLang, vLLM, speculators or EAGLE read it, and say how to serve it there"
+HELP = "convert a draft head to the format of SGLang, vLLM, speculators or EAGLE, and print the launch line"
 FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft", required=True, metavar="DIR", help="any head's directory or hub id")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="who reads it; toolkit: our own draft directory")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that does not exist yet")
+    parser.add_argument("--draft", required=True, metavar="DIR", help="the draft head: a directory or a hub id")
     parser.add_argument(
-        "--target", metavar="MODEL", help="the head's target (org/name@revision), where it names none or another"
+        "--to", required=True, choices=FORMATS, help="engine to convert for; toolkit: our draft directory"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder for the export")
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the head's target (org/name@revision), if the head names none or another one"
     )
     parser.add_argument(
         "--shape",
         metavar="S,K,N",
-        help="levels, branches, nodes with the root, for the launch line (default: the best measured one, else 3,1,4)",
+        help="draft shape of the launch line: levels, branches, nodes with the root (default: the best measured one, "
+        "else 3,1,4)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="how an ambiguous setting of a foreign checkpoint is read: norm_output=false, aux_layer_ids=2,16,29",
+        help="value of an ambiguous setting of another project's checkpoint: norm_output=false, aux_layer_ids=2,16,29",
     )
     parser.add_argument(
         "--push-to-hub",
         metavar="ORG/NAME",
-        help="send what was written to this repository of the hub too (made where there is none), in one commit",
+        help="also upload the export to this hub repository in one commit; a repository that does not exist is created",
     )
     parser.add_argument("--private", action="store_true", help="with --push-to-hub: a private repository")
-    parser.epilog = "What was written is read back and must be the same head, bit for bit; else nothing is left of it."
+    parser.epilog = "The export is read back and compared with the head bit for bit. If they differ, it is deleted."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)
     elif args.private:
-        raise ArgumentsError("--private belongs to --push-to-hub ORG/NAME; give that too, or leave --private out")
+        raise ArgumentsError(
+            "--private is given without --push-to-hub; give --push-to-hub ORG/NAME, or leave --private out"
+        )
     settings = parse_settings(args.set)
     from toolkit.checkpoint.export_path import export_path  # loads torch
 

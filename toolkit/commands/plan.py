@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", nargs="?", metavar="TARGET", help="hub id (org/name@revision), directory, config.json"
     )
-    parser.add_argument("--published", action="store_true", help="list the published figures the model is held against")
+    parser.add_argument(
+        "--published", action="store_true", help="list the published figures that the model is compared with"
+    )
     work = parser.add_argument_group("requests")
     work.add_argument("--input", type=int, metavar="TOKENS", help="tokens of a prompt")
     work.add_argument("--output", type=int, metavar="TOKENS", help="tokens of an answer")

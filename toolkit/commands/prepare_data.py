@@ -12,7 +12,6 @@ from toolkit.pipeline.run import ROLLOUTS
 from toolkit.pipeline.stages import run_stages, summary
 
 HELP = "bring the training data of a recipe up to date: prompts, rollouts and token map"
-LAST = "token_map"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentsError(f"--preview is {args.preview}; at least 1 is needed")
     described = run_of(args)
     set_threads()
-    outcomes = run_stages(described.folder, recipe_stages(described), until=LAST)
+    outcomes = run_stages(described.folder, recipe_stages(described), until="token_map")
     print("\n" + summary(outcomes))
     if args.preview is not None:
         print()

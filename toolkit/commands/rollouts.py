@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     job = run_of(args)
     set_threads()
     if (args.prompts is None) != (args.out is None) or (args.draft is not None and args.out is None):
-        raise ArgumentsError("--prompts SOURCE and --out FILE belong together (and --draft needs both)")
+        raise ArgumentsError(
+            "--prompts SOURCE and --out FILE must be given together, and --draft needs both; add what is missing"
+        )
     if args.out is None:
         run_one_stage(job, "rollouts", args.force)
         return 0

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU, else 1)"
     )
     parser.epilog = (
-        "Stages: prompts, rollouts, token_map, train, measure, report. An interrupted run goes on where it was. Files "
-        "of changed settings are moved to <run>/replaced, never mixed with new ones."
+        "Stages: prompts, rollouts, token_map, train, measure, report. An interrupted run resumes. Files of "
+        "changed settings are moved to <run>/replaced, never mixed with new ones."
     )
 
 

@@ -52,19 +52,14 @@ def training_processes(asked: int | None, settings: TrainSettings) -> int:
     Raises `LaunchError` below 1.
     """
     if asked is not None and asked < 1:
-        raise LaunchError(f"{asked} training processes asked for; at least 1 is needed")
+        raise LaunchError(f"the number of training processes is {asked}; at least 1 is needed")
     return asked or max(count for count in range(1, max(1, gpus()) + 1) if settings.data.global_batch % count == 0)
 
 
 def training_line(
     recipe: str | Path, overrides: Sequence[str], processes: int, config_file: Path | None, head: HeadName
 ) -> list[str]:
-    """The command that trains a head of this kind.
-
-    Raises `LaunchError` for a process count below 1, FileNotFoundError for absent files.
-    """
-    if processes < 1:
-        raise LaunchError(f"{processes} training processes asked for; at least 1 is needed")
+    """The command that trains a head of this kind. Raises FileNotFoundError for absent files."""
     config, script = config_file or ACCELERATE_CONFIG, TRAIN_SCRIPTS / f"{head}.py"
     for needed in (config, script):
         if not needed.is_file():

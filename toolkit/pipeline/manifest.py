@@ -69,11 +69,6 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
     return sha256_file(path)
 
 
-def mark_files(paths: Mapping[str, Path], known: Mapping[str, FileMark]) -> dict[str, FileMark]:
-    """Marks by name. Raises FileNotFoundError for a missing one."""
-    return {name: mark_file(path, known.get(name)) for name, path in paths.items()}
-
-
 def differences(old: Manifest, settings: Mapping[str, Any], inputs: Mapping[str, FileMark]) -> list[str]:
     """Why a stage made with `old` is out of date for these settings and inputs; empty when it is up to date."""
     before, now = flatten(old.settings), flatten(settings)

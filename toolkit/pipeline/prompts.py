@@ -41,7 +41,9 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
         parts.append(read_conversations(own))
         twice = provenance.keys() & parts[1].ids
         if twice:
-            raise PipelineError(f"id {min(twice)!r} of the sources is one of self-synthesis; rename it in the source")
+            raise PipelineError(
+                f"id {min(twice)!r} is in the sources and among the synthesised prompts; rename it in the source"
+            )
         provenance |= dict.fromkeys(parts[1].ids, {"method": "self-synthesis", "file": own.name})
     turns = sum(message["role"] == "user" for part in parts for one in part for message in one.messages)
     count = write_conversations(out, (user_turns(one) for part in parts for one in part), provenance)

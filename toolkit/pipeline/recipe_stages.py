@@ -141,10 +141,11 @@ def _report(run: Run) -> str:
     return ", ".join(path.name for path in write_report(run.folder))
 
 
-def _inputs(run: Run, *made: str, own: Sequence[str | None] = (), target_too: bool = True) -> Mapping[str, Path]:
+def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = True) -> Mapping[str, Path]:
     """Files of earlier stages, the user's own files, and a target that lies on this disk."""
     files = {name: run.folder / name for name in made}
-    files.update({name: Path(name) for name in own if name is not None and _is_local_file(name)})
+    # Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error.
+    files.update({name: Path(name) for name in own if not name.startswith("hub:") and not Path(name).is_dir()})
     return {**files, **local_target_files(run.recipe.target.model)} if target_too else files
 
 
@@ -157,8 +158,3 @@ def local_target_files(model: str) -> dict[str, Path]:
         return {}
     found = {file.name: file for pattern in _TARGET_FILES for file in sorted(path.glob(pattern))}
     return {f"target {name}": file for name, file in sorted(found.items())}
-
-
-def _is_local_file(source: str) -> bool:
-    """Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error."""
-    return not source.startswith("hub:") and not Path(source).is_dir()

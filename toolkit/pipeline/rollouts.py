@@ -43,8 +43,8 @@ def rollouts_stage(run: Run) -> str:
     absent = [name for name, count in splits.items() if not count]
     if absent:
         raise PipelineError(
-            f"no rollout is in the split {' or '.join(absent)} (held_out={settings.held_out}), "
-            "and training needs both; give more prompts, or another share"
+            f"the split {' and '.join(absent)} has no rollouts (rollouts.held_out is {settings.held_out}), and "
+            "training needs both splits; give more prompts, or change rollouts.held_out"
         )
     return headline
 

@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.pipeline.manifest import FILE_NAME, FileMark, Manifest, differences, mark_files, read_manifest
+from toolkit.pipeline.manifest import FILE_NAME, FileMark, Manifest, differences, mark_file, read_manifest
 
 State = Literal["new", "adopted", "unknown", "changed", "interrupted", "incomplete", "done"]
 
@@ -141,9 +141,10 @@ def _look(run_dir: Path, stage: Stage) -> _Look:
     inputs = stage.inputs()
     for path in inputs.values():
         if not path.is_file():
-            remedy = "run the stage before it" if path.is_relative_to(run_dir) else "mend the path in the recipe"
+            remedy = "run the stage before it" if path.is_relative_to(run_dir) else "correct the path in the recipe"
             raise PipelineError(f"stage {stage.name} needs {path}, which does not exist; {remedy}")
-    marks = mark_files(inputs, manifest.inputs if manifest else {})
+    known = manifest.inputs if manifest else {}
+    marks = {name: mark_file(path, known.get(name)) for name, path in inputs.items()}
     if manifest is None:
         existing = [path for path in _places(run_dir, stage) if _holds_files(path)]
         if existing and stage.self_checking:
