@@ -38,7 +38,7 @@ from training_published import published_settings
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.table import decimal
 from toolkit.jsonl import RowAppender, cut_torn_line, read_rows
-from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
+from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
 from toolkit.threads import users_threads
 
 MUON = ("train.optimizer.name=muon", "train.optimizer.learning_rate=1.5e-3", "train.optimizer.muon_learning_rate=0.02")
@@ -127,7 +127,7 @@ def planned(args: argparse.Namespace, folders: dict[str, Path]) -> list[Cell]:
 
 
 def recipe_of(args: argparse.Namespace, changes: Sequence[str] = ()) -> Recipe:
-    return load_recipe(args.recipe or default_recipe_path(), ["train.data.features=offline", *args.overrides, *changes])
+    return load_recipe(args.recipe or DEMO_RECIPE, ["train.data.features=offline", *args.overrides, *changes])
 
 
 def until(cells: Sequence[Cell], minutes: float | None) -> Iterator[Cell]:

@@ -40,7 +40,7 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.jsonl import read_rows
 from toolkit.pipeline.rollouts import answer_prompts
 from toolkit.pipeline.token_map import map_rollouts
-from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
+from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
 from toolkit.targets.target import Target
 from toolkit.threads import users_threads
 
@@ -122,7 +122,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     alike = ["train.data.features=offline", "rollouts.keep_features=false"]
-    recipe = load_recipe(args.recipe or default_recipe_path(), [*alike, *args.overrides])
+    recipe = load_recipe(args.recipe or DEMO_RECIPE, [*alike, *args.overrides])
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folders = prepare(args, recipe, Path(name))

@@ -37,7 +37,7 @@ from training_published import published_settings
 
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.table import decimal
-from toolkit.recipe import Recipe, default_recipe_path, load_recipe, result_settings
+from toolkit.recipe import DEMO_RECIPE, Recipe, load_recipe, result_settings
 from toolkit.threads import users_threads
 
 DEFINITIONS = {
@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    recipe = load_recipe(args.recipe or default_recipe_path(), args.overrides)
+    recipe = load_recipe(args.recipe or DEMO_RECIPE, args.overrides)
     if recipe.train.head.kind != "eagle3":
         raise SystemExit(f"train.head.kind is {recipe.train.head.kind}; the published recipe is one of eagle3 heads")
     args.run = args.run or Path(recipe.run_dir)

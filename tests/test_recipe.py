@@ -12,10 +12,10 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.recipe_stages import recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.recipe import (
+    DEMO_RECIPE,
     Recipe,
     RecipeError,
     TargetSettings,
-    default_recipe_path,
     load_recipe,
     print_config,
     result_settings,
@@ -38,7 +38,7 @@ def refused(path: Path, *overrides: str) -> str:
 
 def test_demo_recipe_loads() -> None:
     """README's first command would end at once if the demo recipe held a key or value that the code does not know."""
-    recipe = load_recipe(default_recipe_path())
+    recipe = load_recipe(DEMO_RECIPE)
     assert recipe.run_dir == "runs/smollm2-135m"
     assert recipe.prompts.synthesize > 0 and not recipe.prompts.sources
 
@@ -48,7 +48,7 @@ LAYERS = {"llama-3.1-8b": 32, "qwen3-8b": 36, "qwen3-30b-a3b": 48}
 FIELDS = ("date:", "hardware:", "commit:")
 
 
-@pytest.mark.parametrize("path", sorted(default_recipe_path().parent.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DEMO_RECIPE.parent.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
     """A key the code does not know, a shape or batch that a later stage refuses, layers of another model, a launch line
     that names another file, or a measured figure without the machine it was measured on."""
@@ -62,7 +62,7 @@ def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
     if "launch" in words:
         line = words[words.index("launch") :]
         assert line[line.index("--recipe") + 1] == f"recipes/{path.name}" and line[2] == "recipes/accelerate/zero2.yaml"
-        assert (default_recipe_path().parents[1] / line[2]).is_file()
+        assert (DEMO_RECIPE.parents[1] / line[2]).is_file()
         recipe.train.check_processes(int(line[line.index("--num_processes") + 1]))
     if recipe.name in LAYERS:
         assert recipe.train.head.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
@@ -78,7 +78,7 @@ def test_printed_config_reads_back_to_the_same_recipe(tmp_path: Path, capsys: py
         "bench.shapes=['3,1,4']",
         "seed=7",
     ]
-    recipe = load_recipe(default_recipe_path(), overrides)
+    recipe = load_recipe(DEMO_RECIPE, overrides)
     print_config(recipe)
     printed = capsys.readouterr().out
     assert load_recipe(write(tmp_path, printed)) == recipe
@@ -165,7 +165,7 @@ def test_recipes_are_frozen_and_name_their_run_folder(tmp_path: Path) -> None:
 
 def test_result_settings_leave_out_what_does_not_decide_the_result() -> None:
     """Were batch size or checkpoint interval among them, changing one would throw finished work away."""
-    recipe = load_recipe(default_recipe_path())
+    recipe = load_recipe(DEMO_RECIPE)
     train, rollouts = result_settings(recipe.train), result_settings(recipe.rollouts)
     assert not {"save_every", "keep_states", "wandb", "wandb_project", "micro_batch"} & train.keys()
     assert "max_running_requests" not in rollouts and {"temperature", "max_tokens", "held_out"} <= rollouts.keys()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.test_recipe import MINIMAL, refused, write
-from toolkit.recipe import RecipeError, default_recipe_path, load_recipe, result_settings
+from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe, result_settings
 from toolkit.train_settings import DataSettings, TrainSettings
 
 
@@ -48,11 +48,11 @@ def test_a_batch_that_cannot_be_shared_is_refused(processes: int, batch: int, mi
 )
 def test_settings_of_another_kind_of_head_are_refused(override: str, told: str) -> None:
     """A switch that the trained head has no part for would look as if it had been tried."""
-    assert told in refused(default_recipe_path(), "train.head.kind=mtp", override)
-    frozen = load_recipe(default_recipe_path(), ["train.head.kind=mtp", "train.head.lm_head=frozen"])
+    assert told in refused(DEMO_RECIPE, "train.head.kind=mtp", override)
+    frozen = load_recipe(DEMO_RECIPE, ["train.head.kind=mtp", "train.head.lm_head=frozen"])
     assert frozen.train.head.kind == "mtp", "the target's output matrix is all that it has"
     mtp = ("train.head.kind=mtp", "train.head.layers=2", "train.unroll.curriculum=[0.5]")
-    assert "leave some untrained" in refused(default_recipe_path(), *mtp)
+    assert "leave some untrained" in refused(DEMO_RECIPE, *mtp)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_what_needs_the_whole_target_is_refused_with_a_sharded_one(override: str
         "train.data.features=online",
         "rollouts.keep_features=false",
     ]
-    assert load_recipe(default_recipe_path(), off).train.target == "sharded"
-    told = refused(default_recipe_path(), *off, override)
+    assert load_recipe(DEMO_RECIPE, off).train.target == "sharded"
+    told = refused(DEMO_RECIPE, *off, override)
     assert f"{override.partition('=')[0]} = " in told and "null under train.target sharded" in told
 
 
@@ -102,7 +102,7 @@ def test_former_names_are_refused_with_the_new_ones(tmp_path: Path) -> None:
     for name, key in keys_of_sections():
         former = key.metadata.get("former")
         told = f"{former} is now {name}" if former else f"unknown key train.{key.name}; did you mean {name}?"
-        assert refused(default_recipe_path(), f"{former or f'train.{key.name}'}=3").endswith(told)
+        assert refused(DEMO_RECIPE, f"{former or f'train.{key.name}'}=3").endswith(told)
     message = refused(write(tmp_path, MINIMAL + "train: {learning_rate: 1e-3, clip: 0.5, head: mtp, max_steps: 3}\n"))
     assert len(message.splitlines()) == 3 and "train.head is now train.head.kind" in message
 

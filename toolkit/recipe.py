@@ -23,6 +23,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
 log = get_logger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
+DEMO_RECIPE = REPOSITORY / "recipes" / "smollm2-135m.yaml"  # of a clone; an installed package has no recipes
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,6 @@ class Recipe:
         yield "target.quantization", whole, "null under train.target sharded, or train.target: replicated,"
 
 
-def default_recipe_path() -> Path:
-    """Return the demo recipe of this checkout. Raises `RecipeError` when the package was installed without it."""
-    path = REPOSITORY / "recipes" / "smollm2-135m.yaml"
-    if not path.is_file():
-        raise RecipeError(f"no demo recipe at {path}; run `pip install -e .` in a clone, or give a recipe file")
-    return path
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadName = "eagle3") -> Recipe:
     """Read a recipe file and apply the overrides `section.key=value` (value in YAML) in order.
 
@@ -146,7 +139,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, head: HeadNa
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no recipe at {path}; the demo recipe is recipes/smollm2-135m.yaml")
+        raise FileNotFoundError(f"no recipe at {path}; give a file, such as recipes/smollm2-135m.yaml of a clone")
     tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(tree, dict):
         raise RecipeError(f"{path} holds a {type(tree).__name__}; expected a mapping with keys such as name and target")

@@ -449,7 +449,7 @@ def test_cells_in_processes(script, run_folder, tmp_path, capfd, monkeypatch, al
 def test_the_built_in_variants_are_settings_of_the_demo_recipe(script) -> None:
     """One that a recipe refuses, or that changes nothing, would be found hours into the table."""
     few = script("few_tokens")
-    settings = {name: load_recipe(few.default_recipe_path(), changes).train for name, changes in few.VARIANTS.items()}
+    settings = {name: load_recipe(few.DEMO_RECIPE, changes).train for name, changes in few.VARIANTS.items()}
     assert len({repr(one) for one in settings.values()}) == len(settings) - 2, "two are other trainers"
     assert set(few.ENGINE) <= set(settings)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.pipeline.recipe_stages import recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.stages import Outcome, run_stages
-from toolkit.recipe import default_recipe_path, load_recipe
+from toolkit.recipe import DEMO_RECIPE, load_recipe
 
 
 class ArgumentsError(ValueError):
@@ -23,7 +23,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(args: argparse.Namespace) -> Run:
     """The run that --recipe and the overrides describe. Raises `RecipeError`, FileNotFoundError."""
-    path = Path(args.recipe) if args.recipe else default_recipe_path()
+    path = Path(args.recipe) if args.recipe else DEMO_RECIPE
     return Run(load_recipe(path, args.overrides), path, tuple(args.overrides))
 
 

@@ -1,7 +1,7 @@
 """The six stages of a recipe: what decides each one's result, which files it reads and writes, and who does the work.
 
 prompts -> rollouts -> token_map -> train -> measure -> report. The files that do the work load torch, which takes
-seconds. Each is imported when its stage works, so that a run that is up to date ends in a moment.
+seconds. They are imported when a stage works, so that a run that is up to date ends in a moment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             outputs=(PROMPTS,),
             settings={**target, "prompts": result_settings(recipe.prompts)},
             inputs=lambda: _inputs(run, own=recipe.prompts.sources),
-            work=partial(_write_prompts, run),
+            work=partial(_work, "prompts", run),
             self_checking=True,
         ),
         Stage(
@@ -69,7 +69,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             outputs=(ROLLOUTS,),
             settings={**target, "rollouts": result_settings(recipe.rollouts)},
             inputs=lambda: _inputs(run, PROMPTS),
-            work=partial(_write_rollouts, run),
+            work=partial(_work, "rollouts", run),
             makes=(FEATURES,),
             self_checking=True,
         ),
@@ -79,7 +79,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             outputs=(TOKEN_MAP, COVERAGE),
             settings={"target": target["target"], "token_map": result_settings(recipe.token_map)},
             inputs=lambda: _inputs(run, ROLLOUTS),
-            work=partial(_build_token_map, run),
+            work=partial(_work, "token_map", run),
         ),
         Stage(
             name="train",
@@ -97,7 +97,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             outputs=measured,
             settings={**target, "bench": result_settings(recipe.bench)},
             inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
-            work=partial(_measure, run),
+            work=partial(_work, "measure", run),
         ),
         Stage(
             name="report",
@@ -105,40 +105,24 @@ def recipe_stages(run: Run) -> list[Stage]:
             outputs=(REPORT, REPORT_PAGE),
             settings={"name": recipe.name},
             inputs=lambda: _inputs(run, COVERAGE, METRICS, *measured, CKPT_CONFIG, target_too=False),
-            work=partial(_report, run),
+            work=partial(_work, "report", run),
             makes=(REPORT, REPORT_PAGE),
         ),
     ]
 
 
-def _write_prompts(run: Run) -> str:
+def _work(name: str, run: Run) -> str:
+    """Do the work of a stage and return its headline. A run that is up to date imports none of these files."""
+    from toolkit.bench.report import write_report
+    from toolkit.pipeline.measure import measure_stage
     from toolkit.pipeline.prompts import prompts_stage
-
-    return prompts_stage(run)
-
-
-def _write_rollouts(run: Run) -> str:
     from toolkit.pipeline.rollouts import rollouts_stage
-
-    return rollouts_stage(run)
-
-
-def _build_token_map(run: Run) -> str:
     from toolkit.pipeline.token_map import token_map_stage
 
-    return token_map_stage(run)
-
-
-def _measure(run: Run) -> str:
-    from toolkit.pipeline.measure import measure_stage
-
-    return measure_stage(run)
-
-
-def _report(run: Run) -> str:
-    from toolkit.bench.report import write_report
-
-    return ", ".join(path.name for path in write_report(run.folder))
+    if name == "report":
+        return ", ".join(path.name for path in write_report(run.folder))
+    stages = {"prompts": prompts_stage, "rollouts": rollouts_stage, "token_map": token_map_stage}
+    return {**stages, "measure": measure_stage}[name](run)
 
 
 def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = True) -> Mapping[str, Path]:

@@ -10,21 +10,20 @@ from pathlib import Path
 from toolkit.errors import exit_status
 from toolkit.pipeline.prerequisites import bring_up_to_date
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP
-from toolkit.recipe import RecipeError, default_recipe_path, load_recipe
+from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
 from toolkit.train_settings import HeadName
 
 
 def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:
     """Train a head of this kind. Returns an exit status; errors for the user are one line on stderr."""
     parser = argparse.ArgumentParser(description=f"Train a draft head: {head}.")
-    parser.add_argument("--recipe", default=None, help="recipe file; default: the demo recipe")
+    parser.add_argument("--recipe", default=str(DEMO_RECIPE), help="recipe file; default: the demo recipe")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the recipe's")
     args = parser.parse_args(argv)
     return exit_status(lambda: _train(head, args.recipe, args.overrides))
 
 
-def _train(head: HeadName, path: str | None, overrides: Sequence[str]) -> int:
-    path = path or str(default_recipe_path())
+def _train(head: HeadName, path: str, overrides: Sequence[str]) -> int:
     recipe = load_recipe(path, overrides, head=head)
     asked = recipe.train.head.kind
     if asked != head:
