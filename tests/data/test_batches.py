@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from toolkit.data.batches import BatchPlan, Example, collate, process_share, supervised_mask
-from toolkit.jsonl import DataError
 
 NINE = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)  # p p p A0 A1 A2 E \n p
 
@@ -42,13 +41,6 @@ def test_mask_agrees_with_its_definition_on_random_rows() -> None:
                 inside = t + 2 + step < 17
                 wanted = inside and bool(response[row, t + 1 + step]) and bool(response[row, t + 2 + step])
                 assert bool(mask[row, t]) == wanted
-
-
-@pytest.mark.parametrize("step, shift", [(-1, 0), (0, 2), (0, -1)])
-def test_mask_refuses_invalid_steps_and_shifts(step: int, shift: int) -> None:
-    """A negative step or another shift would index from the row's end and silently supervise wrong positions."""
-    with pytest.raises(ValueError, match="expected 0"):
-        supervised_mask(NINE, step, shift)
 
 
 @pytest.mark.parametrize("count, batch", [(1, 8), (8, 8), (37, 8), (1000, 8), (5, 1)])
@@ -103,5 +95,3 @@ def test_collate_pads_right_and_never_supervises_padding() -> None:
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]
     assert batch.response.tolist() == [[False, True, True], [True, False, False]]
     assert batch.lengths.tolist() == [3, 1]
-    with pytest.raises(DataError, match="at least one"):
-        collate([], 0)

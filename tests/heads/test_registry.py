@@ -15,7 +15,7 @@ from toolkit.checkpoint.formats import FORMATS, exported
 from toolkit.data.batches import Example, collate
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, layer_like_target
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig
 from toolkit.heads.registry import KINDS
 from toolkit.heads.rope import Rope
 from toolkit.infer.engine.engine import Engine
@@ -50,7 +50,7 @@ class NewConfig(HeadConfig):
 
     @classmethod
     def from_settings(cls, settings, config, *, vocab_size, draft_vocab_size, n_layers):
-        return cls(**layer_like_target(config, vocab_size), depth=settings.layers)
+        return cls.from_target_config(config, vocab_size=vocab_size, depth=settings.layers)
 
     def serving_keys(self):
         return {"architectures": ["NewHead"]}
@@ -149,7 +149,7 @@ def test_a_new_kind_trains_is_stored_and_served(registered, tiny_target, tiny_ta
 
 def test_a_head_of_other_sizes_is_refused(registered, tiny_target):
     """Sizes that must be the target's are named by the config, whatever its kind."""
-    config = NewConfig(**layer_like_target(tiny_target.config, tiny_target.vocab_size))
+    config = NewConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
     narrow = replace(config, hidden_size=32)
     with pytest.raises(ValueError, match=r"hidden_size 32 \(the target's is 64\)"):
         check_draft_matches(DraftCheckpoint(NewHead(narrow), TokenMap.identity(config.vocab_size)), tiny_target)

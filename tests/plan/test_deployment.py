@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from toolkit.errors import PlanError
-from toolkit.plan.calibrate import calibrated
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost
 from toolkit.plan.gpus import GPUS
 from toolkit.plan.launch import draft_schedule, launch_lines
+from toolkit.plan.make_plan import calibrated
 from toolkit.plan.model_size import Cache, ModelSize
 from toolkit.plan.plan_text import draft_table
 from toolkit.plan.step_time import Costs, Layout, forward_s, prefill_s, round_s, weight_bytes

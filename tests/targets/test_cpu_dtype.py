@@ -34,7 +34,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, speedup: float) -> list[float]:
 
 def forget() -> None:
     cpu_dtype.fastest_cpu_dtype.cache_clear()
-    cpu_dtype.float32_speedup.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import torch
 
 from toolkit.tokenmap.build import build_token_map
 from toolkit.tokenmap.files import (
-    load_counts,
     load_freq_list,
     load_token_map,
     save_freq_list,
@@ -13,7 +12,7 @@ from toolkit.tokenmap.files import (
     write_stage,
 )
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-from toolkit.weights import save_tensors
+from toolkit.weights import load_tensors, save_tensors
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -95,7 +94,7 @@ def test_stage_folder_holds_all_four_files(tmp_path):
     report = write_stage(tmp_path / "map", token_map, counts, forced_ids=(0,), corpus={"kind": "rollouts"})
     assert load_freq_list(tmp_path / "map/freq_300.pt", 600) == token_map
     assert load_token_map(tmp_path / "map/token_map.safetensors") == token_map
-    assert torch.equal(load_counts(tmp_path / "map/counts.safetensors"), counts)
+    assert torch.equal(load_tensors(tmp_path / "map/counts.safetensors")["counts"], counts)
     assert json.loads((tmp_path / "map/coverage.json").read_text()) == report
     assert [row["size"] for row in report["rows"]] == [256, 300, 512, 600]
     own = next(row for row in report["rows"] if row["size"] == 300)

@@ -13,16 +13,15 @@ def ratio_interval(
     numerators: Sequence[float],
     denominators: Sequence[float],
     *,
-    level: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Return the percentile bootstrap interval of sum(numerators) / sum(denominators); units are resampled as pairs.
+    """Return the 95 % percentile bootstrap interval of sum(numerators) / sum(denominators); units are pairs.
 
     One unit is one prompt, not one verify step: steps of a prompt are correlated, and treating them as independent
     would make the interval too narrow. Returns None with fewer than two units of non-zero denominator.
     (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.) With few units the interval is too narrow:
-    in a simulation with normal units at a level of 95 %, 5 units covered 81 %, 10 units 87 %, 40 units 93 %.
+    in a simulation with normal units, 5 units covered 81 %, 10 units 87 %, 40 units 93 %.
     Raises ValueError for lists of different lengths.
     """
     if len(numerators) != len(denominators):
@@ -35,6 +34,5 @@ def ratio_interval(
     units = np.asarray(pairs, dtype=np.float64)  # [units, 2]
     picks = np.random.default_rng(seed).integers(len(pairs), size=(resamples, len(pairs)))
     sums = units[picks].sum(axis=1)
-    tail = (1 - level) / 2
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [tail, 1 - tail])
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
     return float(low), float(high)

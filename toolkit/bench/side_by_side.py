@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit.bench.answers import PLAIN, LoggedAnswer, Question, Round, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.resume_log import ResumeLog
 from toolkit.data.chat_template import prompt_ids
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request
@@ -33,22 +34,11 @@ class BenchError(ValueError):
     """A measurement cannot be made with these prompts, shapes or this target."""
 
 
-class Stepper(Protocol):
-    """The part of the engine's interface that is used here."""
-
-    def add_request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, speculative: bool = True
-    ) -> Request: ...
-    def has_work(self) -> bool: ...
-    def set_shape(self, shape: DraftShape) -> None: ...
-    def step(self) -> list[Request]: ...
-
-
 @dataclass(frozen=True)
 class Mode:
     """Plain decoding (no shape) or speculative decoding with a shape, and its engine."""
 
-    engine: Stepper
+    engine: Engine
     shape: DraftShape | None
 
     @property

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.jsonl import DataError
-
 # Examples are sorted by length within runs of this many batches: little padding, but still a random order.
 BATCHES_PER_BUCKET = 32
 
@@ -71,10 +69,6 @@ class BatchPlan:
     """
 
     def __init__(self, lengths: Sequence[int], global_batch: int, seed: int) -> None:
-        if global_batch < 1:
-            raise DataError(f"global_batch is {global_batch}; at least 1 sequence is required")
-        if not lengths:
-            raise DataError("the list of examples is empty; at least one example is required")
         self.lengths = array("q", lengths)
         self.global_batch = global_batch
         self.seed = seed
@@ -113,10 +107,8 @@ def process_share(batch: Sequence[int], rank: int, processes: int) -> list[int]:
 def collate(examples: Sequence[Example], pad_id: int, *, pack: bool = False) -> Batch:
     """Build a batch right-padded with `pad_id` to the longest example.
 
-    Each row holds one example or, with `pack`, as many examples as fit. Raises `DataError` without examples.
+    Each row holds one example or, with `pack`, as many examples as fit.
     """
-    if not examples:
-        raise DataError("the list of examples is empty; a batch requires at least one example")
     longest = max(len(example.input_ids) for example in examples)
     rows = _packed(examples, longest) if pack else [[example] for example in examples]
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -173,12 +165,7 @@ def supervised_mask(
     (SpecForge's mask is response[t+k] alone: it supervises one more id after the answer. The masks are equal where a
     sequence ends with its answer.) `lengths` [B] excludes the padding from a shifted mask; an exact mask excludes it by
     itself. `starts` [B, L] (see `Batch`) excludes predictions across the sequences of a row.
-    Raises ValueError for a negative step and for another shift.
     """
-    if step < 0:
-        raise ValueError(f"step is {step}; expected 0 or more")
-    if shift not in (0, 1):
-        raise ValueError(f"shift is {shift}; expected 0 (exact mask) or 1 (lagging mask of the experiment)")
     width = response.shape[1]
     supervised = torch.zeros_like(response)
     roots = width - (step + 2)

@@ -70,8 +70,6 @@ def read_conversations(
     a limit.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}; expected at least 1 conversation, or no limit")
     each = [_read_one(str(one), limit, seed) for one in sources]
     longest = max(map(len, each), default=0)
     turns = ((one, at) for at in range(longest) for one, read in enumerate(each) if at < len(read))

@@ -80,8 +80,6 @@ def synthesise_prompts(
     """
     out = Path(out_path)
     wanted = settings.synthesize
-    if wanted < 1:
-        raise DataError(f"prompts.synthesize is {wanted}; at least 1 prompt is required")
     systems = settings.systems or ("",)
     prefixes = [user_turn_prefix_ids(tokenizer, system) for system in systems]
     recipe = {

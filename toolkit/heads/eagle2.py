@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
-from toolkit.heads.head_config import EngineNames, HeadConfig, layer_like_target
+from toolkit.heads.head_config import EngineNames, HeadConfig
 from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -47,11 +47,6 @@ class Eagle2Config(HeadConfig):
     def regressed_layer(self) -> None:
         """None: the head's output is the target's last hidden state."""
         return None
-
-    @classmethod
-    def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Eagle2Config:
-        """Config of a head for a target of this (text) configuration. own: the fields above."""
-        return cls(**layer_like_target(config, vocab_size), **own)
 
     @classmethod
     def from_settings(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
 from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError, layer_like_target
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
 from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -118,16 +118,9 @@ class Eagle3Config(HeadConfig):
         return super().from_dict({**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
 
     @classmethod
-    def from_target_config(
-        cls, config: Any, *, vocab_size: int, draft_vocab_size: int, aux_layer_ids: tuple[int, ...], **own: Any
-    ) -> Eagle3Config:
-        """Config of a head as wide as the target. config: the target's (text) configuration; own: variants above."""
-        return cls(
-            **layer_like_target(config, vocab_size),
-            target_hidden_size=config.hidden_size,
-            draft_vocab_size=draft_vocab_size,
-            aux_layer_ids=tuple(aux_layer_ids),
-            **own,
+    def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Eagle3Config:
+        return super().from_target_config(
+            config, vocab_size=vocab_size, **{"target_hidden_size": config.hidden_size, **own}
         )
 
     @classmethod

@@ -124,6 +124,23 @@ class HeadConfig(ABC):
         return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 
     @classmethod
+    def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> Self:
+        """Config of a head as wide as a target of this (text) configuration. own: the kind's own fields."""
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            vocab_size=vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=full_attention_rope(config),
+            **own,
+        )
+
+    @classmethod
     @abstractmethod
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
@@ -177,22 +194,6 @@ class HeadConfig(ABC):
         """Config from the keys of a config.json. Keys that are not fields are ignored."""
         names = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
-
-
-def layer_like_target(config: Any, vocab_size: int) -> dict[str, Any]:
-    """Fields of HeadConfig for a layer as wide as the target's. config: the target's (text) configuration."""
-    heads = config.num_attention_heads
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "vocab_size": vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": full_attention_rope(config),
-    }
 
 
 def full_attention_rope(config: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig, layer_like_target
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig
 from toolkit.heads.rope import Rope
 
 if TYPE_CHECKING:  # serving does not import pydantic
@@ -75,11 +75,6 @@ class MtpConfig(HeadConfig):
     @property
     def layers(self) -> int:
         return 1
-
-    @classmethod
-    def from_target_config(cls, config: Any, *, vocab_size: int, **own: Any) -> MtpConfig:
-        """Config of a head for a target of this (text) configuration. own: the fields above."""
-        return cls(**layer_like_target(config, vocab_size), **own)
 
     @classmethod
     def from_settings(

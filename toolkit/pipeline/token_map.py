@@ -9,9 +9,8 @@ from typing import Any
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.targets.load import load_tokenizer
 from toolkit.targets.target import Target
-from toolkit.tokenmap.build import build_token_map, forced_ids_for
+from toolkit.tokenmap.build import build_token_map, count_tokens, forced_ids_for
 from toolkit.tokenmap.corpus import corpus_ids, rollout_responses
-from toolkit.tokenmap.counts import count_tokens
 from toolkit.tokenmap.files import write_stage
 
 

@@ -138,14 +138,10 @@ class Planner:
         """Return the batch of `requests` with the draft length that gives the most tokens per second."""
         plain = self._round_s(layout, requests, 0)
         best = DecodeBatch(requests, 0, 1.0, plain, plain)
-        for drafts in self.draft.accept_length if self.draft else ():
-            one = DecodeBatch(requests, drafts, self._committed(drafts), self._round_s(layout, requests, drafts), plain)
+        for drafts, committed in self.draft.accept_length.items() if self.draft else ():
+            one = DecodeBatch(requests, drafts, committed, self._round_s(layout, requests, drafts), plain)
             best = max(best, one, key=lambda found: found.tokens_per_s)
         return best
-
-    def _committed(self, drafts: int) -> float:
-        assert self.draft is not None
-        return self.draft.committed(drafts)
 
     def _round_s(self, layout: Layout, requests: int, drafts: int) -> float:
         return round_s(

@@ -26,10 +26,6 @@ class DraftCost:
     source: str
     path: str | None = None
 
-    def committed(self, drafts: int) -> float:
-        """Return the tokens that a round with so many drafts commits; 1 for a plain step."""
-        return self.accept_length[drafts] if drafts else 1.0
-
 
 def parse_accept_lengths(text: str) -> dict[int, float]:
     """Parse `1:1.7,2:2.18` to {1: 1.7, 2: 2.18}. Raises `PlanError` for impossible lengths."""
@@ -96,11 +92,21 @@ def native_mtp(size: ModelSize) -> ModelSize:
 
 def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
     """Return the size of a typical EAGLE-3 head for the target of this text configuration."""
-    heads = config.num_attention_heads
+    heads, hidden = config.num_attention_heads, size.hidden_size
     latent = size.cache.shards == 1 and getattr(config, "kv_lora_rank", None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = heads if latent else (getattr(config, "num_key_value_heads", None) or heads)
-    return _eagle3(size, config.intermediate_size, heads, kv_heads, head_dim, 3 * size.hidden_size, USUAL_VOCABULARY)
+    attention = 2 * hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
+    return ModelSize(
+        name="a typical EAGLE-3 head",
+        hidden_size=hidden,
+        heads=heads,
+        layers=1,
+        body=3 * hidden * hidden + attention + 3 * hidden * config.intermediate_size,
+        head=USUAL_VOCABULARY * hidden,
+        embedding=0.0,
+        cache=_plain_cache(heads, kv_heads, head_dim),
+    )
 
 
 # Heads without a directory, by kind: the size, and the directory in launch lines (None: the target's own layers).
@@ -134,23 +140,6 @@ def head_size(head: DraftHead, size: ModelSize) -> ModelSize:
         embedding=0.0,
         cache=cache,
         shared_head=not matrix,
-    )
-
-
-def _eagle3(
-    size: ModelSize, intermediate: int, heads: int, kv_heads: int, head_dim: int, features: int, vocabulary: int
-) -> ModelSize:
-    hidden = size.hidden_size
-    attention = 2 * hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
-    return ModelSize(
-        name="a typical EAGLE-3 head",
-        hidden_size=hidden,
-        heads=heads,
-        layers=1,
-        body=features * hidden + attention + 3 * hidden * intermediate,
-        head=vocabulary * hidden,
-        embedding=0.0,
-        cache=_plain_cache(heads, kv_heads, head_dim),
     )
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.open_head import open_head
 from toolkit.errors import PlanError
-from toolkit.plan.calibrate import calibrated
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import DraftCost, head_size, measured_accept_lengths, parse_accept_lengths, usual_draft
 from toolkit.plan.launch import launch_lines
 from toolkit.plan.model_size import ModelSize, target_size
 from toolkit.plan.plan_request import PlanRequest
 from toolkit.plan.plan_text import draft_table, plan_text
-from toolkit.plan.step_time import Costs, Layout
+from toolkit.plan.step_time import Costs, Layout, round_s
 
 EXPORTED = "OUT"  # folder of the exported head in the printed export and launch lines
 
@@ -42,8 +43,8 @@ def _planner(request: PlanRequest) -> tuple[Planner, list[str]]:
     draft = _draft(request, size, config, source, revision)
     planner = Planner(size, draft, request.gpu, work, Costs(), request.node, request.overlap, request.layout)
     if request.step_s is not None and request.layout is not None:
-        costs = calibrated(planner, Layout(*request.layout, node=request.node), dict(request.step_s))
-        planner = Planner(size, draft, request.gpu, work, costs, request.node, request.overlap, request.layout)
+        layout = Layout(*request.layout, node=request.node)
+        planner = replace(planner, costs=calibrated(planner, layout, request.step_s))
     return planner, [source, *([] if revision is None else ["--revision", revision])]
 
 
@@ -71,3 +72,37 @@ def _draft(request: PlanRequest, size: ModelSize, config: Any, source: str, revi
             raise PlanError(f"--head is {request.head}, but accept lengths are missing; give --accept-lengths 1:A,2:B")
         return None
     return usual_draft(request.head, config, size, lengths)
+
+
+def calibrated(planner: Planner, layout: Layout, step_s: Mapping[int, float]) -> Costs:
+    """Return costs whose fixed time per layer makes plain steps of `layout` as long as measured.
+
+    step_s: measured seconds of a step, by requests per rank; several measurements are averaged. Without overlap a
+    measured step includes the host's time, `costs.host_s`, which is not changed.
+    Raises `PlanError` when a measured step is shorter than the time of its reads and computations.
+    """
+    bare = replace(planner.costs, layer_s=0.0)
+    context = planner.work.input + planner.work.output / 2
+    host = "" if planner.overlap else f", including {1000 * bare.host_s:.3g} ms of the host without overlap"
+    rest = []
+    for requests, seconds in step_s.items():
+        floor = round_s(
+            planner.size,
+            None,
+            planner.gpu,
+            layout,
+            bare,
+            requests=requests,
+            drafts=0,
+            context=context,
+            overlap=planner.overlap,
+        )
+        if seconds < floor:
+            raise PlanError(
+                f"the step of {1000 * seconds:.3g} ms with {requests} request(s) per rank is shorter than its reads "
+                f"and computations on {planner.gpu.name} take ({1000 * floor:.3g} ms{host}, at {context:.0f} tokens of "
+                "context); give a step that was measured with this model, GPU and layout"
+            )
+        rest.append(seconds - floor)
+    per_layer = sum(rest) / len(rest) / planner.size.layers / (2 if layout.two_batches else 1)
+    return replace(planner.costs, layer_s=per_layer)

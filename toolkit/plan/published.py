@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy as np
 from transformers import AutoConfig
 
 from toolkit.plan.draft_cost import native_mtp, usual_eagle3
@@ -100,8 +99,8 @@ def predictions(costs: Costs) -> dict[str, float]:
         _long(costs, 2),
         _long(costs, 3),
         _large("H200", 96, costs, 128, 1, two_batches=True) / _large("H200", 96, costs, 128, 0, two_batches=True),
-        8 * _large("H100", 72, costs, 256, 0, two_batches=True, overlap=True),
-        8 * _large("H100", 72, costs, 256, 0, overlap=True),
+        8 * _large("H100", 72, costs, 256, 0, two_batches=True),
+        8 * _large("H100", 72, costs, 256, 0),
         _prefill(costs, 1024),
         _llama("H200", costs, 0),
         _bundle(costs, 7),
@@ -119,28 +118,11 @@ def _bundle(costs: Costs, drafts: int) -> float:
     return BUNDLE[drafts][0] * _llama("H200", costs, drafts) / _llama("H200", costs, 0)
 
 
-def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
-    """Return tokens per second of a rank with 2 requests, in the middle of 4,096 tokens after a prompt of 65,536."""
-    size, layout = deepseek_v3(), Layout(16, data_parallel=True, redundant=32)
-    seconds = round_s(
-        size,
-        native_mtp(size),
-        GPUS["H200"],
-        layout,
-        costs,
-        requests=2,
-        drafts=drafts,
-        context=65_536 + 2_048,
-        overlap=overlap,
-    )
-    return 2 * ACCEPT_LENGTH.get(drafts, 1.0) / seconds
-
-
-def _large(
-    gpu: str, gpus: int, costs: Costs, requests: int, drafts: int, two_batches: bool = False, overlap: bool = False
+def _decoded(
+    gpu: str, layout: Layout, costs: Costs, requests: int, drafts: int, context: int, overlap: bool = False
 ) -> float:
-    """Return tokens per second of a rank, in the middle of 100 tokens after a prompt of 2,000."""
-    size, layout = deepseek_v3(), Layout(gpus, data_parallel=True, redundant=32, two_batches=two_batches)
+    """Return tokens per second of a rank of DeepSeek-V3, after `context` tokens."""
+    size = deepseek_v3()
     seconds = round_s(
         size,
         native_mtp(size),
@@ -149,37 +131,23 @@ def _large(
         costs,
         requests=requests,
         drafts=drafts,
-        context=2_050,
+        context=context,
         overlap=overlap,
     )
     return requests * ACCEPT_LENGTH.get(drafts, 1.0) / seconds
 
 
+def _long(costs: Costs, drafts: int, overlap: bool = False) -> float:
+    """In the middle of 4,096 tokens after a prompt of 65,536, with 2 requests per rank."""
+    return _decoded("H200", Layout(16, True, redundant=32), costs, 2, drafts, 65_536 + 2_048, overlap)
+
+
+def _large(gpu: str, gpus: int, costs: Costs, requests: int, drafts: int, two_batches: bool = False) -> float:
+    """In the middle of 100 tokens after a prompt of 2,000; the H100 deployment overlaps scheduling."""
+    layout = Layout(gpus, True, redundant=32, two_batches=two_batches)
+    return _decoded(gpu, layout, costs, requests, drafts, 2_050, overlap=gpu == "H100")
+
+
 def _prefill(costs: Costs, tokens: int) -> float:
     layout = Layout(32, data_parallel=True)
     return 8 * tokens / prefill_s(deepseek_v3(), GPUS["H100"], layout, costs, tokens)
-
-
-def fit(start: Costs) -> Costs:
-    """Return costs with which the model gives exactly the figures to fit, by Newton's method.
-
-    Seconds of a step are linear in the times and in 1 / prefill_share, except at the corners of the roofline.
-    """
-    cases = [case for case in CASES if case.fitted]
-    costs = start
-    for _ in range(8):
-        wrong = _residuals(costs, cases)
-        slopes = np.empty((len(cases), len(cases)))
-        for column, case in enumerate(cases):
-            value = getattr(costs, case.fitted)
-            moved = replace(costs, **{case.fitted: value * 1.01})
-            slopes[:, column] = (_residuals(moved, cases) - wrong) / (0.01 * value)
-        steps = np.linalg.solve(slopes, -wrong)
-        changed = {case.fitted: getattr(costs, case.fitted) + step for case, step in zip(cases, steps, strict=True)}
-        costs = replace(costs, **changed)
-    return costs
-
-
-def _residuals(costs: Costs, cases: list[Case]) -> np.ndarray:
-    predicted = predictions(costs)
-    return np.array([case.published / predicted[case.name] - 1 for case in cases])

@@ -26,7 +26,7 @@ TWO_BATCH_ROWS = 64
 class Costs:
     """Costs that data sheets do not give: times in seconds, and shares of the data sheet's rates.
 
-    `published.fit` fits the first six to published figures; the rest are assumptions.
+    The first six are fitted to published figures (tests/plan/test_published.py); the rest are assumptions.
     layer_s: fixed time per layer. exchange_s: dispatch and combine in one layer with experts. host_s: host work between
     two steps. pass_s: fixed time per pass of a head, besides its layer. round_s: fixed time per round with drafts,
     besides its passes. prefill_share: share of the peak rate in prefill.

@@ -28,16 +28,6 @@ def fastest_cpu_dtype() -> torch.dtype:
     """bfloat16 unless float32 products are faster on this CPU. Measured once for each CPU and version of torch; cached,
     so that a resumed pipeline keeps its dtype.
     """
-    speedup = float32_speedup()
-    if speedup <= 1:
-        return torch.bfloat16
-    log.info("the target is loaded in float32: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
-    return torch.float32
-
-
-@functools.cache
-def float32_speedup() -> float:
-    """Speed of float32 products in batches on this CPU, relative to bfloat16; measured once, then cached."""
     key = f"{_cpu_name()} | torch {torch.__version__}"
     path = cache_root() / "cpu_products.json"
     try:
@@ -45,16 +35,19 @@ def float32_speedup() -> float:
     except (OSError, WeightsError):
         known = {}
     if key not in known:
-        measured = _measure()
-        known = {**known, key: measured}
+        known[key] = _measure()
+        ratio = known[key]["float32_speedup"]
         try:
             write_json(path, known)
         except OSError as error:
             log.debug("%s cannot be written (%s): the measurement of this CPU is not cached", path, error)
         else:
-            ratio = measured["float32_speedup"]
             log.info("float32 products are %.2f times as fast as bfloat16 on this CPU; cached in %s", ratio, path)
-    return float(known[key]["float32_speedup"])
+    speedup = known[key]["float32_speedup"]
+    if speedup <= 1:
+        return torch.bfloat16
+    log.info("the target is loaded in float32: this CPU multiplies it %.1f times as fast as bfloat16", speedup)
+    return torch.float32
 
 
 @torch.inference_mode()

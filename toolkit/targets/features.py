@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,32 +17,12 @@ from toolkit.targets.target import Target
 
 def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
     """Raise `TargetError` unless the ids are ascending, distinct and within 0..n_layers."""
-    ids = tuple(aux_layer_ids)
+    ids = aux_layer_ids
     if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > n_layers:
         raise TargetError(
             f"aux_layer_ids is {list(ids)}; a target of {n_layers} layers needs ascending, distinct ids from 0 "
             f"(the embeddings) to {n_layers} (the last layer's output)"
         )
-
-
-class InputTap:
-    """A hook that only stores a layer's input. Code that runs layers without hooks can call `keep` itself."""
-
-    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
-        self.keep = keep
-
-    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.keep(args[0] if args else kwargs["hidden_states"])
-
-
-class OutputTap:
-    """A hook that only stores a body's last hidden state; as `InputTap`."""
-
-    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
-        self.keep = keep
-
-    def __call__(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
-        self.keep(output.last_hidden_state)
 
 
 class AuxCapture:
@@ -55,13 +34,20 @@ class AuxCapture:
 
     def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
         check_aux_layer_ids(aux_layer_ids, target.n_layers)
-        self.aux_layer_ids = tuple(aux_layer_ids)
+        self.aux_layer_ids = aux_layer_ids
         self._states: dict[int, torch.Tensor] = {}
         self._handles = []
         for layer_id in self.aux_layer_ids:
             module = target.layers[layer_id] if layer_id < target.n_layers else target.final_norm
-            keep = partial(self._states.__setitem__, layer_id)
-            self._handles.append(module.register_forward_pre_hook(InputTap(keep), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(self._hook(layer_id), with_kwargs=True))
+
+    def _hook(self, layer_id: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        states = self._states
+
+        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
 
     def take_each(self) -> list[torch.Tensor]:
         """The states [B, N, H] of the last forward, in the order of the ids. Every call needs a forward before it."""
@@ -85,10 +71,10 @@ class LastCapture:
 
     def __init__(self, target: Target) -> None:
         self._state: torch.Tensor | None = None
-        self._handle = target.body.register_forward_hook(OutputTap(self._keep))
+        self._handle = target.body.register_forward_hook(self._keep)
 
-    def _keep(self, state: torch.Tensor) -> None:
-        self._state = state
+    def _keep(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        self._state = output.last_hidden_state
 
     def take(self) -> torch.Tensor:
         """The state [B, N, H] of the last forward. Every call needs a forward before it."""

@@ -1,4 +1,6 @@
-"""Build a token map from token counts.
+"""Count tokens, build a token map from the counts, and say how much of them it covers.
+
+Shapes: V = target vocabulary.
 
 EAGLE-3 (arXiv 2503.01840) counts the ids of the training answers, keeps the N most frequent, sorts them ascending and
 stores offsets. FR-Spec (arXiv 2502.14856) ranks ids the same way on any corpus. Both rules are extended by forced ids.
@@ -12,8 +14,24 @@ from typing import Any
 
 import torch
 
-from toolkit.tokenmap.counts import rank_ids
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+
+CHUNK = 1 << 20
+
+
+def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> torch.Tensor:
+    """Return counts [V] int64 of the ids in all sequences; memory does not grow with the corpus.
+
+    Raises `TokenMapError` for an id outside [0, vocab_size), which means that another tokenizer wrote it.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    waiting: list[int] = []
+    for sequence in sequences:
+        waiting.extend(sequence)
+        if len(waiting) >= CHUNK:
+            counts += _bincount(waiting, vocab_size)
+            waiting = []
+    return counts + _bincount(waiting, vocab_size)
 
 
 def build_token_map(
@@ -26,15 +44,12 @@ def build_token_map(
     """Build the map of the `size` most frequent ids in `counts` [V], or of the fewest ids that reach `coverage`.
 
     Forced ids are kept whatever their count. Ties go to the lower id, so ids that never occur fill the map in ascending
-    order. Raises `TokenMapError` unless exactly one of size and coverage is given, it is in range, and the forced ids
-    fit into the size.
+    order. Raises `TokenMapError` unless size or coverage is in range and the forced ids fit into the size.
     """
     order = rank_ids(counts, forced_ids)
-    if (size is None) == (coverage is None):
-        raise TokenMapError(f"size is {size} and coverage is {coverage}; give exactly one of them")
     forced = len(set(forced_ids))
     if size is None:
-        assert coverage is not None, "checked above"
+        assert coverage is not None, "either a size or a coverage is given"
         size = max(_size_for(counts[order], coverage), forced)
     if not 1 <= size <= counts.numel():
         raise TokenMapError(
@@ -65,3 +80,54 @@ def _size_for(ranked_counts: torch.Tensor, share: float) -> int:
     # The slack absorbs float rounding: a product such as 7.000000000000001 must not require one more token.
     needed = math.ceil(share * total - 1e-9 * total)
     return int(torch.searchsorted(ranked_counts.cumsum(0), torch.tensor(needed))) + 1
+
+
+def coverage(counts: torch.Tensor, ids: torch.Tensor) -> float:
+    """Return the share of all counted tokens whose id is among `ids` (unique); 0.0 when nothing was counted."""
+    total = int(counts.sum())
+    return int(counts[ids].sum()) / total if total else 0.0
+
+
+def coverage_table(
+    counts: torch.Tensor,
+    sizes: Iterable[int],
+    forced_ids: Sequence[int] = (),
+    held_out: torch.Tensor | None = None,
+) -> list[dict[str, int | float]]:
+    """Return one row per vocabulary size, ascending: the share covered, and how many of the kept ids occur.
+
+    `held_out` [V]: counts of text that is not ranked; each row then has the share of it that is covered, too.
+    """
+    order = rank_ids(counts, forced_ids)
+    ranked = counts[order]
+    covered = ranked.cumsum(0)
+    occurring = (ranked > 0).cumsum(0)
+    total = max(int(counts.sum()), 1)
+    unseen = None if held_out is None else held_out[order].cumsum(0)
+    rows: list[dict[str, int | float]] = []
+    for size in sorted(set(sizes)):
+        rows.append({"size": size, "coverage": int(covered[size - 1]) / total, "distinct": int(occurring[size - 1])})
+        if unseen is not None:
+            rows[-1]["held_out_coverage"] = int(unseen[size - 1]) / max(int(unseen[-1]), 1)
+    return rows
+
+
+def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:
+    """Return all ids [V]: forced ids first, then by descending count, ties by ascending id."""
+    forced = torch.tensor(sorted(set(forced_ids)), dtype=torch.int64)
+    if forced.numel() and (forced[0] < 0 or forced[-1] >= counts.numel()):
+        raise TokenMapError(f"forced ids {forced.tolist()} are not all in the target vocabulary [0, {counts.numel()})")
+    by_count = torch.sort(counts, descending=True, stable=True).indices
+    is_forced = torch.zeros(counts.numel(), dtype=torch.bool)
+    is_forced[forced] = True
+    return torch.cat([forced, by_count[~is_forced[by_count]]])
+
+
+def _bincount(ids: list[int], vocab_size: int) -> torch.Tensor:
+    tensor = torch.tensor(ids, dtype=torch.int64)
+    if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= vocab_size):
+        raise TokenMapError(
+            f"ids range from {int(tensor.min())} to {int(tensor.max())}, but the target's vocabulary is "
+            f"[0, {vocab_size}); count with the target's own tokenizer"
+        )
+    return torch.bincount(tensor, minlength=vocab_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.tokenmap.counts import coverage, coverage_table
+from toolkit.tokenmap.build import coverage, coverage_table
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 from toolkit.weights import WeightsError, atomic_write, load_tensors, save_tensors, write_json
 
@@ -69,14 +69,6 @@ def load_token_map(path: str | Path) -> TokenMap:
     if not torch.equal(token_map.t2d, tensors["t2d"]):
         raise TokenMapError(f"{path}: d2t and t2d keep different ids; build the map again")
     return token_map
-
-
-def load_counts(path: str | Path) -> torch.Tensor:
-    """Read counts [V] int64 from a counts.safetensors."""
-    tensors = load_tensors(path)
-    if set(tensors) != {"counts"}:
-        raise TokenMapError(f"{path} holds {', '.join(sorted(tensors)) or 'no tensors'}; expected counts")
-    return tensors["counts"]
 
 
 def write_stage(

@@ -29,8 +29,7 @@ class TokenMap:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        _check_vocab_size(self.vocab_size)
-        ids = _as_ids(self.ids, self.vocab_size).clone()
+        ids = _checked(self.ids, self.vocab_size).clone()
         if (ids[1:] < ids[:-1]).any():
             raise TokenMapError(
                 "token map ids are unsorted; expected ascending ids: use TokenMap.from_ids, which sorts them"
@@ -40,8 +39,7 @@ class TokenMap:
     @classmethod
     def from_ids(cls, ids: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
         """Make a map of these target ids, given in any order. Raises `TokenMapError` as the class does."""
-        _check_vocab_size(vocab_size)
-        return cls(_as_ids(ids, vocab_size).sort().values, vocab_size)
+        return cls(_as_int64(ids).sort().values, vocab_size)
 
     @classmethod
     def from_d2t(cls, d2t: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
@@ -52,7 +50,6 @@ class TokenMap:
     @classmethod
     def identity(cls, vocab_size: int) -> TokenMap:
         """Make the map that keeps the whole target vocabulary."""
-        _check_vocab_size(vocab_size)
         return cls(torch.arange(vocab_size), vocab_size)
 
     @property
@@ -116,15 +113,8 @@ class TokenMap:
         return self._by_device["inverse", device]
 
 
-def _check_vocab_size(vocab_size: int) -> None:
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise TokenMapError(
-            f"vocab_size is {vocab_size!r}; expected a positive integer, the number of rows of the target's embedding"
-        )
-
-
 def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
-    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(list(values) or [], dtype=None)
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(list(values))
     if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.is_complex()):
         raise TokenMapError(f"token ids are {tensor.dtype}; expected integers")
     if tensor.dim() != 1:
@@ -132,9 +122,9 @@ def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.int64)
 
 
-def _as_ids(values: torch.Tensor | Iterable[int], vocab_size: int) -> torch.Tensor:
-    """Convert to ids [D] int64 on the CPU in the same order; check that they are not empty, in range and unique."""
-    ids = _as_int64(values)
+def _checked(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return ids [D] int64 on the CPU in the same order; check that they are not empty, in range and unique."""
+    ids = _as_int64(ids)
     if ids.numel() == 0:
         raise TokenMapError("the token map is empty; at least one id is required")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
