@@ -1,9 +1,19 @@
-"""The number of threads for a process: the cores it may use, and the user's setting."""
+"""The CPU: its description, the cores that a process may use, and the user's number of threads."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def cpu_info() -> dict[str, str]:
+    """Return the fields of the first CPU in /proc/cpuinfo; without that file, none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def physical_cores() -> int:

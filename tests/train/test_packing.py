@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from toolkit.errors import TargetError
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
-from toolkit.train.step import Anchors, TargetSide, micro_step, supervised_counts
+from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train.supervision import anchored
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 K = 3
@@ -92,8 +94,8 @@ def test_a_drawn_anchor_stands_for_all_roots(made, tiny_target):
     model, counts = trained_head(plan, settings, head, side.teacher), supervised_counts(batch, K, 0)
     found = {}
     for seed in range(200):
-        anchors = Anchors(1, settings.head.layers if settings.head.kind == "mtp" else 1, seed)
-        root = anchors.of(side.inputs(batch, K).supervision, batch.response.shape).anchors.item()
+        anchors = partial(anchored, count=1, full=settings.head.layers if settings.head.kind == "mtp" else 1, seed=seed)
+        root = anchors(side.inputs(batch, K).supervision, batch.response.shape).anchors.item()
         if root not in found:
             with torch.no_grad():
                 found[root] = micro_step(model, side, batch, counts, K, 0, anchors)[1]

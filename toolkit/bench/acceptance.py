@@ -88,8 +88,11 @@ def measure_acceptance(
         raise DataError("the list of prompts is empty; at least one prompt is required")
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
+    token_map = None if config.token_map is None else Path(config.token_map)
     settings = {
-        **_settings(chosen, shapes, config.token_map),
+        "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
+        "shapes": [shape.as_text() for shape in shapes],
+        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
         "prompts": prompts_from,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -155,15 +158,6 @@ def _resume_log(
         "versions": versions(),
     }
     return ResumeLog(path, made_of)
-
-
-def _settings(prompts: Sequence[Prompt], shapes: Sequence[DraftShape], token_map: str | Path | None) -> dict[str, Any]:
-    file = None if token_map is None else Path(token_map)
-    return {
-        "tasks": list(dict.fromkeys(prompt.task for prompt in prompts)),
-        "shapes": [shape.as_text() for shape in shapes],
-        "token_map": None if file is None else {"file": file.name, "sha256": sha256_file(file)},
-    }
 
 
 def _describe_target(target: Target) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from toolkit import __version__
+from toolkit.threads import cpu_info
 from toolkit.weights import read_json, write_json
 
 RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
@@ -34,13 +35,7 @@ def make_record(
     rows: Sequence[Mapping[str, Any]],
     **more: Any,
 ) -> dict[str, Any]:
-    """Make a record of kind `what` ("acceptance", "training", ...) on this machine, now. `more` adds top-level keys.
-
-    Raises `RecordError` when `more` has a key that every record has.
-    """
-    clash = sorted(set(more) & set(RECORD_KEYS))
-    if clash:
-        raise RecordError(f"{', '.join(clash)} cannot be given twice: every record has these keys; use other names")
+    """Make a record of kind `what` ("acceptance", "training", ...) on this machine, now. `more` adds top-level keys."""
     return {
         "what": what,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -108,10 +103,10 @@ def hardware() -> dict[str, Any]:
     """Return CPU model, usable cores, torch threads, memory in bytes, and names of GPUs of this machine."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus,
     }
 
@@ -120,23 +115,6 @@ def machine_name(hardware: Mapping[str, Any]) -> str:
     """Return the GPU of a record's hardware, else the CPU, as part of a file name."""
     name = (hardware["gpus"] or [hardware["cpu"]])[0]
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def versions() -> dict[str, str | None]:

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
-from toolkit.weights import WeightsError, read_json, save_tensors, write_json
+from toolkit.weights import read_json, save_tensors, write_json
 
 log = get_logger(__name__)
 
@@ -116,7 +116,7 @@ class FeatureStore:
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         path = folder / MANIFEST
-        self.folder, self.spec = folder, spec.within(_manifest(path)) if path.is_file() else spec
+        self.folder, self.spec = folder, spec.within(read_json(path)) if path.is_file() else spec
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, torch.Tensor] = {}
         self.refresh()
@@ -131,7 +131,7 @@ class FeatureStore:
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
-        stale = spec.within(_manifest(path)).differences(_manifest(path)) if path.is_file() else []
+        stale = spec.within(read_json(path)).differences(read_json(path)) if path.is_file() else []
         if stale:
             _check_room(folder, spec, positions, freed=sum(shard.stat().st_size for shard in folder.glob(SHARDS)))
             log.warning("%s: features of other settings are replaced (%s)", folder, "; ".join(stale))
@@ -149,7 +149,7 @@ class FeatureStore:
         path = self.folder / MANIFEST
         if not path.is_file():
             raise FeatureStoreError(f"{self.folder} has no {MANIFEST}: it holds no features; write them first")
-        differs = self.spec.differences(_manifest(path))
+        differs = self.spec.differences(read_json(path))
         if differs:
             raise FeatureStoreError(
                 f"the features in {self.folder} were computed with other settings ({'; '.join(differs)}); delete the "
@@ -278,14 +278,6 @@ class FeatureWriter:
     ) -> None:
         if not isinstance(error, FeatureStoreError):
             self.flush()
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except WeightsError as error:
-        raise FeatureStoreError(str(error)) from error
-    return found if isinstance(found, dict) else {}
 
 
 def _disk_is_full(error: BaseException) -> bool:

@@ -6,13 +6,13 @@ import functools
 import math
 import platform
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from toolkit.log import get_logger
 from toolkit.targets.cache import cache_root
+from toolkit.threads import cpu_info
 from toolkit.weights import WeightsError, read_json, write_json
 
 log = get_logger(__name__)
@@ -78,10 +78,6 @@ def _measure() -> dict[str, float]:
 
 def _cpu_name() -> str:
     """Model and instruction sets: machines with the same model name may differ (virtual machines often hide AMX)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    return " ".join([model, *sorted(flag for flag in flags if "amx" in flag or "bf16" in flag)])
+    found = cpu_info()
+    flags = sorted(flag for flag in found.get("flags", "").split() if "amx" in flag or "bf16" in flag)
+    return " ".join([found.get("model name", platform.machine()), *flags])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +74,6 @@ def convert(path: Path, into: Path) -> None:
     with without_progress_bars():
         model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-    _refuse_quantised(into / "config.json")
 
 
 def _read_header(path: Path) -> dict[str, object]:
@@ -106,12 +104,6 @@ def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None
         return
     log.warning("tokenizer.ggml.pre %r is not supported: text may be split into other tokens than in training; "
                 "compare with the model's own tokenizer", pre)  # fmt: skip
-
-
-def _refuse_quantised(config_path: Path) -> None:
-    assert "quantization_config" not in json.loads(config_path.read_text()), (
-        f"{config_path} still has a quantization_config after dequantization"
-    )
 
 
 @contextmanager

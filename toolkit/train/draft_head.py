@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import copy_norm
 from toolkit.train.features import StoredFeatures
 from toolkit.train.initialise import RANDOM_STD, initialise_from_target, initialise_random, regression_batches
-from toolkit.train.step import Anchors
+from toolkit.train.supervision import Supervision, anchored
 from toolkit.train.teacher import Teacher
 from toolkit.train.trained_head import TrainedHead
 from toolkit.train_settings import TrainSettings
@@ -106,15 +107,17 @@ def trained_head(plan: HeadPlan, settings: TrainSettings, head: DraftHead, teach
     )
 
 
-def anchors_of(plan: HeadPlan, settings: TrainSettings, seed: int, *place: int) -> Anchors | None:
-    """The draw of anchors for one micro-batch; `place` is its place in the training. None if all roots are unrolled.
+def anchors_of(
+    plan: HeadPlan, settings: TrainSettings, seed: int, *place: int
+) -> Callable[[Supervision, torch.Size], Supervision] | None:
+    """`anchored` for one micro-batch; `place` is its place in the training. None if all roots are unrolled.
 
     The first `stages` steps always unroll all roots: in each of them a stage reads all positions for the first time.
     """
     if settings.unroll.anchors is None:
         return None
     drawn = random.Random(f"anchors {seed} {place}").getrandbits(63)
-    return Anchors(settings.unroll.anchors, plan.config.stages, drawn)
+    return partial(anchored, full=plan.config.stages, count=settings.unroll.anchors, seed=drawn)
 
 
 @torch.no_grad()

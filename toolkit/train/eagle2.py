@@ -13,15 +13,7 @@ if not __package__:
     # Run by path: sys.path[0] is toolkit/train and must be the repository instead.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Sequence
-
 from toolkit.pipeline.train_entry import train_from_command_line
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train with the recipe and overrides in `argv`. Returns an exit status."""
-    return train_from_command_line("eagle2", argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_from_command_line("eagle2", sys.argv[1:]))

@@ -1,11 +1,12 @@
 """Sources of the target's hidden states in a training step: the target's forward, or a feature store on disk.
 
+Both return arbitrary values in the rows of padding and of each sequence's last id; no supervised root reads them (see
+supervision.py).
+
 Shapes: B sequences, L positions, A auxiliary layers, H target hidden size.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
@@ -13,13 +14,6 @@ from toolkit.data.batches import Batch
 from toolkit.data.feature_store import FeatureStore
 from toolkit.targets.features import AuxCapture, LastCapture, TargetFeatures, target_features
 from toolkit.targets.target import Target
-
-
-class FeatureSource(Protocol):
-    """Batch -> features. The rows of padding and of each sequence's last id have arbitrary values; no supervised root
-    reads them (see supervision.py)."""
-
-    def __call__(self, batch: Batch) -> TargetFeatures: ...
 
 
 class OnlineFeatures:

@@ -6,7 +6,7 @@ Shapes: B sequences, L positions, H hidden size, K steps, M teacher rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ from toolkit.data.batches import Batch
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.train.features import FeatureSource, OnlineFeatures
+from toolkit.train.features import OnlineFeatures, StoredFeatures
 from toolkit.train.forecast import Forecast, chain_depths, chained_counts, replay, summarise_replays
 from toolkit.train.step_clock import StepClock
-from toolkit.train.supervision import Supervision, anchored, plan_supervision
+from toolkit.train.supervision import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher
 
 
@@ -40,18 +40,6 @@ class UnrollInputs:
     greedy: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """All roots are unrolled for `full` steps, `count` roots of each row, drawn with `seed`, for the later steps."""
-
-    count: int
-    full: int
-    seed: int
-
-    def of(self, supervision: Supervision, shape: torch.Size) -> Supervision:
-        return anchored(supervision, shape, self.full, self.count, self.seed)
-
-
 class TargetSide:
     """Everything that training computes with the frozen target for a batch: features, embeddings, teacher.
 
@@ -65,12 +53,12 @@ class TargetSide:
         token_map: TokenMap,
         aux_layer_ids: tuple[int, ...] | None,
         precision: str,
-        features: FeatureSource | None = None,
+        features: StoredFeatures | None = None,
     ) -> None:
         self.target = target
         self.token_map = token_map
         self.capture = LastCapture(target) if aux_layer_ids is None else AuxCapture(target, aux_layer_ids)
-        self.features = OnlineFeatures(target, self.capture) if features is None else features
+        self.features = features or OnlineFeatures(target, self.capture)
         self.teacher = Teacher(target, token_map)
         self.head_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
@@ -115,13 +103,13 @@ def micro_step(
     denominators: torch.Tensor,
     steps: int,
     shift: int,
-    anchors: Anchors | None = None,
+    anchors: Callable[[Supervision, torch.Size], Supervision] | None = None,
     clock: StepClock | None = None,
 ) -> MicroStep:
     """Forward of one micro-batch.
 
     denominators [K]: supervised tokens of the global batch, so that the losses of micro-batches and processes sum to
-    the mean over the global batch. anchors: the roots of the later steps; None: all roots. With anchors, right
+    the mean over the global batch. anchors: draws the roots of the later steps; None: all roots. With anchors, right
     predictions are weighted up to all roots, but reached and passed count the drawn chains. clock: measures the parts
     "target" and "head".
     """
@@ -129,7 +117,7 @@ def micro_step(
     with clock.part("target"):
         inputs = side.inputs(batch, steps, shift)
         if anchors is not None:
-            inputs = replace(inputs, supervision=anchors.of(inputs.supervision, batch.response.shape))
+            inputs = replace(inputs, supervision=anchors(inputs.supervision, batch.response.shape))
         rows = side.teacher(inputs.teacher_hidden, inputs.written, inputs.greedy)
         draft_choice = side.token_map.to_draft(rows.choice)
     with clock.part("head"):
