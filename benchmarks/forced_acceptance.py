@@ -1,8 +1,8 @@
 """Rounds that accept as many drafts as a pattern says, with everything else computed as ever.
 
 A head with random weights is never right, so the cost of a round would be that of a round that accepts nothing. Inside
-`forced` the walk through a tree goes down its deepest path as far as the pattern says, in the place of the target's own
-choices (which are still computed):
+`forced` the accepted path of a tree follows its deepest path as far as the pattern says, in the place of the target's
+own choices (which are still computed):
 
     pattern 1 2      row 0 accepts 1, 2, 1, 2, ..      row 1 accepts 2, 1, 2, 1, ..      accept_length 2.5
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.kernels.dispatch import Ops
-from toolkit.infer.verify import walk as verify
+from toolkit.infer.verify import verifiers as verify
 from toolkit.tokenmap.token_map import TokenMap
 
 

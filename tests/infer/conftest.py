@@ -26,7 +26,7 @@ from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
 from toolkit.infer.server.app import build_app, listen
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 

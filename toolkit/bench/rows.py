@@ -15,7 +15,7 @@ from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.verify.seeded_uniform import uniform
+from toolkit.infer.verify.token_distribution import uniform
 from toolkit.targets.target import Target
 
 ALL = "all"

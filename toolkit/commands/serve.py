@@ -12,7 +12,7 @@ from toolkit.commands.model_arguments import add_engine_arguments, describe, loa
 
 if TYPE_CHECKING:
     from toolkit.infer.load.load_engine import LoadedEngine
-    from toolkit.infer.server.default_sampling import DefaultSampling
+    from toolkit.infer.server.request_params import DefaultSampling
 
 HELP = "serve a target with its draft head over OpenAI's HTTP API"
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.closing import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.default_sampling import DefaultSampling
+    from toolkit.infer.server.request_params import DefaultSampling
 
     listener = listen(args.host, args.port)  # before the model is loaded: a port in use is reported at once
     with listener:

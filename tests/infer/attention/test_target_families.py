@@ -24,8 +24,7 @@ from toolkit.infer.request import draft_tree
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify import sampler
-from toolkit.infer.verify import walk as verify
+from toolkit.infer.verify import sampler, verifiers
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -318,7 +317,7 @@ def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypat
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 40, 9, 17)]
     answers = []
     for ops in (REFERENCE, triton_ops()):
-        for module in (attention_plan, draft_tree, verify, head_drafter, sampler):
+        for module in (attention_plan, draft_tree, verifiers, head_drafter, sampler):
             monkeypatch.setattr(module, "ops_for", lambda device, ops=ops: ops)
         head = build_head(target)
         head.head.to("cuda")

@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.infer.server.app import AddressError, listen
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.default_sampling import DefaultSampling
+from toolkit.infer.server.request_params import DefaultSampling
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from toolkit.infer.request.chat_message import ChatMessageError, read_message
+from toolkit.infer.request.chat_prompt import ChatMessageError, read_message
 from toolkit.infer.server.openai_protocol import Message
 
 

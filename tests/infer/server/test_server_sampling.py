@@ -11,8 +11,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.default_sampling import DefaultSampling
-from toolkit.infer.server.openai_logprobs import LogprobForm, TokenBytes
+from toolkit.infer.server.openai_replies import LogprobForm, TokenBytes
+from toolkit.infer.server.request_params import DefaultSampling
 
 NAME = "tiny"
 USER = [{"role": "user", "content": "count apples"}]

@@ -19,10 +19,18 @@ from torch import Tensor
 
 from toolkit.infer.request.draft_tree import Proposal, chain_tree
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
-from toolkit.infer.verify.verifiers import BLOCK, REJECTION, DrawnChains, Verifier, block, by, rejection
-from toolkit.infer.verify.walk import walk
+from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
+from toolkit.infer.verify.verifiers import (
+    BLOCK,
+    REJECTION,
+    DrawnChains,
+    Verifier,
+    block,
+    by,
+    follow,
+    read_result,
+    rejection,
+)
 
 VOCAB, WRITTEN, STEPS, RUNS = 8, 3, 3, 60_000
 KEPT = torch.tensor([0, 2, 3, 5, 6])  # the draft vocabulary
@@ -88,7 +96,7 @@ def simulate(
         tokens = verifier.choose(
             distributions, torch.stack(logits, dim=1), roots + torch.arange(STEPS + 1), tree, every
         )
-        found = walk(tree, tokens)
+        found = read_result(follow(tree, tokens))
         accepted = torch.tensor(found.accepted)
         first = accepted if first is None else first
         for step in range(found.tokens.shape[1]):

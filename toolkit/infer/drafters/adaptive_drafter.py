@@ -10,7 +10,7 @@ from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 
 
 class AdaptiveDrafter:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from toolkit.infer.request.draft_tree import Proposal
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
+from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
 Draws = Callable[[Request], bool]  # whether a request's drafts are drawn
 

@@ -15,7 +15,7 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 
 Ranks = list[list[int]]  # by row and position: rank of the right token among the drafts; their number if it is absent
 

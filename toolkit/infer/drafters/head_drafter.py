@@ -38,7 +38,7 @@ from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 
 CATCH_UP = 160  # unread positions of a row at which `skip` reads them; an answer that ends sooner saves the read

@@ -26,7 +26,7 @@ from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 
 PLACES_PER_BRANCH = 4  # occurrences tried per branch: recent ones often have the same continuation
 

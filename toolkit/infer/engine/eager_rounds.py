@@ -11,10 +11,8 @@ from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.engine.round import RoundContext, run_round
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.verify.sampler import Sampler
-from toolkit.infer.verify.verifiers import Verifier
-from toolkit.infer.verify.walk import VerifyResult, read_result
+from toolkit.infer.verify.sampler import NodeLogprobs, Sampler
+from toolkit.infer.verify.verifiers import Verifier, VerifyResult, read_result
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
-from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.sampler import NodeLogprobs
+from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 
 __all__ = ["Engine", "PromptTooLongError"]

@@ -22,7 +22,7 @@ from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
 

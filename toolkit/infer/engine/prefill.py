@@ -18,7 +18,7 @@ from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.request.draft_tree import root_only
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.sampler import Sampler
-from toolkit.infer.verify.walk import walk
+from toolkit.infer.verify.verifiers import follow, read_result
 from toolkit.targets.target import Target
 
 
@@ -103,7 +103,7 @@ class PromptReader:
         roots = root_only(input_ids[rows, ends])
         logits = self._target.logits(hidden[rows, ends])[:, None]
         first = Sampler(requests, self._target.vocab_size, device)(logits, positions, roots)
-        result = walk(roots, first.tokens, first.extra)
+        result = read_result(follow(roots, first.tokens), first.extra)
         for request, tokens in zip(requests, result.path_tokens, strict=True):
             request.append_run(tokens, 0)
         if first.logprobs is not None:

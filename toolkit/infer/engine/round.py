@@ -26,10 +26,8 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import Request, VerifyEvent
-from toolkit.infer.verify.logprobs import NodeLogprobs
-from toolkit.infer.verify.sampler import Choices, NodeSampler
-from toolkit.infer.verify.verifiers import nodes_at_once
-from toolkit.infer.verify.walk import VerifyResult, follow
+from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler
+from toolkit.infer.verify.verifiers import VerifyResult, follow, nodes_at_once
 
 
 @dataclass(frozen=True)

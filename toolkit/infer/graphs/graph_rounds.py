@@ -24,8 +24,7 @@ from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import is_edited
-from toolkit.infer.verify.verifiers import Verifier
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import Verifier, VerifyResult
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -89,9 +88,7 @@ class GraphRounds:
         """Launch the next round of the same rows, from the state that `in_flight` leaves on the device."""
         return self._start(in_flight.requests, in_flight.kind, in_flight.recorded, None)
 
-    def _start(
-        self, requests: list[Request], kind: Kind, recorded: Recorded, stood: list[RowState] | None
-    ) -> InFlight:
+    def _start(self, requests: list[Request], kind: Kind, recorded: Recorded, stood: list[RowState] | None) -> InFlight:
         self.state.take_pages(len(requests), kind.bucket)
         self.state.begin_round(len(requests))
         recorded.replay()

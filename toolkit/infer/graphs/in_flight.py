@@ -15,7 +15,7 @@ from toolkit.infer.cache.round_state import RowState
 from toolkit.infer.graphs.recordings import Kind, Recorded
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult, read_result
+from toolkit.infer.verify.verifiers import VerifyResult, read_result
 
 
 class HostCopy:

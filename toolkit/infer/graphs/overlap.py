@@ -25,7 +25,7 @@ from toolkit.infer.cache.cache_manager import ROOM, KVMemory
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.in_flight import InFlight
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.walk import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult
 
 
 class RunningRows(Protocol):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from toolkit.infer.request.chat_message import ChatMessageError, read_message
-from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids
+from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, read_message
 from toolkit.infer.request.errors import EngineError
 
 TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"

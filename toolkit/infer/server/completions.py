@@ -19,12 +19,9 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, SamplingError
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.api_errors import ApiError, context_length_exceeded
-from toolkit.infer.server.default_sampling import DefaultSampling
-from toolkit.infer.server.http_client import EventStream, unless_disconnected
-from toolkit.infer.server.openai_logprobs import LogprobForm
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest, GenerationFields
-from toolkit.infer.server.openai_replies import ReplyForm, sse
-from toolkit.infer.server.request_params import for_answer, request_params, wrong_setting
+from toolkit.infer.server.openai_replies import EventStream, LogprobForm, ReplyForm, sse, unless_disconnected
+from toolkit.infer.server.request_params import DefaultSampling, for_answer, request_params, wrong_setting
 from toolkit.infer.server.server_metrics import ServerMetrics
 from toolkit.log import get_logger
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from toolkit.infer.request.chat_message import (
+from toolkit.infer.request.chat_prompt import (
     ANY,
     MESSAGE_NEUTRAL,
     UnsupportedFieldError,

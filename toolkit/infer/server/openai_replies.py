@@ -1,13 +1,24 @@
-"""The JSON of whole and streamed replies of /v1/chat/completions and /v1/completions."""
+"""Replies of /v1/chat/completions and /v1/completions: their JSON, whole and streamed, and their transport.
+
+Log-probabilities have the exact bytes of every token. A client may disconnect before the reply is complete.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from toolkit.infer.request.request import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -81,3 +92,92 @@ class ReplyForm:
 def sse(body: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+LEAST = -9999.0  # OpenAI's value for -inf, which JSON does not have
+
+
+class TokenBytes:
+    """The exact bytes of a token, including a leading space and partial characters.
+
+    Decoding a single id loses both: SentencePiece decoders drop a leading space, and a partial character becomes
+    U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
+        written = json.dumps(decoder, ensure_ascii=False)
+        self._byte_level = "ByteLevel" in written
+        self._sentencepiece = "▁" in written
+        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+        self._added = tokenizer.added_tokens_decoder
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of a token; b"" for an id outside the tokenizer's vocabulary."""
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return bytes(self._byte_of[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode() if self._sentencepiece else piece.encode()
+
+
+class LogprobForm:
+    """Writes `choices[].logprobs` of one server."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._bytes = TokenBytes(tokenizer)
+
+    def content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """`choices[].logprobs` with one item per token of the answer, including the stop id that ended it."""
+        items = []
+        for entry in entries:
+            best = [self._item(token, logprob) for token, logprob in entry.top]
+            items.append({**self._item(entry.token_id, entry.logprob), "top_logprobs": best})
+        return {"content": items, "refusal": None}
+
+    def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
+        written = self._bytes.of(token_id)
+        return {
+            "token": written.decode("utf-8", errors="replace"),
+            "logprob": max(logprob, LEAST),
+            "bytes": list(written),
+        }
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `on_end` runs at the end, even if the client disconnects before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, list[str]]) -> tuple[bool, list[str]]:
+    """(True, result of `work`), or (False, []) if the client disconnects first, which cancels `work`."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return (True, task.result()) if task.done() else (False, [])
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

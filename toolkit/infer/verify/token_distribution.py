@@ -1,7 +1,8 @@
-"""The distribution of the next token: softmax at a temperature, cut by top-k, top-p and min-p.
+"""The distribution of the next token, and the uniform random numbers that draw from it.
 
-Each cut keeps the tokens whose logit is at least a floor, so tokens as probable as the last one kept are kept too. The
-W most probable tokens determine the floor. W does not depend on the logits:
+The distribution is the softmax at a temperature, cut by top-k, top-p and min-p. Each cut keeps the tokens whose logit
+is at least a floor, so tokens as probable as the last one kept are kept too. The W most probable tokens determine the
+floor. W does not depend on the logits:
 
     top-k       W = the largest k of the batch        min-p    W = 1
     top-p       W = the whole vocabulary              top-p after top-k    as top-k
@@ -9,18 +10,27 @@ W most probable tokens determine the floor. W does not depend on the logits:
 On a CPU a sort of the whole vocabulary costs more than a read of a result. There top-p tries a small W first, and a
 larger W only for the rows that need it.
 
+The random numbers have no state. They are pure functions of seed and position, the same on every device. There are two
+kinds. The target's draw depends on (seed, position) only, so a plain and a speculative run share it. The other numbers
+of a round of drafting and verification must be new in every round, also at a position that an earlier round drafted and
+rejected. Block verification uses all drafts of a round to decide how many it keeps, so the rejected drafts depend on
+the committed tokens. The same draws in a later round would bias the distribution:
+
+    round 1   root x0    drafts a b c     one kept: x0 a y
+    round 2   root y            . d e     d has the position of c, and must be independent of c
+
 Shapes: M rows (nodes flattened), R requests that draw, n nodes of each, V vocabulary, W most probable tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.verify.seeded_uniform import Stream, round_uniform, uniform
 
 TOP_WIDTHS = (64, 1024)  # the values of W that top-p tries on a CPU before the whole vocabulary
 BLOCK = 256
@@ -149,3 +159,39 @@ def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
     """
     goal = torch.minimum(goal, sums[:, -1] * (1 - 2.0**-50))
     return torch.searchsorted(sums, goal[:, None], right=True).squeeze(1).clamp(max=sums.shape[1] - 1)
+
+
+GOLDEN = -7046029254386353131
+
+
+class Stream(IntEnum):
+    """The use of a number of one round. The values are arbitrary 64-bit numbers."""
+
+    DRAFT = 0x5851F42D4C957F2D  # draws a draft token
+    COIN = 0x14057B7EF767814F  # decides whether a draft is accepted
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Returns SplitMix64 (Steele et al., OOPSLA 2014) of (seed, position): int64 of one shape -> float64 in [0, 1)."""
+    x = _mix(seeds) + positions * GOLDEN
+    return _shift(_mix(x), 11).double() * 2.0**-53
+
+
+def round_uniform(seeds: Tensor, roots: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+    """Returns uniform numbers of (seed, stream, round, position), float64 in [0, 1). int64 tensors that broadcast.
+
+    roots: index in the sequence of the first token that the round chooses. It identifies the round.
+    """
+    return uniform(_mix(_mix(seeds ^ stream) + roots * GOLDEN), positions)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Returns the logical right shift of int64 (the shift of torch keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,13 @@
-"""Rules that accept drafts of requests with temperature > 0. Each rule keeps the target's distribution exactly.
+"""Verification: the path through a draft tree that the target accepts, and the rules for requests with temperature > 0.
+
+The target chooses a token at every node. The path starts at the root and steps to the child that carries the chosen
+token, until no child does. Plain decoding writes the tokens chosen on this path:
+
+    node on the path      root   p1    p2          accepted = 2 drafts
+    its token             x      a     b
+    target's choice       a      b     c           committed: a b c; a and b were drafted, c is the target's own
+
+At temperature 0 the choice is the argmax. Above 0 a rule chooses. Each rule keeps the target's distribution exactly:
 
 target       The target draws a token at every node; a child that carries this token is accepted. Drafts may come from
              any source. A set of siblings is accepted with the probability that the target gives to the set. The draws
@@ -12,15 +21,14 @@ block        For the same chains. It accepts a prefix of the chain as a whole, a
 With rejection and block, a speculative run and a plain run of one seed write different tokens of the same distribution.
 `auto` uses target for requests that state a seed, so their tokens do not depend on the drafts, and block for the rest.
 
-A rule returns a token for every node; `verify.walk` steps to the child that carries it. Example: a chain of two drafts
-a, b; a is kept, and y is drawn after it:
+A rule returns a token for every node. Example: a chain of two drafts a, b; a is kept, and y is drawn after it:
 
     node      root  a  b
     q of      a     b  -       the distribution that the next node's token was drawn from
     p of      a     b  -       the target's distribution at the same place
     token     a     y  y
 
-Shapes: B rows of the batch, R of them draw, N nodes a row, n nodes in this call, V vocabulary.
+Shapes: B rows of the batch, R of them draw, N nodes a row, n nodes in this call, A longest path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,11 +39,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.seeded_uniform import Stream
-from toolkit.infer.verify.token_distribution import RowDistributions, draw_from
+from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
 LOGIT_ROWS = 512  # rows of logits computed at once, where a rule does not need all nodes together
 
@@ -185,3 +194,63 @@ REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
 BLOCK = Verifier("block", by(block), draws_drafts=True)
 AUTO = Verifier("auto", by(block), draws_drafts=True, keeps_seeds=True)
 VERIFIERS = {verifier.name: verifier for verifier in (AUTO, TARGET, REJECTION, BLOCK)}
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The accepted path of every row of a batch of B.
+
+    On the device:
+    path [B, A]: node numbers, root first, then 0 after the end of a row's path. A = min(depth of the tree + 1, nodes).
+    tokens [B, A]: the target's choice at each node of the path. These tokens are committed.
+
+    On the host, by row:
+    accepted: number of drafts accepted (path length - 1).
+    path_nodes, path_tokens: `path` and `tokens` cut to the row's path.
+    ranks: rank of each accepted node among its siblings, from 0, in the drafter's order of preference.
+    offered: number of drafted nodes.
+    depth_offered: depth of the deepest drafted node.
+    extra_numbers: the values of `extra` in `read_result`, for the whole batch.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    accepted: list[int]
+    path_nodes: list[list[int]]
+    path_tokens: list[list[int]]
+    ranks: list[list[int]]
+    offered: list[int]
+    depth_offered: list[int]
+    extra_numbers: list[int]
+
+
+def follow(tree: DraftTree, choices: Tensor) -> Followed:
+    """Returns the accepted paths on the device, padded to A nodes. choices [B, N]: the target's token at every node."""
+    follow_choices = ops_for(choices.device.type).follow_choices
+    parts = (tree.tokens, tree.parents, tree.depths, tree.mask, tree.valid)
+    return follow_choices(*parts, choices, min(tree.deepest + 1, tree.nodes), tree.is_chain)
+
+
+def read_result(followed: Followed, extra: Callable[[Tensor], Tensor] | None = None) -> VerifyResult:
+    """Copies the accepted paths to the host in one transfer.
+
+    extra: maps `path` [B, A] to more numbers for the host, int64 of one dimension. The same transfer copies them.
+    """
+    rows, extra_numbers = _read(followed.numbers, None if extra is None else extra(followed.path))
+    longest = (followed.numbers.shape[1] - 3) // 3
+    of_path, of_tokens, of_ranks = (
+        [row[start : start + 1 + row[0]] for row in rows] for start in (3, 3 + longest, 3 + 2 * longest)
+    )
+    return VerifyResult(
+        followed.path, followed.tokens, [row[0] for row in rows], of_path, of_tokens, [row[1:] for row in of_ranks],
+        [row[1] for row in rows], [row[2] for row in rows], extra_numbers,
+    )  # fmt: skip
+
+
+def _read(rows: Tensor, extra_numbers: Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """Returns rows [B, C] as lists and `extra_numbers` (one dimension) as a list, with one copy to the host."""
+    if extra_numbers is None:
+        return rows.tolist(), []
+    count, width = rows.shape
+    flat = torch.cat((rows.flatten(), extra_numbers)).tolist()
+    return [flat[start : start + width] for start in range(0, count * width, width)], flat[count * width :]

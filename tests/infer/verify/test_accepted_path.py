@@ -1,4 +1,4 @@
-"""The walk through a tree, against following it by hand."""
+"""The accepted path of a tree, against following it by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from toolkit.infer.drafters.beams import rerank
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftTree, chain_tree, root_only, without_padding
-from toolkit.infer.verify.walk import walk
+from toolkit.infer.verify.verifiers import follow, read_result
 
 
 def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> DraftTree:
@@ -33,7 +33,7 @@ def random_tree(rows: int, nodes: int, vocab: int, chance: random.Random) -> Dra
     return DraftTree(tokens, parents, depths, ancestor_mask(parents[:, 1:], 4), valid, 4, False)
 
 
-def follow(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
+def by_hand(tokens: list[int], parents: list[int], choices: list[int]) -> list[int]:
     """The definition: step to the child that carries the target's choice until there is none."""
     path = [0]
     while True:
@@ -43,16 +43,16 @@ def follow(tokens: list[int], parents: list[int], choices: list[int]) -> list[in
         path += child
 
 
-def test_walk_equals_following_children():
+def test_accepted_path_equals_following_children():
     """Random trees over a tiny vocabulary, where long paths are common."""
     chance = random.Random(0)
     deepest = 0
     for _ in range(200):
         tree = random_tree(3, 9, 12, chance)
         choices = torch.tensor([[chance.choice(row) for _ in row] for row in tree.tokens.tolist()])
-        found = walk(tree, choices)
+        found = read_result(follow(tree, choices))
         for row in range(3):
-            path = follow(tree.tokens[row].tolist(), tree.parents[row].tolist(), choices[row].tolist())
+            path = by_hand(tree.tokens[row].tolist(), tree.parents[row].tolist(), choices[row].tolist())
             assert found.accepted[row] == len(path) - 1
             assert found.path[row, : len(path)].tolist() == path
             assert found.tokens[row, : len(path)].tolist() == [choices[row, node] for node in path]
@@ -69,7 +69,7 @@ def test_a_chain_is_followed_as_the_tree_that_it_is():
     for _ in range(100):
         roots, drafts, choices = (torch.randint(3, size) for size in ((4,), (4, 5), (4, 6)))
         tree = chain_tree(roots, drafts, [5, 0, 3, 5])
-        chain, general = walk(tree, choices), walk(replace(tree, is_chain=False), choices)
+        chain, general = read_result(follow(tree, choices)), read_result(follow(replace(tree, is_chain=False), choices))
         for name, mine in vars(chain).items():
             wanted = getattr(general, name)
             assert torch.equal(mine, wanted) if isinstance(mine, torch.Tensor) else mine == wanted, name
@@ -84,12 +84,12 @@ def test_padding_nodes_are_never_accepted():
     tree.valid[1, 1:] = False
     choices = tree.tokens.roll(-1, dims=1)
     choices[1, 0] = tree.tokens[1, 1]
-    assert walk(tree, choices).accepted[1] == 0
+    assert read_result(follow(tree, choices)).accepted[1] == 0
 
 
 def test_plain_step_commits_the_choice():
     """A tree of one node: the target's choice and nothing else."""
-    found = walk(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]]))
+    found = read_result(follow(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]])))
     assert found.accepted == [0, 0] and found.tokens.tolist() == [[7], [8]]
 
 
@@ -113,16 +113,16 @@ def test_ranks_of_accepted_nodes():
         is_chain=False,
     )
     choices = torch.tensor([[3, 0, 0, 6, 0, 0, 8], [3, 0, 0, 7, 0, 0, 0]])
-    found = walk(tree, choices)
+    found = read_result(follow(tree, choices))
     assert found.accepted == [2, 1]
     assert found.ranks == [[2, 1], [1]] and found.offered == [6, 4] and found.depth_offered == [2, 2]
 
 
-def test_a_walk_through_a_tree_of_fewer_nodes_than_levels():
+def test_a_path_in_a_tree_of_fewer_nodes_than_levels():
     """The path then has a place for every node, not for every level."""
     roots, levels = torch.tensor([5]), torch.tensor([1, 1, 2, 2, 2, 2])
     tokens, parents = torch.tensor([[6, 7, 8, 9, 10, 11]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
     scores = torch.tensor([[-0.1, -0.2, -0.9, -3.0, -4.0, -5.0]])
     tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
-    found = walk(tree, torch.tensor([[7, 1, 2]]))
+    found = read_result(follow(tree, torch.tensor([[7, 1, 2]])))
     assert (found.path_nodes, found.path_tokens, found.ranks) == ([[0, 2]], [[7, 2]], [[1]])
