@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.train import causal_attention, reach, ttt
+from toolkit.train import causal_attention, ttt
 from toolkit.train.ttt import TTTAttention, unroll
 
 LENGTH, STEPS = 9, 4
@@ -98,8 +98,7 @@ def causal(request, monkeypatch) -> None:
     if request.param == "tiles":
         monkeypatch.setattr(ttt, "causal_attention", causal_attention.tiled_forward)
         monkeypatch.setattr(ttt, "causal_attention_backward", causal_attention.tiled_backward)
-        for module in (causal_attention, reach):
-            monkeypatch.setattr(module, "TILE", 4)
+        monkeypatch.setattr(causal_attention, "TILE", 4)
 
 
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 0, 0, 0, 0, 0, 6, 6, 8]])

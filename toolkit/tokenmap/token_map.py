@@ -77,14 +77,11 @@ class TokenMap:
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft ids of any shape to target ids, on the same device."""
-        return self._ids_on(draft_ids.device)[draft_ids]
+        return self._on(draft_ids.device, "ids")[draft_ids]
 
     def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
         """Map target ids of any shape to draft ids, on the same device; -1 where a target id is not kept."""
-        return self._inverse_on(target_ids.device)[target_ids]
-
-    def __len__(self) -> int:
-        return self.size
+        return self._on(target_ids.device, "_inverse")[target_ids]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TokenMap) and self.vocab_size == other.vocab_size and torch.equal(self.ids, other.ids)
@@ -99,18 +96,17 @@ class TokenMap:
     def _by_device(self) -> dict[tuple[str, torch.device], torch.Tensor]:
         return {}
 
-    def _ids_on(self, device: torch.device) -> torch.Tensor:
-        # to_target runs in every draft step, so the ids are copied once per device.
-        if ("ids", device) not in self._by_device:
-            self._by_device["ids", device] = self.ids.to(device)
-        return self._by_device["ids", device]
+    def _on(self, device: torch.device, name: str) -> torch.Tensor:
+        # to_target runs in every draft step, so the tensors are copied once per device.
+        if (name, device) not in self._by_device:
+            self._by_device[name, device] = getattr(self, name).to(device)
+        return self._by_device[name, device]
 
-    def _inverse_on(self, device: torch.device) -> torch.Tensor:
-        if ("inverse", device) not in self._by_device:
-            inverse = torch.full((self.vocab_size,), -1, dtype=torch.int64)
-            inverse[self.ids] = torch.arange(self.size)
-            self._by_device["inverse", device] = inverse.to(device)
-        return self._by_device["inverse", device]
+    @cached_property
+    def _inverse(self) -> torch.Tensor:
+        inverse = torch.full((self.vocab_size,), -1, dtype=torch.int64)
+        inverse[self.ids] = torch.arange(self.size)
+        return inverse
 
 
 def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:

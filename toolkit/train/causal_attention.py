@@ -18,17 +18,33 @@ Shapes: B sequences, L positions, hd head dim, kv key/value heads, h = kv*G quer
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 
 from toolkit.train.gpu_kernels import GpuKernels, gpu_kernels
-from toolkit.train.reach import TILE, Reach
 
 Tensor = torch.Tensor
 
+TILE = 256  # queries of a tile in plain torch
 # With fewer positions the CPU's backward is not faster in bfloat16, also with AMX (8 x 280: 45 ms, in fp32 40 ms).
 LONG = 512
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The keys that each query sees: first and last [B, N] int64, which both ascend along N."""
+
+    first: Tensor
+    last: Tensor
+
+    @cached_property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """The range of keys (begin, end) that each tile of queries sees; one read from the device."""
+        firsts, lasts = self.first.split(TILE, dim=1), self.last.split(TILE, dim=1)
+        bounds = torch.stack([torch.stack((a.min(), b.max() + 1)) for a, b in zip(firsts, lasts, strict=True)])
+        return tuple((low, high) for low, high in bounds.tolist())
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:

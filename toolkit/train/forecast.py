@@ -40,15 +40,10 @@ def chain_depths(hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], po
 
     hits[k] [S] bool: the hits of the flat positions roots[k] [S].
     """
-    depth = torch.full((positions,), -1, dtype=torch.long)
-    depth[roots[0].cpu()] = 0
-    alive = torch.zeros(positions, dtype=torch.bool)
-    alive[roots[0].cpu()] = True
-    for hit, root in zip(hits, roots, strict=True):
-        right = torch.zeros(positions, dtype=torch.bool)
-        right[root.cpu()] = hit.cpu()
-        alive &= right
-        depth += alive.long()
+    depth = torch.full((positions,), -1, dtype=torch.long, device=roots[0].device)
+    depth[roots[0]] = 0
+    for step, (hit, root) in enumerate(zip(hits, roots, strict=True)):
+        depth[root] += hit & (depth[root] == step)
     return depth
 
 
@@ -57,16 +52,10 @@ def chained_counts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two counts by step [K] float: supervised chains whose earlier drafts are all right, and those of them that are
     right at this step too. A chain starts where step 0 is supervised. Arguments as of `chain_depths`."""
-    alive = torch.zeros(positions, dtype=torch.bool, device=hits[0].device)
-    alive[roots[0]] = True
-    reached, passed = [], []
-    for hit, root in zip(hits, roots, strict=True):
-        reached.append(alive[root].sum())
-        right = torch.zeros_like(alive)
-        right[root] = hit
-        alive = alive & right
-        passed.append(alive.sum())
-    return torch.stack(reached).float(), torch.stack(passed).float()
+    depth = chain_depths(hits, roots, positions)
+    reached = torch.stack([(depth[root] >= step).sum() for step, root in enumerate(roots)])
+    passed = torch.stack([(depth > step).sum() for step in range(len(roots))])
+    return reached.float(), passed.float()
 
 
 def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:

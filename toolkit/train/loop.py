@@ -101,7 +101,7 @@ class Trainer:
         )
         self.clock = StepClock(self.target.device)
         # DeepSpeed runs the optimizer step inside backward().
-        self.model.step = self.clock.timed("optimizer", self.model.step)  # type: ignore[assignment, arg-type]
+        self.model.step = self.clock.part("optimizer")(self.model.step)  # type: ignore[type-var]
         accelerator, settings = self.accelerator, self.settings
         self.evaluation = Evaluation(
             accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics

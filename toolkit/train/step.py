@@ -152,7 +152,7 @@ def replayed_steps(
         draft_choice = side.token_map.to_draft(inputs.written)
         _, _, hits = model(inputs.aux, inputs.embeds, inputs.supervision, None, draft_choice, None)
         depth = chain_depths(hits, inputs.supervision.roots, batch.response.numel()).clamp(max=levels or steps)
-        depth = depth.view(batch.response.shape)
+        depth = depth.cpu().view(batch.response.shape)
         for row in range(len(depth)):
             replays.append(replay(depth[row].tolist(), batch.response[row].tolist()))
     return replays

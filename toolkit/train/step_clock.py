@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 
 
 class StepClock:
-    """`with clock.part("head"):` adds to the time of a part. The time of a nested part is subtracted from the outer.
+    """`with clock.part("head"):` adds to the time of a part, without that of parts inside it.
+
+    `clock.part("head")(call)` is `call` with its time measured.
 
     On a GPU it records CUDA events; `read` waits for them at the end of the step.
     """
@@ -26,7 +28,6 @@ class StepClock:
         self._began = time.perf_counter()
 
     def restart(self) -> None:
-        """Begin a new step."""
         self._spans.clear()
         self._began = time.perf_counter()
         if self._on_gpu:
@@ -42,15 +43,6 @@ class StepClock:
         finally:
             self._spans.append((name, around, began, self._mark()))
             self._open.pop()
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, measured as the part `name`."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.part(name):
-                return call(*args, **kwargs)
-
-        return run
 
     def read(self) -> dict[str, float]:
         """Seconds since `restart` (key "step"), and of each part."""

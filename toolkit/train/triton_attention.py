@@ -1,4 +1,4 @@
-"""`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton, with a reach for each query.
+"""`causal_attention.py` on an NVIDIA GPU: FlashAttention-2 (arXiv 2307.08691) in Triton. reach: a `Reach` or None.
 
 Shapes: B sequences, N queries, L keys, hd head dim, kv key/value heads, h = kv*G query heads. The memory layout has
 positions before heads, as the draft layer writes them: [B, N, h, hd].
@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
-
-from toolkit.train.reach import Reach
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Bytes of a tile of queries in forward, bytes of any other tile, and the most bytes of a row with two pipeline stages.
@@ -177,7 +175,7 @@ def _keys_part(
 UPCAST = not isinstance(_forward, JITFunction)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, reach: Any = None) -> tuple[Tensor, Tensor]:
     """`causal_attention.causal_attention`: q [B, h, N, hd], k and v [B, kv, L, hd] -> like q, and [B, h, N] fp32."""
     q, k, v = (_by_position(x) for x in (q, k, v))
     batch, queries, heads, width = q.shape
@@ -192,7 +190,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach | None = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`causal_attention.causal_attention_backward`; the gradient of q is in fp32, because the caller adds to it."""
     grad, q, k, v = (_by_position(x) for x in (grad.to(q.dtype), q, k, v))
@@ -224,7 +222,7 @@ def _by_position(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def _bounds(reach: Reach | None) -> tuple[Tensor | None, Tensor | None]:
+def _bounds(reach: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if reach is None else (reach.first.contiguous(), reach.last.contiguous())
 
 

@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
 from toolkit.heads.draft_head import DraftHead
-from toolkit.train.causal_attention import causal_attention, causal_attention_backward
-from toolkit.train.reach import Reach
+from toolkit.train.causal_attention import Reach, causal_attention, causal_attention_backward
 
 
 class TTTAttention:

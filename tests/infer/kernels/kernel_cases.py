@@ -24,9 +24,8 @@ from toolkit.infer.kernels.dispatch import REFERENCE, Ops, triton_ops
 from toolkit.infer.kernels.paged_reference import Pages, Scoring, pack_bits
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import without_padding
-from toolkit.train.causal_attention import tiled_backward, tiled_forward
+from toolkit.train.causal_attention import Reach, tiled_backward, tiled_forward
 from toolkit.train.loss import ETA, ROW_LOSSES
-from toolkit.train.reach import Reach
 
 SHARED_MEMORY = 101376  # bytes a block can have on the smallest GPUs of these generations (sm_86, sm_89, sm_120)
 generator = torch.Generator()
