@@ -26,17 +26,21 @@ both are compute-bound, and more if plain rounds are memory-bound and the head's
 EAGLE-3 head, compiled, on two cores without AMX: r = 2.6 % at 16 rows, 1.2 % at 1. The probes before the first gap of
 PROBE_GAP rounds read 42 positions a row: a third of r for an answer of 128 rounds.
 
-Choices depend on the clock; tokens do not, since every choice is lossless. This module uses no tensors.
+Choices depend on the clock; tokens do not, since every choice is lossless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
+from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, StepCosts
-from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
 from toolkit.infer.request.request import Request
+from toolkit.infer.verify.verifiers import VerifyResult
 
 FIRST_ROUNDS = 2  # plain rounds before any draft: the first round is often slow
 START_CREDIT = 0.6  # initial balance of the account, in plain rounds
@@ -207,3 +211,81 @@ def _margin(batch: int) -> float:
 def _least_price(batch: int) -> float:
     """Returns the least price of a trial from plain decoding, in plain rounds."""
     return max(LEAST_PRICE, _margin(batch) - 1)
+
+
+class AdaptiveDrafter(Drafter):
+    """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
+
+    A round lasts from propose to observe, when the target's choices have reached the host. The engine's work between
+    observe and the next propose (host work, other prompts) is the same for all shapes.
+    """
+
+    def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.inner = inner
+        self._clock = clock
+        self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
+        self.set_shape(shape)
+
+    def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
+        """Replaces the chooser. make_chooser: returns a chooser for the largest shape."""
+        self._make_chooser = make_chooser
+        self.set_shape(self._shape)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.inner.set_shape(shape)
+        self._shape, self.chooser = shape, self._make_chooser(shape)
+        self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
+
+    @property
+    def lookahead(self) -> int:
+        return self.inner.lookahead
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return self.inner.reach(shape, skips=True)
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        self.inner.admit(first_row, requests, tokens)
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return self.inner.positions_read(row, request)
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        self._round = None
+        if not any(request.speculative for request in requests):
+            return self.inner.propose(requests, rows)
+        started = self._clock()
+        shape = self.chooser.choose(requests)
+        if shape is None and self.chooser.probe_due:
+            tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
+            self.chooser.probed(requests, ranks)
+            started = self._clock()  # the time of a plain round excludes the probe
+        elif shape is None:
+            tree = self.inner.skip(requests, rows)
+        else:
+            self.inner.set_shape(shape)
+            tree = self.inner.propose(requests, rows)
+        self._round = (shape, tree, started, self._clock())
+        return tree
+
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        self._round = None
+        return self.inner.skip(requests, rows)
+
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+        self._round = None
+        return self.inner.probe(requests, rows, width)
+
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        self.inner.observe(requests, result)
+        if self._round is None:
+            return
+        shape, tree, started, proposed = self._round
+        self._round = None
+        ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
+        self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed)
+
+    def move_row(self, destination: int, source: int) -> None:
+        self.inner.move_row(destination, source)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,7 +1,7 @@
 """One round of drafting: the head reads the unread positions, then the drafted nodes, level by level.
 
 Shapes: B rows, P unread positions a row, M nodes a row (unread positions first, then drafted nodes as they are added),
-n nodes added at a time, H head hidden size, S stages of the head.
+n nodes added at a time, H head hidden size, S stages of the head, D size of the draft vocabulary.
 
 A node is a token; the head reads it with the hidden state of the position before. With L tokens committed, x_{L-1} the
 root, and k the stage (MTP layer) from 0:
@@ -15,49 +15,28 @@ root, and k the stage (MTP layer) from 0:
 
 Stage 0 drafts level 1 at x_{L-1}; stage 1 drafts level 2 at the nodes of level 1. Stage 1 must first read all nodes
 that stage 0 has read. A head of one stage reads each node once.
+
+A probe measures acceptance without a verification. It compares the drafts at unread positions with the tokens that
+followed:
+
+    unread token     x5   x6   x7        the head at x5 predicts x6, at x6 x7; the token after x7 is not known yet
+    right token      x6   x7   -
+
+Its drafts are the most probable tokens, also for requests that draw their drafts (rejection sampling). This is an
+approximation. It only decides when drafting is tried.
 """
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from toolkit.infer.attention.metadata import AttentionMetadata, tree_metadata
-from toolkit.infer.cache.kv_cache import KVCache
-from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafting_head import DraftingHead, head_scoring, stage_shape
-
-
-class HeadReader:
-    """A head with one KV cache per stage; `read` writes to them."""
-
-    def __init__(
-        self, head: DraftingHead, embed: nn.Module, dtype: torch.dtype, device: torch.device, pool: PagePool
-    ) -> None:
-        self.head = head
-        self._embed = embed
-        self._scoring = head_scoring(head)
-        self.dtype = dtype
-        shape = stage_shape(head, torch.empty(0, dtype=dtype, device=device))
-        self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
-
-    def read(
-        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
-    ) -> Tensor:
-        """Runs a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
-        rows, new = tokens.shape
-        layers = count()
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
-
-        embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
-        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
-        return out.view(rows, new, -1)
+from toolkit.infer.drafters.drafter import Ranks
+from toolkit.infer.drafters.drafting_head import HeadReader
 
 
 class DraftRollout:
@@ -144,3 +123,27 @@ class DraftRollout:
 def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
     """Returns states [B, M, H] at the node numbers [B, n]: [B, n, H]."""
     return states.gather(1, numbers[:, :, None].expand(-1, -1, states.shape[2]))
+
+
+PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
+
+
+def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> Ranks:
+    """Returns the rank of each right token among the `width` most probable drafts; `width` if it is absent.
+
+    nodes: the unread positions, just read by stage 0; counts[b] of row b. to_target [D]: target ids of the draft
+    vocabulary.
+    """
+    each = max(1, PROBED // len(counts))
+    places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
+    ranks: Ranks = [[] for _ in counts]
+    if not places:
+        return ranks
+    rows, at = torch.tensor(places, device=to_target.device).T
+    scores = nodes.logits(nodes.states[rows, at])  # [L, D]
+    drafts = to_target[scores.topk(min(width, len(to_target)), dim=-1).indices]
+    right = drafts == nodes.tokens[rows, at + 1][:, None]
+    found = torch.where(right.any(dim=1), right.int().argmax(dim=1), width)
+    for (row, _), rank in zip(places, found.tolist(), strict=True):
+        ranks[row].append(rank)
+    return ranks

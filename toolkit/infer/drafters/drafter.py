@@ -5,8 +5,8 @@ Shapes: B running rows, the engine's rows 0..B-1. `requests[row]` is the request
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,70 +20,73 @@ from toolkit.infer.verify.verifiers import VerifyResult
 Ranks = list[list[int]]  # by row and position: rank of the right token among the drafts; their number if it is absent
 
 
-class Drafter(Protocol):
-    """Proposes draft trees. It reads the target only through its own hooks on the engine's forwards."""
+class Drafter(ABC):
+    """Proposes draft trees. It reads the target only through its own hooks on the engine's forwards.
+
+    The methods that are not abstract are those of a drafter without a cache and without hooks.
+    """
 
     @property
     def lookahead(self) -> int:
         """Number of tokens after a position that its entry in the drafter's cache depends on; 0 without a cache."""
-        ...
+        return 0
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         """Returns how many positions after a row's tokens drafting `shape` may write in the drafter's cache.
 
         skips: rounds of skip or probe may run between those of propose.
         """
-        ...
+        return 0
 
+    @abstractmethod
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         """Reads the prompt tokens that the target has just read: `tokens` a request, in rows first_row ..
 
         They are context_ids[n_read : n_read + tokens] of each request, padded on the right. They reach the end of
         context_ids for all requests, or (a chunk) for none.
         """
-        ...
 
     def positions_read(self, row: int, request: Request) -> int:
         """Returns the length of the row's prefix whose cache entries equal those of a new prefill."""
-        ...
+        return request.length
 
+    @abstractmethod
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Returns a tree for every running row. A request's own shape applies within the drafter's shape.
 
         A request gets its root only if it is not speculative or if the drafter has no draft for it.
         """
-        ...
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Returns roots only, in place of propose. The drafter keeps up with the target, so it can propose later."""
-        ...
+        return root_only(rows.roots)
 
+    @abstractmethod
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         """Returns roots only, as skip, and the ranks of known tokens among `width` drafts at recent positions.
 
         The next tokens of these positions are committed already, so nothing is verified. A row without such positions
         gets an empty list.
         """
-        ...
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Takes what the target accepted of the last trees. The tokens are not yet appended to the requests."""
-        ...
+        return  # a drafter that reads the requests sees these tokens later
 
+    @abstractmethod
     def move_row(self, destination: int, source: int) -> None:
         """Moves row `source` to the place of the finished row `destination`."""
-        ...
 
+    @abstractmethod
     def set_shape(self, shape: DraftShape) -> None:
         """Sets the largest shape to propose.
 
         Raises `DraftShapeError` if the head cannot draft it, `EngineError` if there is no head.
         """
-        ...
 
     def close(self) -> None:
         """Removes the hooks from the target."""
-        ...
+        return  # no hooks
 
 
 def unread_tokens(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
@@ -92,37 +95,20 @@ def unread_tokens(requests: Sequence[Request], count: int, device: torch.device)
     return torch.tensor([part + [0] * (count - len(part)) for part in parts], device=device)
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """A drafter for plain decoding: every tree is a root only."""
-
-    lookahead = 0
-
-    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return 0
 
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         pass
 
-    def positions_read(self, row: int, request: Request) -> int:
-        return request.length
-
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        return root_only(rows.roots)
-
-    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         return root_only(rows.roots), [[] for _ in requests]
-
-    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        pass
 
     def move_row(self, destination: int, source: int) -> None:
         pass
 
     def set_shape(self, shape: DraftShape) -> None:
         raise EngineError(f"draft shape {shape.name} was asked for, but the engine has no draft head; give it one")
-
-    def close(self) -> None:
-        pass

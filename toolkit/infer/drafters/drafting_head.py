@@ -1,16 +1,22 @@
-"""A loaded draft head on its target: the source of its features, and the output layer that scores its states.
+"""A loaded draft head on its target: its features, output layer, KV caches, and the inputs it has not read yet.
 
-Shapes: B rows, N tokens a row, T = B*N, W feature width, H head hidden size, D size of the draft vocabulary.
+Shapes: B rows, N or n tokens a row, T = B*N, W feature width, H head hidden size, D size of the draft vocabulary, S
+stages of the head. Of the inputs: R rows, P positions held a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
+
+import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.decoder_layer import Attend
-from toolkit.heads.head_config import HeadConfig
-from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.attention.metadata import AttentionMetadata
+from toolkit.infer.cache.kv_cache import KVCache, KVShape
+from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
@@ -39,19 +45,15 @@ class DraftingHead:
     """A head as the drafter uses it. Hooks on the target capture its features.
 
     module: the head with its weights. output: the target's output matrix, for a head without its own; else None.
-    stages, layers, width: as in `HeadConfig` (width is `feature_size`, W).
+    stages, width: as in its `HeadConfig` (width is `feature_size`, W).
     """
 
     def __init__(self, draft: DraftCheckpoint, target: Target) -> None:
-        self.module, config = draft.head, draft.head.config
-        self.stages, self.layers, self.width = config.stages, config.layers, config.feature_size
-        self.output = None if config.own_vocabulary else SharedOutput(target, draft)
-        ids = config.features.layer_ids(target.n_layers)
+        self.module, self.config = draft.head, draft.head.config
+        self.stages, self.width = self.config.stages, self.config.feature_size
+        self.output = None if self.config.own_vocabulary else SharedOutput(target, draft)
+        ids = self.config.features.layer_ids(target.n_layers)
         self._capture = LastCapture(target) if ids is None else AuxCapture(target, ids)
-
-    @property
-    def config(self) -> HeadConfig:
-        return self.module.config
 
     def features(self) -> Tensor:
         """Returns the features of the target's last forward, [B, N, W]. They can be taken once."""
@@ -75,11 +77,79 @@ class DraftingHead:
         self._capture.remove()
 
 
-def head_scoring(head: DraftingHead) -> Scoring:
-    """Returns the attention scale and the sliding window of the head."""
-    return Scoring(head.config.head_dim**-0.5, head.config.sliding_window)
+class HeadReader:
+    """A head with one KV cache per stage; `read` writes to them."""
+
+    def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
+        config = head.config
+        self.head = head
+        self.dtype = next(head.module.parameters()).dtype
+        self._embed = target.embed_tokens
+        self._scoring = Scoring(config.head_dim**-0.5, config.sliding_window)
+        shape = KVShape(config.layers, config.num_key_value_heads, config.head_dim, self.dtype, target.device)
+        self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
+
+    def read(
+        self, stage: int, tokens: Tensor, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata, reach: int
+    ) -> Tensor:
+        """Runs a stage over tokens [B, n], hidden [B, n, H], positions [B, n] < reach -> [B, n, H]."""
+        rows, new = tokens.shape
+        layers = count()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(rows, new, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            return metadata.attend(next(layers), q, k, v, self._scoring).flatten(0, 1)
+
+        embeds = self._embed(tokens).to(self.dtype).flatten(0, 1)
+        out = self.head.step(stage, embeds, hidden.flatten(0, 1), positions.flatten(), attend, reach)
+        return out.view(rows, new, -1)
 
 
-def stage_shape(head: DraftingHead, like: Tensor) -> KVShape:
-    """Returns the shape of one stage's KV cache, with the dtype and the device of `like`."""
-    return KVShape(head.layers, head.config.num_key_value_heads, head.config.head_dim, like.dtype, like.device)
+class DraftInputs:
+    """Buffers that grow on demand. The first counts[r] positions of row r are valid; later entries are stale.
+
+    features [R, P, W]; tokens [R, P]. carry [R, S-1, H]: the output of each stage but the last at its last committed
+    position. The next stage reads it at its first unread position.
+    """
+
+    def __init__(self, width: int, stages: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.features = torch.zeros(0, 1, width, dtype=dtype, device=device)
+        self.tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
+        self.carry = torch.zeros(0, stages - 1, hidden_size, dtype=dtype, device=device)
+        self.counts: list[int] = []
+
+    @property
+    def stores(self) -> list[Tensor]:
+        """All tensors with one entry a row."""
+        return [self.features, self.tokens, self.carry]
+
+    def hold(self, rows: int, positions: int) -> None:
+        """Grows the buffers to at least `rows` rows of `positions` positions."""
+        old_rows, old_positions = self.tokens.shape
+        if rows <= old_rows and positions <= old_positions:
+            return
+        features, tokens, carry = self.features, self.tokens, self.carry
+        size = (max(rows, old_rows), old_positions if positions <= old_positions else max(positions, 2 * old_positions))
+        self.features = features.new_zeros(*size, features.shape[2])
+        self.tokens = tokens.new_zeros(size)
+        self.carry = carry.new_zeros(size[0], *carry.shape[1:])
+        self.features[:old_rows, :old_positions] = features
+        self.tokens[:old_rows, :old_positions] = tokens
+        self.carry[:old_rows] = carry
+
+    def append(self, features: Tensor, tokens: Tensor, starts: Sequence[int]) -> None:
+        """Writes features [B, A, W] and tokens [B, A] into rows 0..B-1, from position starts[b] on."""
+        rows, longest = tokens.shape
+        self.hold(rows, max(starts) + longest)
+        if min(starts) == max(starts):
+            here = slice(starts[0], starts[0] + longest)
+            self.features[:rows, here], self.tokens[:rows, here] = features, tokens
+        else:
+            every = torch.arange(rows, device=tokens.device)[:, None]
+            places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(longest, device=tokens.device)
+            self.features[every, places], self.tokens[every, places] = features, tokens
+
+    def move_row(self, destination: int, source: int) -> None:
+        for held in self.stores:
+            held[destination] = held[source]
+        self.counts[destination] = self.counts[source]

@@ -28,12 +28,10 @@ from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.beams import draft_beams, rerank
-from toolkit.infer.drafters.draft_inputs import DraftInputs
-from toolkit.infer.drafters.draft_rollout import DraftRollout, HeadReader
+from toolkit.infer.drafters.draft_rollout import DraftRollout, shadow_ranks
 from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws, draft_sampling_for
-from toolkit.infer.drafters.drafter import Ranks, unread_tokens
-from toolkit.infer.drafters.drafting_head import DraftingHead
-from toolkit.infer.drafters.shadow_acceptance import shadow_ranks
+from toolkit.infer.drafters.drafter import Drafter, Ranks, unread_tokens
+from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
 from toolkit.infer.request.errors import DraftShapeError
@@ -44,7 +42,7 @@ from toolkit.targets.target import Target
 CATCH_UP = 160  # unread positions of a row at which `skip` reads them; an answer that ends sooner saves the read
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Owns the head's caches, its unread inputs and its hooks on the target. module: the head."""
 
     def __init__(
@@ -63,11 +61,10 @@ class HeadDrafter:
         # Remove the hooks also if the drafter is dropped without close(): the target may stay in use.
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device
-        self._dtype = next(draft.head.parameters()).dtype
         self.to_target = draft.token_map.ids.to(self._device)
-        self.reader = HeadReader(self._head, target.embed_tokens, self._dtype, self._device, pool)
+        self.reader = HeadReader(self._head, target, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
-        self.inputs = DraftInputs(width, self._head.stages, hidden_size, self._dtype, self._device)
+        self.inputs = DraftInputs(width, self._head.stages, hidden_size, self.reader.dtype, self._device)
         self._read: list[int] = []  # by row: positions that every stage has read
         # Of the current round. _starts: where `inputs` stores the accepted positions of each row (None: nowhere).
         # _carry: the next carry of `inputs` (None: the head has not read the unread positions).
@@ -117,7 +114,7 @@ class HeadDrafter:
             self._read[first_row:] = read
         if not drafted:
             return
-        features = self._head.features().to(self._dtype)
+        features = self._head.features().to(self.reader.dtype)
         last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
         if whole:
             inputs.features[here, 0] = features[every, last]
@@ -133,8 +130,8 @@ class HeadDrafter:
             if count < 1:
                 break
             after = texts[:, 1 + stage : 1 + stage + count]
-            plan = prompt_metadata(cache, first_row, starts, count)
-            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], plan, max(starts) + count)
+            metadata = prompt_metadata(cache, first_row, starts, count)
+            hidden = self.reader.read(stage, after, hidden[:, :count], at[:, :count], metadata, max(starts) + count)
             if whole and stage + 1 < stages:
                 inputs.carry[here, stage] = hidden[every, (last - 1 - stage).clamp(min=0)]
 
@@ -165,7 +162,7 @@ class HeadDrafter:
             rows.unread.copy_(committed + (1 - rows.real))
             if self._carry.shape[1]:
                 self.inputs.carry[: len(self._carry)] = self._carry
-        features = self._head.features().to(self._dtype)
+        features = self._head.features().to(self.reader.dtype)
         if not tree.is_chain:  # the accepted nodes of a chain are the first ones
             features = features.gather(1, followed.path[:, :, None].expand(-1, -1, features.shape[2]))
         self.inputs.append(features, followed.tokens, self._starts)

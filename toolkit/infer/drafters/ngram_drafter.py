@@ -21,12 +21,11 @@ from itertools import islice
 import torch
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Ranks
+from toolkit.infer.drafters.drafter import Drafter, Ranks
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.verifiers import VerifyResult
 
 PLACES_PER_BRANCH = 4  # occurrences tried per branch: recent ones often have the same continuation
 
@@ -119,10 +118,8 @@ class Trie:
         return [self.tokens[old] for old in order], parents, [self.depths[old] for old in order]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from the requests' own tokens. A row without a match gets its root only."""
-
-    lookahead = 0
 
     def __init__(self, lookup: NgramLookup, shape: DraftShape, device: torch.device) -> None:
         self._lookup, self._device = lookup, device
@@ -132,17 +129,8 @@ class NgramDrafter:
     def set_shape(self, shape: DraftShape) -> None:
         self.shape = shape
 
-    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return 0
-
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self._histories[first_row:] = [History(self._lookup) for _ in requests]
-
-    def positions_read(self, row: int, request: Request) -> int:
-        return request.length
-
-    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        return root_only(rows.roots)
 
     def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
         """Looks up every token since the last probe or draft, with the text before it."""
@@ -150,14 +138,8 @@ class NgramDrafter:
         ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]
         return root_only(rows.roots), ranks
 
-    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        pass  # the requests themselves say what was accepted
-
     def move_row(self, destination: int, source: int) -> None:
         self._histories[destination] = self._histories[source]
-
-    def close(self) -> None:
-        pass
 
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         histories = self._histories[: len(requests)]

@@ -17,7 +17,7 @@ from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter, choose_verifier
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import install_native_ops

@@ -39,7 +39,7 @@ class _Recorded:
         self.positions += len(states)
 
 
-class FeatureRecorder:
+class FeatureRecorder(Drafter):
     """A drafter that delegates to `inner` and records states. `take` returns the states of a request.
 
     States that are not taken are freed with their request. A request with a prefix-cache hit has no complete states.

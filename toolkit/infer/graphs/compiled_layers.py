@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.attention.opaque_attention import COMPILED, now
 from toolkit.infer.attention.target_forward import TargetForward
-from toolkit.infer.drafters.draft_rollout import HeadReader
 from toolkit.infer.drafters.drafter import Drafter
+from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.kernels.paged_reference import Scoring

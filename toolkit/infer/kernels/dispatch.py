@@ -87,13 +87,13 @@ def triton_ops() -> Ops:
     """Return the Triton kernels. Raises ImportError if triton is not installed."""
 
     def module(name: str) -> Any:
-        return importlib.import_module(f"toolkit.infer.kernels.{name}")
+        return importlib.import_module(f"toolkit.infer.kernels.triton.{name}")
 
-    attention, trees = module("triton.paged_attention"), module("triton.trees")
+    attention, top_tokens, trees = (module(name) for name in ("paged_attention", "top_tokens", "trees"))
     return Ops(
-        argmax=module("triton.argmax").argmax,
-        top_log_probs=module("triton.top_log_probs").top_log_probs,
-        write_kv=module("triton.write_kv").write_kv,
+        argmax=top_tokens.argmax,
+        top_log_probs=top_tokens.top_log_probs,
+        write_kv=attention.write_kv,
         attend_causal=attention.attend_causal,
         attend_tree=attention.attend_tree,
         follow_choices=trees.follow_choices,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.parallel.driver import Driver
