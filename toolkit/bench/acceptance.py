@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.answers import Sampling
+from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
-from toolkit.bench.resume_log import ResumeLog
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches

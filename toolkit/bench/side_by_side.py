@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.bench.answers import PLAIN, LoggedAnswer, Question, Round, Sampling
+from toolkit.bench.answers import PLAIN, LoggedAnswer, Question, ResumeLog, Round, Sampling
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.resume_log import ResumeLog
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape

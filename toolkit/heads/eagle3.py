@@ -102,7 +102,6 @@ class Eagle3Config(HeadConfig):
 
     @property
     def regressed_layer(self) -> int:
-        """The input of the first copied layer."""
         return self.num_hidden_layers
 
     @property
@@ -211,7 +210,6 @@ class Eagle3Head(DraftHead):
         return features
 
     def first_hidden(self, features: Tensor) -> Tensor:
-        """Features of the target [..., A*Ht] -> the head's hidden state [..., H]."""
         return self.fc(self.before_fc(features))
 
     def forward(

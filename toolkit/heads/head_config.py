@@ -173,7 +173,6 @@ class HeadConfig(ABC):
         return frozenset({"sliding_window"})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def stored_values(self) -> dict[str, Any]:

@@ -149,7 +149,6 @@ class MtpHead(DraftHead):
         )
 
     def layer(self, number: int) -> MtpLayer:
-        """Layer `number`, counted from 0."""
         layer = self.layers[number]
         assert isinstance(layer, MtpLayer), "MtpHead's layers are MTP layers"
         return layer

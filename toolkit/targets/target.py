@@ -55,17 +55,14 @@ class Target:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The text model's config."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def weight_bits(self) -> float:
-        """Mean bits per weight of the model in memory."""
         return weight_bits(self.model)
 
     @property
@@ -77,7 +74,6 @@ class Target:
 
     @property
     def n_layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.layers)
 
     @property
@@ -100,7 +96,6 @@ class Target:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, in order."""
         for name in LAYER_NAMES:
             layers = getattr(self.body, name, None)
             if isinstance(layers, nn.ModuleList) and len(layers) == self.config.num_hidden_layers:

@@ -54,7 +54,6 @@ class TokenMap:
 
     @property
     def size(self) -> int:
-        """D, the number of kept ids."""
         return self.ids.numel()
 
     @cached_property

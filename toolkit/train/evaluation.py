@@ -18,7 +18,7 @@ from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.train.forecast import summarise_replays
-from toolkit.train.forecast_check import ReplayedForecasts, explain_gap, replay_forecasts
+from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
 from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row
 from toolkit.train.metrics import Metrics
@@ -116,21 +116,25 @@ class Evaluation:
         return mean
 
     def _replay_forecasts(self, measured: RealAcceptance, model: torch.nn.Module) -> ReplayedForecasts:
+        """Forecasts for a measured chain that is no deeper than the unroll; none for trees."""
         assert self.measurement is not None, "called by _measure only"
-        prompts = self.measurement.prompts.prompts
+        shape, prompts = measured.shape, self.measurement.prompts
+        size, steps = self.settings.data.micro_batch, self.settings.unroll.ttt_steps
+        if not shape.is_chain or shape.num_steps > steps:
+            return ReplayedForecasts()
 
-        def replay(answers: Sequence[list[int]], levels: int) -> float | None:
+        def replay(answers: Sequence[list[int]]) -> float | None:
             texts = [
                 Example(one.id, one.prompt + answer, [False] * len(one.prompt) + [True] * len(answer))
-                for one, answer in zip(prompts, answers, strict=True)
+                for one, answer in zip(prompts.prompts, answers, strict=True)
             ]
-            size = self.settings.data.micro_batch
             batches = [collate(texts[start : start + size], self.pad_id) for start in range(0, len(texts), size)]
-            steps = replayed_steps(model, self.side.online(), batches, self.settings.unroll.ttt_steps, levels)
-            return summarise_replays(steps, levels).accept_length
+            replays = replayed_steps(model, self.side.online(), batches, steps, shape.num_steps)
+            return summarise_replays(replays, shape.num_steps).accept_length
 
-        max_levels = self.settings.unroll.ttt_steps
-        return replay_forecasts(measured, self.measurement.prompts, replay, max_levels, self.measurement.max_tokens)
+        rollouts = [one.answer[: self.measurement.max_tokens] for one in prompts.prompts]
+        greedy = measured.temperature == prompts.temperature == 0
+        return ReplayedForecasts(replay(rollouts) if greedy else None, replay(measured.answers))
 
 
 def _describe(measured: RealAcceptance, replayed: ReplayedForecasts) -> str:

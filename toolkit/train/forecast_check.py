@@ -8,8 +8,8 @@ differs decides the cause that the warning names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -23,31 +23,12 @@ SLACK = 0.02
 # diverges within the first EARLY tokens, or the draft vocabulary covers LESS_COVERED less, the cause is another one.
 MANY, EARLY, LESS_COVERED = 0.5, 8, 0.05
 
-Replay = Callable[[Sequence[list[int]], int], float | None]
-"""(an answer for each prompt, levels of the chain) -> forecast accept_length over these answers; None without steps"""
 
-
-@dataclass(frozen=True)
-class ReplayedForecasts:
+class ReplayedForecasts(NamedTuple):
     """The forecast accept_lengths of one measured shape; None if it cannot be forecast."""
 
     on_rollouts: float | None = None
     on_answers: float | None = None
-
-
-def replay_forecasts(
-    measured: RealAcceptance, prompts: HeldOutPrompts, replay: Replay, max_levels: int, max_tokens: int
-) -> ReplayedForecasts:
-    """Forecasts for a measured chain of at most `max_levels`, the steps of the unroll; none for trees."""
-    shape = measured.shape
-    if not shape.is_chain or shape.num_steps > max_levels:
-        return ReplayedForecasts()
-    rollouts = [one.answer[:max_tokens] for one in prompts.prompts]
-    greedy = measured.temperature == prompts.temperature == 0
-    return ReplayedForecasts(
-        on_rollouts=replay(rollouts, shape.num_steps) if greedy else None,
-        on_answers=replay(measured.answers, shape.num_steps),
-    )
 
 
 def outside(forecast: float | None, interval: tuple[float, float] | None) -> bool:

@@ -181,7 +181,6 @@ class Trainer:
         return self._finish(position)
 
     def _train(self, position: Position, bar: Any) -> Position:
-        """Train until the last step or the early stop."""
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
             if self._fresh_due(position):
