@@ -23,8 +23,8 @@ from toolkit import __version__
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_layers import CompileSettings
-from toolkit.infer.graphs.cuda_capture import Capture
 from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 

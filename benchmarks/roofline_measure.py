@@ -22,7 +22,7 @@ from roofline_targets import Subject
 from round_parts import Clock, RoundParts
 
 from toolkit.bench.side_by_side import rotated
-from toolkit.infer.graphs.cuda_capture import Capture, Run
+from toolkit.infer.graphs.recordings import Capture, Run
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
 

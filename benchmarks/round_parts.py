@@ -29,7 +29,7 @@ from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter
 from toolkit.infer.engine import round as engine_round
-from toolkit.infer.graphs.cuda_capture import WARM_UPS, Run
+from toolkit.infer.graphs.recordings import WARM_UPS, Run
 from toolkit.infer.request.errors import EngineError
 from toolkit.targets.target import Target
 

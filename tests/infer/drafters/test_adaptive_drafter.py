@@ -113,14 +113,14 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
         engine.step()
     with torch.inference_mode():
         engine.drafter.inner.set_shape(shape)
-        together = engine.drafter.inner.propose(requests, engine._rounds.stand(requests)[0])
+        together = engine.drafter.inner.propose(requests, engine._rounds.set_rows(requests)[0])
     engine.close()
     for row, request in enumerate(requests):
         fresh = Engine(small_target, build(name), shape, max_running_requests=1)
         twin = fresh.add_request(request.prompt_ids + request.output_ids[:-1], params)
         with torch.inference_mode():
             fresh._schedule()
-            alone = fresh.drafter.propose([twin], fresh._rounds.stand([twin])[0])
+            alone = fresh.drafter.propose([twin], fresh._rounds.set_rows([twin])[0])
         assert twin.output_ids == request.output_ids[-1:]
         fresh.close()
         assert paths(together, row) == paths(alone, 0)
@@ -149,7 +149,7 @@ def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
         twin = every.add_request(text[:-1], SamplingParams(max_tokens=2, ignore_eos=True))
         with torch.inference_mode():
             every._schedule()
-            tree = every.drafter.propose([twin], every._rounds.stand([twin])[0])
+            tree = every.drafter.propose([twin], every._rounds.set_rows([twin])[0])
         drafts, right = tree.tokens[0, 1:].tolist(), (request.prompt_ids + request.output_ids)[length]
         assert twin.output_ids == text[-1:]
         every.abort(twin)

@@ -84,7 +84,7 @@ def test_a_row_of_a_mixed_batch_gets_the_tree_it_would_get_alone(small_target, s
         for _ in range(3):
             engine.step()
         with torch.inference_mode():
-            tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+            tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
         engine.close()
         paths = []
         for row in range(len(requests)):

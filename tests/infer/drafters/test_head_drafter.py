@@ -70,7 +70,7 @@ def test_chain_equals_dense_recomputation(small_target, small_draft, steps):
     """Off-by-one features, positions or a stale draft key would change a draft somewhere in the chain."""
     engine = engine_after_steps(small_target, small_draft, "5,1,6", steps)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, small_draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():
@@ -100,7 +100,7 @@ def test_tree_equals_dense_recomputation(small_target, small_draft, monkeypatch,
 
     monkeypatch.setattr(head_drafter, "draft_beams", spy)
     with torch.inference_mode():
-        engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     tokens, parents, numbers, scores = seen["candidates"]
     reparented = False
     for row, request in enumerate(engine._running):
@@ -138,7 +138,7 @@ def test_caches_after_many_rounds_equal_one_pass(small_target, small_draft, monk
     drafter = engine.drafter
     assert any(path != list(range(len(path))) for path in paths), "no second child was ever right"
     with torch.inference_mode():
-        drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     for row, request in enumerate(engine._running):
         tokens = request.prompt_ids + request.output_ids
         kept = {}

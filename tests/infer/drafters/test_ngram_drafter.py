@@ -51,7 +51,7 @@ def proposed(text: list[int], shape: str, min_n: int = 1):
     request = Request("r", text[:-1], SamplingParams(), output_ids=text[-1:])
     drafter.admit(0, [request], len(text) - 1)
     state = RoundState(1, PagePool(1, 64), torch.device("cpu"))
-    state.stand(row_states([request], [1]), 1)
+    state.set_rows(row_states([request], [1]), 1)
     return drafter.propose([request], state.rows(1))
 
 

@@ -69,7 +69,7 @@ def test_chain_equals_the_whole_sequence(small_target, shared_draft, name, steps
     draft = shared_draft(name, KEPT)
     engine = engine_after_steps(small_target, draft, "5,1,6", steps)
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_tree_equals_the_whole_sequence(small_target, shared_draft, monkeypatch,
 
     monkeypatch.setattr(head_drafter, "draft_beams", spy)
     with torch.inference_mode():
-        engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     tokens, parents, _, scores = seen["candidates"]
     for row, request in enumerate(engine._running):
         dense = Dense(small_target, draft, request.prompt_ids + request.output_ids)
@@ -123,7 +123,7 @@ def test_layers_that_draft_nothing_are_kept_warm(small_target, shared_draft, nam
         engine.set_shape(DraftShape.parse(shape))
         engine.step()
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     for row, request in enumerate(engine._running):
         dense, path = Dense(small_target, draft, request.prompt_ids + request.output_ids), []
         with torch.no_grad():

@@ -16,8 +16,7 @@ import torch
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine import round
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.cuda_capture import BrokenCaptureError
-from toolkit.infer.graphs.recordings import GraphSettings, buckets_up_to
+from toolkit.infer.graphs.recordings import BrokenCaptureError, GraphSettings, buckets_up_to
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams

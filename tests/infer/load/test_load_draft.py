@@ -63,7 +63,7 @@ def test_exactness_does_not_depend_on_the_map(small_target, shared_draft, tmp_pa
     while engine.has_work():
         with torch.inference_mode():
             if engine._running:
-                tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+                tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
                 drafted |= set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist())
         engine.step()
     engine.close()

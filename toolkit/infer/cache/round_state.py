@@ -69,7 +69,7 @@ class RoundState:
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.long, device=device)
         # The device's content as the host knows it:
-        self.left: list[RowState | None] = [PADDING] * rows  # state of each row; None: unknown until a result is read
+        self.known: list[RowState | None] = [PADDING] * rows  # state of each row; None: unknown until a result is read
         self._tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows  # page table of each row and its length
         self._drawing: list[Request] = []  # requests whose sampling settings are uploaded
 
@@ -78,14 +78,14 @@ class RoundState:
         roots, lengths, unread, real = self.row_states[:, :count].unbind()
         return RoundRows(roots, lengths, unread, real, self.table[:count], longest, self._pool.page_size)
 
-    def stand(self, row_states: Sequence[RowState], count: int) -> None:
+    def set_rows(self, row_states: Sequence[RowState], count: int) -> None:
         """Set the first rows to `row_states` and the rest of the `count` rows to padding."""
         wanted = [*row_states, *[PADDING] * (count - len(row_states))]
-        if wanted != self.left[:count]:
+        if wanted != self.known[:count]:
             self._upload(self.row_states[:, :count], list(zip(*wanted, strict=True)))
-            self.left[:count] = wanted
+            self.known[:count] = wanted
 
-    def take_pages(self, requests: int, count: int) -> None:
+    def set_tables(self, requests: int, count: int) -> None:
         """Upload the pool's page tables for the first `requests` of `count` rows; the others are padding."""
         if self._pool.contiguous:
             return  # every row always has the same pages
@@ -97,11 +97,11 @@ class RoundState:
             self._upload(self.table[:count, :width], [(one or []) + [0] * (width - pages) for one, pages in held])
             self._tables[:count] = held
 
-    def begin_round(self, requests: int) -> None:
+    def forget_rows(self, requests: int) -> None:
         """Mark these rows as unknown to the host until the result of the round is read."""
-        self.left[:requests] = [None] * requests
+        self.known[:requests] = [None] * requests
 
-    def settle(self, requests: Sequence[Request]) -> None:
+    def set_sampling(self, requests: Sequence[Request]) -> None:
         """Upload the sampling settings of these requests, if they changed."""
         if self._drawing == requests:
             return
@@ -130,11 +130,11 @@ def row_states(requests: Sequence[Request], unread: Sequence[int] | None) -> lis
 
 
 def advanced(
-    stood: Sequence[RowState], tokens: Sequence[Sequence[int]], unread: Sequence[int] | None
+    states: Sequence[RowState], tokens: Sequence[Sequence[int]], unread: Sequence[int] | None
 ) -> list[RowState]:
-    """Return the states of rows `stood` after a round that committed `tokens`; unread as in `row_states`."""
-    counts = [1] * len(stood) if unread is None else unread
+    """Return the states of rows `states` after a round that committed `tokens`; unread as in `row_states`."""
+    counts = [1] * len(states) if unread is None else unread
     return [
         (new[-1], length + len(new), count, 1)
-        for (_, length, _, _), new, count in zip(stood, tokens, counts, strict=True)
+        for (_, length, _, _), new, count in zip(states, tokens, counts, strict=True)
     ]

@@ -21,9 +21,8 @@ from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter, choose_verifier
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import install_native_ops
-from toolkit.infer.engine.eager_rounds import EagerRounds
 from toolkit.infer.engine.prefill import PromptReader
-from toolkit.infer.engine.round import RoundContext, commit, round_numbers
+from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
 from toolkit.infer.engine.scheduler import Move, Scheduler
 from toolkit.infer.graphs.compiled_layers import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds

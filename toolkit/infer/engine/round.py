@@ -6,6 +6,8 @@ It is a function of static buffers: the host reads nothing from the device durin
 (in graphs) sampling settings come from `RoundState`, shapes from the tree. Eager rounds and graphs differ in three
 things: how the tree is proposed, how tokens are chosen, and the span of keys that attention reads.
 
+`EagerRounds` runs rounds without a graph, with the host's work before and after each.
+
 Shapes: B rows, N nodes a row, A longest accepted path (root included), H hidden size, W feature width.
 """
 
@@ -21,13 +23,14 @@ from torch import Tensor
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
-from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
+from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import Request, VerifyEvent
-from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler
-from toolkit.infer.verify.verifiers import VerifyResult, follow, nodes_at_once
+from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
+from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,62 @@ def commit(
         cut = count < accepted + 1
         requests[row].events.append(VerifyEvent(*offer, accepted, count, cut, *times, len(rows)))
     return [requests[row] for row in rows]
+
+
+@dataclass(frozen=True)
+class EagerResult:
+    """logprobs: of the rows that asked for them. proposed: end of drafting (perf_counter)."""
+
+    result: VerifyResult
+    logprobs: NodeLogprobs | None
+    proposed: float
+
+
+class EagerRounds:
+    """Runs rounds on `state`. The host reads each result before the next round begins."""
+
+    def __init__(self, context: RoundContext, state: RoundState, verifier: Verifier) -> None:
+        self._context, self._state, self._verifier = context, state, verifier
+        self._sampler: Sampler | None = None  # None: the rows changed
+
+    def rows_changed(self) -> None:
+        """Drop the sampler: the requests or their rows changed."""
+        self._sampler = None
+
+    def __call__(self, requests: Sequence[Request], drafter: Drafter) -> EagerResult:
+        """Run one round of these requests. `drafter` proposes the trees."""
+        proposed = 0.0
+
+        def propose(rows: RoundRows) -> DraftTree:
+            nonlocal proposed
+            tree = drafter.propose(requests, rows)
+            proposed = time.perf_counter()
+            return tree
+
+        rows, states = self.set_rows(requests)
+        self._state.forget_rows(len(requests))
+        output = run_round(self._context, rows, propose, self._sampler_of(requests))
+        result = read_result(output.followed, output.choices.extra)
+        drafter.observe(requests, result)
+        self._state.known[: len(states)] = advanced(states, result.path_tokens, self._unread(len(states)))
+        return EagerResult(result, output.choices.logprobs, proposed)
+
+    def set_rows(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
+        """Copy lengths, roots and page tables of the requests to the device. Returns the rows and their states."""
+        count, head = len(requests), self._context.head
+        if head is not None:
+            head.first_tokens(requests)
+        states = row_states(requests, self._unread(count))
+        self._state.set_rows(states, count)
+        self._state.set_tables(count, count)
+        return self._state.rows(count, max(length for _, length, _, _ in states)), states
+
+    def _unread(self, count: int) -> list[int] | None:
+        """Number of positions of each row that the head has not read; None without a head."""
+        return None if self._context.head is None else self._context.head.unread[:count]
+
+    def _sampler_of(self, requests: Sequence[Request]) -> Sampler:
+        if self._sampler is None or self._sampler.outdated:
+            target = self._context.forward.target
+            self._sampler = Sampler(requests, target.vocab_size, target.device, self._verifier)
+        return self._sampler

@@ -1,6 +1,8 @@
 """Runs rounds as one CUDA graph each: decides which rounds can, and does the host's work around them.
 
 A round that a graph does not support runs eagerly; the reason is logged once. Both leave the same state.
+
+A launched round is in flight until the host has read its results.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
@@ -17,14 +20,14 @@ from toolkit.infer.cache.round_state import RoundState, RowState, advanced, row_
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_layers import CompiledLayers
-from toolkit.infer.graphs.in_flight import HostCopy, InFlight
 from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, RunRound, buckets_up_to
 from toolkit.infer.kernels.dispatch import ops_for
+from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.logit_edits import is_edited
-from toolkit.infer.verify.verifiers import Verifier, VerifyResult
+from toolkit.infer.verify.verifiers import Verifier, VerifyResult, read_result
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)
@@ -77,35 +80,37 @@ class GraphRounds:
         recorded = None if kind is None else self._recordings.of(kind)
         if kind is None or recorded is None:
             return None
-        self.state.settle(requests)
+        self.state.set_sampling(requests)
         if self._head is not None:
             self._head.first_tokens(requests)
-        stood = row_states(requests, None if self._head is None else self._head.unread[: len(requests)])
-        self.state.stand(stood, kind.bucket)
-        return self._start(list(requests), kind, recorded, stood)
+        states = row_states(requests, None if self._head is None else self._head.unread[: len(requests)])
+        self.state.set_rows(states, kind.bucket)
+        return self._start(list(requests), kind, recorded, states)
 
     def launch_after(self, in_flight: InFlight) -> InFlight:
         """Launch the next round of the same rows, from the state that `in_flight` leaves on the device."""
         return self._start(in_flight.requests, in_flight.kind, in_flight.recorded, None)
 
-    def _start(self, requests: list[Request], kind: Kind, recorded: Recorded, stood: list[RowState] | None) -> InFlight:
-        self.state.take_pages(len(requests), kind.bucket)
-        self.state.begin_round(len(requests))
+    def _start(
+        self, requests: list[Request], kind: Kind, recorded: Recorded, states: list[RowState] | None
+    ) -> InFlight:
+        self.state.set_tables(len(requests), kind.bucket)
+        self.state.forget_rows(len(requests))
         recorded.replay()
-        return InFlight(requests, kind, recorded, stood, HostCopy(recorded.numbers[: len(requests)]))
+        return InFlight(requests, kind, recorded, states, HostCopy(recorded.numbers[: len(requests)]))
 
     def land(self, in_flight: InFlight, following: InFlight | None) -> VerifyResult:
         """Wait for a round and return its result. following: the round that was launched after it, or None."""
-        assert in_flight.stood is not None, "rounds land in the order in which they were launched"
+        assert in_flight.states is not None, "rounds land in the order in which they were launched"
         result = in_flight.result()
         if self._head is not None:
             self._head.observe_recorded(in_flight.requests, result)
-        unread = None if self._head is None else self._head.unread[: len(in_flight.stood)]
-        left = advanced(in_flight.stood, result.path_tokens, unread)
+        unread = None if self._head is None else self._head.unread[: len(in_flight.states)]
+        states = advanced(in_flight.states, result.path_tokens, unread)
         if following is None:
-            self.state.left[: len(left)] = left
+            self.state.known[: len(states)] = states
         else:
-            following.stood, following.began = left, time.perf_counter()
+            following.states, following.began = states, time.perf_counter()
         return result
 
     def _compile(self) -> CompiledLayers | None:
@@ -164,3 +169,44 @@ class GraphRounds:
 
 def _is_cut(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+class HostCopy:
+    """An asynchronous copy of `numbers` to the host, in stream order after all work launched so far."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._over: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._over = torch.cuda.Event()
+            self._over.record()
+        else:
+            self._numbers = numbers.clone()
+
+    def read(self) -> Tensor:
+        """Wait for the copy, but not for later work, and return it."""
+        if self._over is not None:
+            self._over.synchronize()
+        return self._numbers
+
+
+@dataclass(eq=False)
+class InFlight:
+    """requests: by row. states: the rows' states at its begin; None until the previous round has landed."""
+
+    requests: list[Request]
+    kind: Kind
+    recorded: Recorded
+    states: list[RowState] | None
+    results: HostCopy
+    began: float = field(default_factory=time.perf_counter)  # at the earliest the landing of the previous round
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens that it commits per row."""
+        return 1 if self.kind.shape is None else self.kind.shape.num_steps + 1
+
+    def result(self) -> VerifyResult:
+        """Wait for the round and return its result."""
+        return read_result(Followed(self.results.read()))

@@ -22,8 +22,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from toolkit.infer.cache.cache_manager import ROOM, KVMemory
-from toolkit.infer.graphs.graph_rounds import GraphRounds
-from toolkit.infer.graphs.in_flight import InFlight
+from toolkit.infer.graphs.graph_rounds import GraphRounds, InFlight
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 
@@ -92,7 +91,7 @@ class Launches:
         if graphs.kind_of(running) != in_flight.kind:
             return None
         # A row may be past its token limit and past the context. Its page table ends ROOM positions after the context.
-        written = in_flight.most + self._scheduler.memory.slack
-        if written > ROOM or not self._scheduler.make_room_ahead(in_flight.most):
+        written = in_flight.most_tokens + self._scheduler.memory.slack
+        if written > ROOM or not self._scheduler.make_room_ahead(in_flight.most_tokens):
             return None
         return graphs.launch_after(in_flight)

@@ -1,6 +1,8 @@
-"""The captured rounds by kind: all are captured at the start, those of another draft shape at their first use.
+"""Rounds captured as CUDA graphs, by kind. The host replays a graph with one call.
 
-The largest bucket is captured first, so that the smaller ones reuse its memory pool on a GPU.
+All kinds are captured at the start, those of another draft shape at their first use. The largest bucket is captured
+first, so that the smaller ones reuse its memory pool on a GPU. Lengths, tokens and sampling settings are in static
+buffers, which the host fills before a replay.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +20,99 @@ from toolkit.infer.cache.round_state import RoundRows, RoundState
 from toolkit.infer.drafters.draft_sampling import BestTokens
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
-from toolkit.infer.graphs.cuda_capture import BrokenCaptureError, Capture, CudaCapture, Run
-from toolkit.infer.graphs.static_sampling import StaticSampler
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
-from toolkit.infer.verify.sampler import NodeSampler
+from toolkit.infer.verify.sampler import Choices, NodeSampler, greedy
+from toolkit.infer.verify.token_distribution import RowDistributions
 from toolkit.log import get_logger, progress
 
 logger = get_logger(__name__)
 
+WARM_UPS = 2  # runs before the capture: they compile kernels and allocate library workspaces and tables
+
+Run = Callable[[], None]
+# Runs a function on tensors at fixed addresses at least once and captures it. Returns the replay function.
+Capture = Callable[[Run], Run]
 Propose = Callable[[RoundRows], DraftTree]
 # The engine's round. Returns `Followed.numbers` of the accepted paths.
 RunRound = Callable[[RoundRows, Propose, NodeSampler], Tensor]
 STEP = 8  # rows between two buckets, from the first bucket of that size on
 SAMPLING_KINDS = {True: "sampled from cut distributions", False: "sampled", None: "greedy"}
+
+
+class BrokenCaptureError(EngineError):
+    """A capture failed half way. torch may still be in capture mode, so no further round is captured."""
+
+
+class CudaCapture:
+    """Captures graphs that share one memory pool; they must never run at the same time.
+
+    Raises EngineError if a round synchronises with the device or does anything else that a graph does not support."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # the type's name differs between torch versions
+        self._stream: torch.cuda.Stream | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []  # kept alive: the allocator may still refer to them
+
+    def __call__(self, run: Run) -> Run:
+        # One stream for warm-ups and captures: libraries keep a workspace per stream.
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        before = torch.cuda.current_stream()
+        try:
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            before.wait_stream(stream)
+        except RuntimeError as error:
+            raise EngineError(_told(error)) from error
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                run()
+        except RuntimeError as error:  # a synchronisation, or too little memory left by the KV cache
+            self._failed.append(graph)
+            torch.cuda.set_stream(before)  # torch stays on `stream` if it cannot end the capture
+            raise BrokenCaptureError(_told(error)) from error
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
+def _told(error: BaseException) -> str:
+    # If ending the capture fails too, the original error is its __context__.
+    why = error if error.__context__ is None else f"{error.__context__}; {error}"
+    return (
+        f"a round could not be recorded as a CUDA graph ({why}); leave --cuda-graph-max-bs out, or leave it memory "
+        "with a smaller --mem-fraction"
+    )
+
+
+class StaticDistributions(RowDistributions):
+    """cut: rows may have top-k, top-p or min-p. Their values are known at replay only, so the cut reads the whole
+    vocabulary. A draw is a function of (seed, position, logits): there is no generator state."""
+
+    def __init__(self, state: RoundState, rows: int, *, cut: bool) -> None:
+        self._temperature, self._min_p = state.temperature[:rows], state.min_p[:rows]
+        self._top_p, self._top_k = state.top_p[:rows], state.top_k[:rows]
+        self._seeds = state.seeds[:rows, None]
+        self._cut = cut
+
+    def _widths(self, size: int, device: torch.device) -> tuple[int, ...]:
+        return (size,)
+
+
+class StaticSampler:
+    """The NodeSampler of a captured round. cut: as in StaticDistributions; None: all rows are greedy."""
+
+    def __init__(self, state: RoundState, rows: int, cut: bool | None) -> None:
+        self._hot = state.hot[:rows, None]
+        self._distributions = None if cut is None else StaticDistributions(state, rows, cut=cut)
+
+    def __call__(self, logits: Tensor, positions: Tensor, tree: DraftTree, first: int = 0) -> Choices:
+        best = greedy(logits)
+        if self._distributions is None:
+            return Choices(best, None)
+        return Choices(torch.where(self._hot, self._distributions.draw(logits, positions), best), None)
 
 
 @dataclass(frozen=True)
@@ -181,8 +263,8 @@ class Recordings:
         recorded = Recorded(partial(self.run_round, rows, self._propose(kind), sampler))
         stores = [] if self.head is None else self.head.inputs.stores
         before = [store[: kind.bucket].clone() for store in stores]
-        self.state.stand([], kind.bucket)
-        self.state.take_pages(0, kind.bucket)
+        self.state.set_rows([], kind.bucket)
+        self.state.set_tables(0, kind.bucket)
         try:
             compiled = self.compiled is not None and kind.bucket <= self.compiled.settings.max_rows
             run = self.compiled.around(recorded) if self.compiled is not None and compiled else recorded

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.infer.graphs import cuda_capture
-from toolkit.infer.graphs.cuda_capture import WARM_UPS, BrokenCaptureError, CudaCapture
+from toolkit.infer.graphs import recordings
+from toolkit.infer.graphs.recordings import WARM_UPS, BrokenCaptureError, CudaCapture
 from toolkit.infer.request.errors import EngineError
 
 
@@ -53,7 +53,7 @@ def device(monkeypatch) -> SimpleNamespace:
         Stream=Stream, CUDAGraph=Graph, stream=stream, graph=graph, current_stream=lambda: state.current,
         set_stream=lambda one: setattr(state, "current", one),
     )  # fmt: skip
-    monkeypatch.setattr(cuda_capture.torch, "cuda", cuda)
+    monkeypatch.setattr(recordings.torch, "cuda", cuda)
     state.default = default
     return state
 
