@@ -6,14 +6,18 @@ import json
 
 import pytest
 
-from toolkit.train.fresh_rollouts import FreshStats
+from toolkit.train import fresh_rollouts
 from toolkit.train.metric_rows import rollouts_row
 
 
 def test_rows_of_the_metrics(script, tmp_path) -> None:
     """Under a key that the training does not write, every speed would be absent; a speedup upside down would be less
     than one where drafting pays."""
-    stats = [FreshStats(4, 0, 90, 30.0, 1.5, 40, 45.0, 30.0), FreshStats(4, 0, 80, 31.0, None, 0, 32.0, None)]
+    share = {"last_run": {"seconds": 3.0, "tokens": 90}}
+    row = {"drafting": {"verify_steps": 40, "accepted": 20}, "response_spans": [[3, 93]]}
+    plain = {"drafting": {"verify_steps": 0, "accepted": 0}, "response_spans": [[3, 83]]}
+    speeds = [{"decode_tokens_per_s": 45.0, "plain_tokens_per_s": 30.0}, {"decode_tokens_per_s": 32.0}]
+    stats = [fresh_rollouts._stats([one], 0, [share], [speed]) for one, speed in zip((row, plain), speeds, strict=True)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
             json.dumps(row) + "\n"
