@@ -139,22 +139,20 @@ def _coverage(token_map: dict[str, Any]) -> str:
     size, coverage = token_map["size"], token_map["coverage"]
     if len(unseen) == len(rows) and is_number(token_map.get("held_out_coverage")):
         coverage = token_map["held_out_coverage"]
-    if size is not None:
-        axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
-    if size is not None and coverage is not None:
-        axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
-        # The curves are above and to the left of the marker; near the right edge only the left side has space.
-        right = size <= sizes[-1] / 4
-        axis.annotate(
-            f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
-            (size, 100 * coverage),
-            fontsize=9,
-            xytext=(10 if right else -10, -48),
-            textcoords="offset points",
-            color=COLOURS[1],
-            ha="left" if right else "right",
-            fontweight="bold",
-        )
+    axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
+    axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)
+    # The curves are above and to the left of the marker; near the right edge only the left side has space.
+    right = size <= sizes[-1] / 4
+    axis.annotate(
+        f"chosen: {size:,} ids\n{100 * coverage:.1f} %",
+        (size, 100 * coverage),
+        fontsize=9,
+        xytext=(10 if right else -10, -48),
+        textcoords="offset points",
+        color=COLOURS[1],
+        ha="left" if right else "right",
+        fontweight="bold",
+    )
     axis.set(xlabel="ids in the draft vocabulary", ylabel="response tokens covered, %")
     return _svg(figure, "Share of response tokens covered by the draft vocabulary, by its size")
 

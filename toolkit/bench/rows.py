@@ -62,13 +62,9 @@ def _judge(target: Target, plain: LoggedAnswer, speculative: LoggedAnswer, tempe
         lambda written: plain_logits(target, [*prompt_ids, *written]),
         target.dtype,
         temperature,
-        lambda position: _uniform_at(seed or 0, len(prompt_ids) + position),
+        # The random number in [0, 1) with which the engine draws the token at this index of the sequence.
+        lambda position: uniform(torch.tensor(seed or 0), torch.tensor(len(prompt_ids) + position)).item(),
     )
-
-
-def _uniform_at(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) with which the engine draws the token at this index of the sequence."""
-    return uniform(torch.tensor(seed), torch.tensor(position)).item()
 
 
 def _row(

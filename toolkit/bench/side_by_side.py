@@ -108,8 +108,9 @@ def _answer_group(
         for mode in rotated(modes, place + turn):
             done = _answer(mode, questions)
             yield done
-            if mode.name == PLAIN:
-                _remember(histories, done, tokenizer)
+            for answer in done.answers if mode.name == PLAIN else ():
+                text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
+                histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
 
 
 def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
@@ -120,12 +121,6 @@ def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
 
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
-
-
-def _remember(histories: dict[str, list[dict[str, str]]], done: Round, tokenizer: Any) -> None:
-    for answer in done.answers:
-        text = tokenizer.decode(list(answer.output_ids), skip_special_tokens=True)
-        histories[answer.question.prompt.question_id].append({"role": "assistant", "content": text})
 
 
 def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None) -> Round:

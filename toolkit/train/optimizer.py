@@ -48,11 +48,11 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
     if not torch.cuda.is_available():
         # DeepSpeed compiles Newton-Schulz. On a CPU that needs a C++ compiler and a minute, and gains nothing.
         torch.compiler.set_stance("force_eager")
-    chosen = [parameter.dim() == 2 and name not in ADAMW_MATRICES for name, parameter in named]
-    for (_, parameter), muon in zip(named, chosen, strict=True):
-        parameter.use_muon = muon  # type: ignore[attr-defined]  # DeepSpeed reads this mark
-    matrices = {
-        "params": [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if muon],
+    for name, parameter in named:  # DeepSpeed reads this mark
+        parameter.use_muon = parameter.dim() == 2 and name not in ADAMW_MATRICES  # type: ignore[attr-defined]
+    matrices, others = ([one for _, one in named if one.use_muon == muon] for muon in (True, False))  # type: ignore[attr-defined]
+    muon = {
+        "params": matrices,
         "use_muon": True,
         "lr": settings.optimizer.muon_learning_rate,
         "momentum": MOMENTUM,
@@ -61,9 +61,7 @@ def build_optimizer(head: torch.nn.Module, settings: TrainSettings) -> torch.opt
         # number of processes.
         "ns_method": "standard" if settings.precision == "bf16" else "gram",
     }
-    rest = [parameter for (_, parameter), muon in zip(named, chosen, strict=True) if not muon]
-    others = {"params": rest, "use_muon": False, **adamw}
-    return MuonWithAuxAdam([matrices, others])
+    return MuonWithAuxAdam([muon, {"params": others, "use_muon": False, **adamw}])
 
 
 def gradient_clip(settings: TrainSettings) -> float:

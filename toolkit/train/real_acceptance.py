@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
@@ -24,7 +23,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import with_engine
-from toolkit.train.training_data import HeldOutPrompts, read_held_out
+from toolkit.train.training_data import HeldOutPrompts
 from toolkit.train_settings import TrainSettings
 
 log = get_logger(__name__)
@@ -109,12 +108,6 @@ class Measurement:
             log.warning(
                 "%s: train.evaluation.real_shapes has no chain of at most train.unroll.ttt_steps levels", NOT_COMPARED
             )
-
-    @classmethod
-    def of_training(cls, target: Target, rollouts: Path, settings: TrainSettings, seed: int) -> Measurement:
-        """The measurement with held-out prompts of the training's rollouts. Raises `TrainError` without any."""
-        longest = target.max_context - settings.evaluation.real_max_tokens
-        return cls(target, read_held_out(rollouts, settings.evaluation.real_prompts, longest), settings, seed)
 
     def by_engine(self, draft: DraftCheckpoint) -> list[RealAcceptance]:
         """Measure every shape at every temperature, with all prompts in one batch and the loaded target."""
