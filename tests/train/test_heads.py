@@ -37,10 +37,11 @@ HEADS = {
 }
 # All trainings in one process: importing the trainer takes longer than each of them.
 DRIVER = """
-import importlib, json, sys
+import json, sys
 from accelerate.state import AcceleratorState
+from toolkit.pipeline.train_entry import train_from_command_line
 for head, arguments in json.loads(sys.argv[1]):
-    status = importlib.import_module(f"toolkit.train.{head}").main(arguments)
+    status = train_from_command_line(head, arguments)
     assert status == 0, (head, status)
     AcceleratorState._reset_state(reset_partial_state=True)
 """
