@@ -110,7 +110,7 @@ def test_the_unroll_scores_as_the_engine_does(tiny_target, trained, monkeypatch)
     scored, inner = [], DraftRollout.logits
     monkeypatch.setattr(DraftRollout, "logits", lambda *args: scored.append(inner(*args)) or scored[-1])
     with torch.inference_mode():
-        tree = engine.drafter.propose(engine._running, engine._rounds.stand(engine._running)[0])
+        tree = engine.drafter.propose(engine._running, engine._rounds.set_rows(engine._running)[0])
     assert len(scored) == STEPS
     for row, request in enumerate(engine._running):
         written = request.prompt_ids + request.output_ids
