@@ -47,4 +47,4 @@ def test_the_engines_cache_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shape = KVShape(2, 2, 16, torch.float32, torch.device("cpu"))
     monkeypatch.setattr("toolkit.infer.cache.cache_manager.usable_memory", lambda: 8 * 4096 * shape.bytes_per_token)
-    assert MemorySettings().pool(shape, max_batch=64, max_context=256).capacity == 4096 // 16
+    assert MemorySettings().pool(shape, max_running_requests=64, context_length=256).capacity == 4096 // 16

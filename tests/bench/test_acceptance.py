@@ -110,7 +110,7 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
         ({"prompts": []}, DataError, "list of prompts is empty"),
         ({"config": EngineConfig(verify="block")}, DraftShapeError, "needs a chain"),
-        ({"config": EngineConfig(verify="guess")}, EngineError, 'verify="guess"'),
+        ({"config": EngineConfig(verify="guess")}, EngineError, 'verify is "guess"'),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 from toolkit.commands import chat
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load import load_engine
-from toolkit.infer.load.closing import closing
-from toolkit.infer.load.conversation import Conversation, ConversationError
+from toolkit.infer.load.chat_session import ChatSession, ChatSessionError
+from toolkit.infer.load.load_engine import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
 
 
@@ -35,7 +35,7 @@ def engine(tiny_target, tiny_draft):
 
 @pytest.fixture
 def conversation(engine, tiny_target):
-    return Conversation(engine, tiny_target.tokenizer, max_context=engine.context_length, max_tokens=24)
+    return ChatSession(engine, tiny_target.tokenizer, context_length=engine.context_length, max_tokens=24)
 
 
 def ask(conversation, text, interrupted=lambda: False):
@@ -71,8 +71,8 @@ def test_a_chat_states_a_seed_only_when_it_is_given_one(engine, tiny_target, mon
         parser = argparse.ArgumentParser()
         chat.add_arguments(parser)
         seed = parser.parse_args(arguments).seed
-        settings = {"max_context": 512, "max_tokens": 4, "temperature": 1.0, "seed": seed}
-        ask(Conversation(engine, tiny_target.tokenizer, **settings), "hello")
+        settings = {"context_length": 512, "max_tokens": 4, "temperature": 1.0, "seed": seed}
+        ask(ChatSession(engine, tiny_target.tokenizer, **settings), "hello")
     assert [request.states_seed for request in taken] == [False, True] and taken[1].params.seed == 3
 
 
@@ -97,15 +97,15 @@ def test_ctrl_c_is_a_flag_inside_and_an_exception_outside():
 
 def test_too_long_conversation_leaves_it_as_it_was(conversation):
     """The user can go on after /reset, or with a shorter line."""
-    with pytest.raises(ConversationError, match="512.*/reset"):
+    with pytest.raises(ChatSessionError, match="512.*/reset"):
         ask(conversation, "apples " * 600)
     assert conversation.messages == []
 
 
 def test_bad_sampling_settings_are_a_users_error(engine, tiny_target):
     """--temperature -1 must end in a message, not a traceback."""
-    with pytest.raises(ConversationError, match="temperature"):
-        Conversation(engine, tiny_target.tokenizer, max_context=512, temperature=-1.0)
+    with pytest.raises(ChatSessionError, match="temperature"):
+        ChatSession(engine, tiny_target.tokenizer, context_length=512, temperature=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_line_that_cannot_be_answered_does_not_end_the_chat(capsys):
 
     def answer(text):
         asked.append(text)
-        raise ConversationError("too long")
+        raise ChatSessionError("too long")
 
     chat.talk(answer, lambda: None, io.StringIO("one\ntwo\n"))
     assert asked == ["one", "two"] and capsys.readouterr().err.count("too long") == 2

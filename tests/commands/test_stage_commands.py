@@ -189,7 +189,7 @@ def test_ngram_lookup_is_measured_like_a_head(recipe: Path, tiny_target_director
         (["--warmup", "-1"], "warmup = -1"),
         (["--batch", "0"], "--max-running-requests is 0; at least 1"),
         (["--shape", "4,1,9"], "write 4,1,5"),
-        (["--verify", "block", "--shape", "2,1,3", "3,2,6"], "needs a chain: draft with 3,1,4"),
+        (["--verify", "block", "--shape", "2,1,3", "3,2,6"], "use 3,1,4, or set "),
         (["--shape", "4,999,9"], "exceeds the draft vocabulary"),
         (["--recipe", "r.yaml"], "--recipe and --draft"),
     ],

@@ -14,7 +14,7 @@ from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, desc
 from toolkit.terminal import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 
 if TYPE_CHECKING:
-    from toolkit.infer.load.conversation import Exchange
+    from toolkit.infer.load.chat_session import Exchange
     from toolkit.infer.load.load_engine import LoadedEngine
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer --prompt, or hold a conversation until /quit."""
-    from toolkit.infer.load.closing import closing
+    from toolkit.infer.load.load_engine import closing
 
     loaded = load_from(args, max_running_requests=1)
     with closing(loaded):
@@ -52,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
 def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     """Answer --prompt or talk. Raises ValueError with a message for the user, RankLostError when a rank ends."""
-    from toolkit.infer.load.conversation import Conversation
+    from toolkit.infer.load.chat_session import ChatSession
 
-    conversation = Conversation(
+    conversation = ChatSession(
         loaded.engine,
         loaded.target.tokenizer,
-        max_context=loaded.engine.context_length,
+        context_length=loaded.engine.context_length,
         system=args.system,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -85,7 +85,7 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
 
 def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO) -> None:
     """Read lines until /quit or the end of input. A line that cannot be answered prints an error and is dropped."""
-    from toolkit.infer.load.conversation import ConversationError
+    from toolkit.infer.load.chat_session import ChatSessionError
 
     with contextlib.suppress(ImportError):  # line editing and history, if the platform has it
         import readline  # noqa: F401
@@ -110,7 +110,7 @@ def talk(answer: Callable[[str], None], reset: Callable[[], None], stdin: TextIO
         elif line:
             try:
                 answer(line)
-            except ConversationError as error:
+            except ChatSessionError as error:
                 print(f"toolkit chat: {error}", file=sys.stderr)
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from toolkit.infer.load.closing import interrupted_by_loss
+    from toolkit.infer.load.load_engine import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
     from toolkit.infer.server.request_params import DefaultSampling
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             model_name=args.served_model_name or short_name(loaded.target.name),
             tokenizer=loaded.target.tokenizer,
             engine=loaded.engine,
-            max_context=loaded.engine.context_length,
+            context_length=loaded.engine.context_length,
             fingerprint=f"fp_{loaded.target.fingerprint}",
             shape_name=loaded.shape_name,
             defaults=defaults,

@@ -125,5 +125,5 @@ def test_impossible_lengths_are_refused():
     """An empty n-gram would match everywhere."""
     with pytest.raises(EngineError, match="1 <= min_n <= max_n"):
         NgramLookup(2, 0)
-    with pytest.raises(EngineError, match="3 to 2"):
+    with pytest.raises(EngineError, match="min_n is 3 and max_n is 2"):
         NgramLookup(2, 3)

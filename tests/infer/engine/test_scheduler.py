@@ -26,7 +26,7 @@ def names(requests) -> str:
 
 def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, even: bool = False) -> Scheduler:
     pool = PagePool(max_batch, 64, capacity, page_size=4)
-    memory = KVMemory(pool, max_context=20, lookahead=0, slack=1, reuse=False)
+    memory = KVMemory(pool, context_length=20, lookahead=0, slack=1, reuse=False)
     return Scheduler(max_batch, chunk, memory, even=even)
 
 

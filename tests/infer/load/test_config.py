@@ -23,11 +23,14 @@ def test_every_option_has_a_help_text_that_names_options():
     ("options", "says"),
     [
         ({}, "neither `draft` nor `target` is given"),
-        ({"draft": "x", "revision": "main"}, "`revision` 'main' is given without `target`"),
-        ({"draft": "ngram"}, "name one with `target`"),
-        ({"target": "x", "shape": "4,1,5"}, "`shape` is given .4,1,5. without a draft head"),
-        ({"target": "x", "draft": "y", "no_draft": True, "adaptive": True}, "`adaptive` is given .True. without"),
-        ({"target": "x", "token_map": "ids.pt"}, "`token_map` is given .ids.pt. without a draft head"),
+        ({"draft": "x", "revision": "main"}, "`revision` is 'main', but `target` is not given"),
+        ({"draft": "ngram"}, "give one with `target`"),
+        ({"target": "x", "shape": "4,1,5"}, "`shape` is 4,1,5, but nothing is drafted"),
+        (
+            {"target": "x", "draft": "y", "no_draft": True, "adaptive": True},
+            "`adaptive` is True, but nothing",
+        ),
+        ({"target": "x", "token_map": "ids.pt"}, "`token_map` is ids.pt, but nothing is drafted"),
         ({"target": "x", "max_running_requests": 0}, "`max_running_requests` is 0; at least 1"),
         ({"target": "x", "context_length": 1}, "`context_length` is 1; at least 2"),
         ({"target": "x", "chunked_prefill_size": 0}, "`chunked_prefill_size` is 0; at least 1"),
@@ -36,12 +39,18 @@ def test_every_option_has_a_help_text_that_names_options():
         ({"target": "x", "verify": "luck"}, "`verify` is 'luck'; one of auto, target, rejection, block"),
         ({"target": "x", "draft": "ngram", "draft_quantization": "int8"}, "int8, but there is no draft head"),
         ({"target": "x", "torch_compile_max_bs": 4}, "`torch_compile_max_bs` is 4, but `torch_compile` is not set"),
-        ({"target": "x", "torch_compile": True, "torch_compile_max_bs": 4}, "4 and the device cpu"),
-        ({"target": "x", "disable_overlap_schedule": True}, "only rounds that run as graphs overlap"),
-        ({"target": "x", "cuda_graph_max_bs": 4}, "the device cpu; graphs need a GPU"),
+        ({"target": "x", "torch_compile": True, "torch_compile_max_bs": 4}, "4 and the device is cpu"),
+        ({"target": "x", "disable_overlap_schedule": True}, "only CUDA graphs overlap"),
+        ({"target": "x", "cuda_graph_max_bs": 4}, "the device is cpu; graphs need a GPU"),
         ({"target": "x", "draft": "ngram", "cuda_graph_max_bs": 4, "adaptive": True}, "a graph has one draft shape"),
-        ({"target": "x", "tensor_parallel_size": 2, "torch_compile": True}, "does not go with `torch_compile`"),
-        ({"target": "x", "tensor_parallel_size": 2, "quantization": "int4"}, "does not go with `quantization` .int4."),
+        (
+            {"target": "x", "tensor_parallel_size": 2, "torch_compile": True},
+            "`torch_compile` is True; they cannot",
+        ),
+        (
+            {"target": "x", "tensor_parallel_size": 2, "quantization": "int4"},
+            "`quantization` is int4; they cannot",
+        ),
     ],
 )
 def test_what_does_not_go_together_on_a_cpu(options, says):
@@ -54,9 +63,9 @@ def test_what_does_not_go_together_on_a_cpu(options, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"torch_compile": True}, "layers of recorded rounds are compiled; set `cuda_graph_max_bs`"),
-        ({"draft": "y", "draft_quantization": "int8"}, "the device cuda; int8 heads are for the CPU"),
-        ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "does not go with `cuda_graph_max_bs` .4."),
+        ({"torch_compile": True}, "recorded rounds are compiled there: set `cuda_graph_max_bs`"),
+        ({"draft": "y", "draft_quantization": "int8"}, "the device is cuda; int8 heads need a CPU"),
+        ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4; they cannot be combined"),
     ],
 )
 def test_what_does_not_go_together_on_a_gpu(options, says):
@@ -79,5 +88,5 @@ def test_unknown_options_name_the_nearest():
     assert config.with_options(shape="2,1,3") == EngineConfig(target="x", shape="2,1,3")
     nearest = (("max_context", "context_length"), ("torch_complie", "torch_compile"), ("zzz", "target, draft"))
     for wrong, near in nearest:
-        with pytest.raises(ConfigError, match=f"`{wrong}` is no option of an engine.*{near}"):
+        with pytest.raises(ConfigError, match=f"`{wrong}` is not an option of the engine.*{near}"):
             config.with_options(**{wrong: 1})

@@ -13,7 +13,7 @@ import toolkit
 from toolkit import LLM, SamplingParams
 from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.infer.load.config import ConfigError
-from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
+from toolkit.infer.load.llm import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import PromptTooLongError
@@ -97,7 +97,7 @@ def test_details_come_only_where_there_are_any(llm):
         ({"cuda_graph_max_bs": 3}, "graphs need a GPU"),
         ({"torch_compile_max_bs": 3}, "`torch_compile_max_bs` is 3, but"),
         ({"disable_overlap_schedule": True}, "`disable_overlap_schedule` is set, but"),
-        ({"max_batch": 3}, "`max_batch` is no option of an engine; did you mean `max_running_requests`"),
+        ({"max_batch": 3}, "`max_batch` is not an option of the engine; did you mean `max_running_requests`"),
         ({"mem_fraction_static": 1.5}, "mem_fraction_static` is 1.5"),
         (
             {"mem_fraction_static": 0.5, "max_total_tokens": 640},
@@ -142,7 +142,7 @@ def test_one_prompt_that_does_not_fit_stops_all(llm):
         llm.generate([[5], [5] * 512])
     assert "prompt 1 of 2" in caught.value.__notes__[0]
     assert not llm.engine.has_work()
-    with pytest.raises(EngineError, match="2 prompts came with 1 sampling settings"):
+    with pytest.raises(EngineError, match="there are 2 prompts and 1 sampling settings"):
         llm.generate([[5], [6]], [SamplingParams()])
 
 
@@ -155,12 +155,12 @@ def test_each_prompt_may_have_a_draft_shape_of_its_own(llm):
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
     for shape, says in (
         ("4,1,5", r"engine drafts tree 3x2/6 \(3,2,6\)"),
-        (["1,1,2"], "4 prompts came with 1 draft shapes"),
-        ("2", "needed are three numbers"),
+        (["1,1,2"], "there are 4 prompts and 1 draft shapes"),
+        ("2", "three numbers .* are needed"),
     ):
         with pytest.raises(ValueError, match=says):
             llm.generate(TEXTS, params, shape=shape)
-    with pytest.raises(ValueError, match="2,1,3 and speculative false"):
+    with pytest.raises(ValueError, match="2,1,3 and speculative is false"):
         llm.generate(TEXTS, params, shape="2,1,3", speculative=False)
 
 

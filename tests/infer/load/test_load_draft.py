@@ -106,9 +106,9 @@ def test_maps_for_what_has_no_use_for_one(tiny_draft_directory, tiny_target_dire
         load_engine(EngineConfig(draft=tiny_draft_directory, token_map=path))
     with pytest.raises(ConfigError, match="n-gram lookup scores no tokens"):
         load_engine(EngineConfig(draft="ngram", target="x", token_map=path))
-    with pytest.raises(ConfigError, match="without a draft head to use it"):
+    with pytest.raises(ConfigError, match="nothing is drafted; give `draft`"):
         load_engine(EngineConfig(target="x", token_map=path))
-    with pytest.raises(ConfigError, match="without a draft head to use it"):
+    with pytest.raises(ConfigError, match="nothing is drafted; give `draft`"):
         load_engine(EngineConfig(draft=mtp_directory, no_draft=True, token_map=path))
 
 
@@ -126,7 +126,7 @@ def test_a_directory_says_what_it_holds(mtp_directory, tmp_path):
 def test_ngram_needs_a_target(tiny_target_directory):
     """There is no directory to name it."""
     assert load_draft("ngram") == NgramLookup()
-    with pytest.raises(ConfigError, match="name one with `target`"):
+    with pytest.raises(ConfigError, match="give one with `target`"):
         load_engine(EngineConfig(draft="ngram"))
     opened = load_engine(EngineConfig(draft="ngram", target=str(tiny_target_directory)))
     assert opened.draft.kind == "ngram" and opened.shape == DraftShape.chain(4)

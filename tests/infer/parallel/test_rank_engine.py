@@ -18,10 +18,9 @@ from toolkit.cli import main
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
-from toolkit.infer.load.closing import interrupted_by_loss
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
-from toolkit.infer.load.load_engine import LoadedEngine, load_engine
+from toolkit.infer.load.load_engine import LoadedEngine, interrupted_by_loss, load_engine
 from toolkit.infer.parallel.driver import WORKER
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -49,8 +48,8 @@ class Told(Ranks):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantization": "int8"}, "2, which does not go with `quantization` .int8."),
-        ({"torch_compile": True}, "does not go with `torch_compile`"),
+        ({"quantization": "int8"}, "2 and `quantization` is int8; they cannot be combined"),
+        ({"torch_compile": True}, "`torch_compile` is True; they cannot be combined"),
     ],
 )
 def test_what_it_does_not_go_with(family, options, says):
@@ -61,7 +60,7 @@ def test_what_it_does_not_go_with(family, options, says):
 
 def test_weights_that_the_draft_directory_asks_for():
     """`quantization` auto takes what the head was trained for, which is known after the draft is loaded."""
-    with pytest.raises(ParallelError, match="2, which does not go with int8 weights"):
+    with pytest.raises(ParallelError, match="2 and the target has int8 weights"):
         Told().place(torch.device("cpu"), quantization="int8")
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from toolkit.infer.request.chat_prompt import ChatMessageError, read_message
-from toolkit.infer.server.openai_protocol import Message
+from toolkit.infer.server.openai_protocol import ChatMessage
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,6 @@ def test_both_readers_agree(message, wanted):
         with pytest.raises(ChatMessageError):
             read_message(message)
         with pytest.raises(ValidationError):
-            Message.model_validate(message)
+            ChatMessage.model_validate(message)
     else:
-        assert read_message(message) == Message.model_validate(message).for_template() == wanted
+        assert read_message(message) == ChatMessage.model_validate(message).for_template() == wanted

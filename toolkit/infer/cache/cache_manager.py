@@ -54,21 +54,22 @@ class MemorySettings:
                 "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
             )
 
-    def pool(self, shape: KVShape, max_batch: int, max_context: int) -> PagePool:
+    def pool(self, shape: KVShape, max_running_requests: int, context_length: int) -> PagePool:
         """Return a page pool for cache entries of `shape`."""
         scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
-        longest = max_context + max(ROOM, self.chunked_prefill_size)
-        return PagePool(max_batch, longest, self._pages(shape, max_batch, max_context), contiguous=not scattered)
+        longest = context_length + max(ROOM, self.chunked_prefill_size)
+        pages = self._pages(shape, max_running_requests, context_length)
+        return PagePool(max_running_requests, longest, pages, contiguous=not scattered)
 
-    def _pages(self, shape: KVShape, max_batch: int, max_context: int) -> int:
+    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int) -> int:
         if self.max_total_tokens is not None:
             return self.max_total_tokens // PAGE_SIZE
         if shape.device.type == "cuda":
             share = torch.cuda.mem_get_info(shape.device)[0] * (self.mem_fraction_static or GPU_SHARE)
         else:
             share = usable_memory() * (self.mem_fraction_static or CPU_SHARE)
-        one = max_context + ROOM
-        return max(min(max_batch * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
+        one = context_length + ROOM
+        return max(min(max_running_requests * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
 
 
 DEFAULT_MEMORY = MemorySettings()
@@ -82,21 +83,20 @@ class KVMemory:
     Raises EngineError if one request could need more than the pool holds: it could never end.
     """
 
-    def __init__(self, pool: PagePool, max_context: int, lookahead: int, slack: int, *, reuse: bool) -> None:
+    def __init__(self, pool: PagePool, context_length: int, lookahead: int, slack: int, *, reuse: bool) -> None:
         self.pool, self.slack = pool, slack
         self.releases = 0  # number of row releases so far
-        self._max_context, self._lookahead = max_context, lookahead
+        self._context_length, self._lookahead = context_length, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
         self.check_slack(slack)
 
     def check_slack(self, slack: int) -> None:
         """Raise EngineError if a request with a full context leaves no room for `slack` drafted nodes."""
         held = self.pool.capacity * self.pool.page_size
-        if slack > ROOM or held < self._max_context + slack:
+        if slack > ROOM or held < self._context_length + slack:
             raise EngineError(
-                f"one request may need {self._max_context} tokens of context and {slack} for drafted nodes ({ROOM} at "
-                f"most); the cache holds {held}: draft less, raise `max_total_tokens`, or lower "
-                "`context_length`"
+                f"one request may need {self._context_length} tokens of context and {slack} for drafted nodes ({ROOM} "
+                f"at most); the cache holds {held}: draft less, raise `max_total_tokens`, or lower `context_length`"
             )
 
     def admit(self, row: int, tokens: Sequence[int], reserve: int, drafted: bool = True) -> int | None:

@@ -202,7 +202,7 @@ class PagePool:
         counted: dict[int, int] = {}
         for page in [page for table in self.tables for page in table] + list(cached):
             counted[page] = counted.get(page, 0) + 1
-        assert counted == self._holders, "a page leaked, or was let go while held"
+        assert counted == self._holders, "the holder counts are wrong"
         assert self.held <= self.capacity, "more pages are held than there are"
         spare_total = self.page_count - (self.rows * self.pages_per_row if self.contiguous else 1)
         spare_held = sum(page >= self.page_count - spare_total for page in self._holders)
@@ -211,4 +211,4 @@ class PagePool:
         if self.contiguous:
             for row, table in enumerate(self.tables):
                 start = row * self.pages_per_row
-                assert table == list(range(start, start + len(table))), f"row {row} left its home"
+                assert table == list(range(start, start + len(table))), f"row {row} is not contiguous"

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, Ranks
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
@@ -271,7 +271,7 @@ class AdaptiveDrafter(Drafter):
         self._round = None
         return self.inner.skip(requests, rows)
 
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         self._round = None
         return self.inner.probe(requests, rows, width)
 

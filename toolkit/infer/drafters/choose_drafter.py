@@ -45,15 +45,15 @@ def choose_verifier(name: str, draft: Draft | None, shape: DraftShape | None) ->
     """
     verifier = VERIFIERS.get(name)
     if verifier is None:
-        raise EngineError(f'verify="{name}": no such verifier; there are {", ".join(VERIFIERS)}')
+        raise EngineError(f'verify is "{name}"; one of {", ".join(VERIFIERS)} is needed')
     if not verifier.draws_drafts:
         return verifier
     not_drawn = draft is None or isinstance(draft, NgramLookup)
     if verifier is AUTO and (not_drawn or (shape is not None and not shape.is_chain)):
         return TARGET
     if not_drawn:
-        came = "no draft head" if draft is None else "n-gram lookup, whose drafts are not drawn from a distribution"
-        raise EngineError(f'verify="{name}" came with {came}; give a draft head, or take verify="target"')
+        given = "no draft head is given" if draft is None else "n-gram lookup is given"
+        raise EngineError(f'verify="{name}" needs a draft head, but {given}; give a draft head, or set verify="target"')
     if shape is not None:
         verifier.check_shape(shape)
     return verifier

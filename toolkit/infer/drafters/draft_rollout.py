@@ -35,7 +35,7 @@ from torch import Tensor
 
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Ranks
+from toolkit.infer.drafters.drafter import DraftRanks
 from toolkit.infer.drafters.drafting_head import HeadReader
 
 
@@ -128,7 +128,7 @@ def _rows_of(states: Tensor, numbers: Tensor) -> Tensor:
 PROBED = 32  # most positions probed in all rows (at least one a row): the output matrix may be large
 
 
-def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> Ranks:
+def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, width: int) -> DraftRanks:
     """Returns the rank of each right token among the `width` most probable drafts; `width` if it is absent.
 
     nodes: the unread positions, just read by stage 0; counts[b] of row b. to_target [D]: target ids of the draft
@@ -136,7 +136,7 @@ def shadow_ranks(nodes: DraftRollout, counts: Sequence[int], to_target: Tensor, 
     """
     each = max(1, PROBED // len(counts))
     places = [(row, at) for row, held in enumerate(counts) for at in range(max(0, held - 1 - each), held - 1)]
-    ranks: Ranks = [[] for _ in counts]
+    ranks: DraftRanks = [[] for _ in counts]
     if not places:
         return ranks
     rows, at = torch.tensor(places, device=to_target.device).T

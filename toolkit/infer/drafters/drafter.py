@@ -17,7 +17,9 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 
-Ranks = list[list[int]]  # by row and position: rank of the right token among the drafts; their number if it is absent
+DraftRanks = list[
+    list[int]
+]  # by row and position: rank of the right token among the drafts; their number if it is absent
 
 
 class Drafter(ABC):
@@ -62,7 +64,7 @@ class Drafter(ABC):
         return root_only(rows.roots)
 
     @abstractmethod
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         """Returns roots only, as skip, and the ranks of known tokens among `width` drafts at recent positions.
 
         The next tokens of these positions are committed already, so nothing is verified. A row without such positions
@@ -104,11 +106,11 @@ class NoDrafter(Drafter):
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         return root_only(rows.roots)
 
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         return root_only(rows.roots), [[] for _ in requests]
 
     def move_row(self, destination: int, source: int) -> None:
         pass
 
     def set_shape(self, shape: DraftShape) -> None:
-        raise EngineError(f"draft shape {shape.name} was asked for, but the engine has no draft head; give it one")
+        raise EngineError(f"draft shape {shape.name} is given, but the engine has no draft head; give it one")

@@ -30,7 +30,7 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.beams import draft_beams, rerank
 from toolkit.infer.drafters.draft_rollout import DraftRollout, shadow_ranks
 from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws, draft_sampling_for
-from toolkit.infer.drafters.drafter import Drafter, Ranks, unread_tokens
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, chain_tree, root_only
@@ -233,7 +233,7 @@ class HeadDrafter(Drafter):
             self._starts, self._carry = starts if any(drafts) else None, None
         return root_only(rows.roots)
 
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         """Reads the unread positions. Drafts at each of them whose next token is unread too, and so known."""
         if not any(map(self._drafts, requests)):
             self._starts = None

@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, Ranks
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks
 from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only, without_padding
 from toolkit.infer.request.errors import EngineError
@@ -47,7 +47,7 @@ class NgramLookup:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
-            raise EngineError(f"n-grams of {self.min_n} to {self.max_n} tokens were asked for; 1 <= min_n <= max_n is")
+            raise EngineError(f"min_n is {self.min_n} and max_n is {self.max_n}; 1 <= min_n <= max_n is needed")
 
 
 class History:
@@ -132,7 +132,7 @@ class NgramDrafter(Drafter):
     def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
         self._histories[first_row:] = [History(self._lookup) for _ in requests]
 
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         """Looks up every token since the last probe or draft, with the text before it."""
         histories = self._histories[: len(requests)]
         ranks = [self._ranks(*one, width, len(requests)) for one in zip(histories, requests, strict=True)]

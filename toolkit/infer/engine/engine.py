@@ -84,9 +84,11 @@ class Engine:
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
         if max_running_requests < 1:
-            raise EngineError(f"max_running_requests is {max_running_requests}; at least 1 request must be able to run")
+            raise EngineError(f"max_running_requests is {max_running_requests}; at least 1 is needed")
         if context_length is not None and context_length < 2:
-            raise EngineError(f"context_length is {context_length}; a prompt's token and one of the answer need 2")
+            raise EngineError(
+                f"context_length is {context_length}; at least 2 is needed: a prompt token and an answer token"
+            )
         self.target = target
         use_device(target.device)
         install_native_ops(target.device)
@@ -168,7 +170,7 @@ class Engine:
     @property
     def max_running_requests(self) -> int:
         """The largest batch."""
-        return self.scheduler.max_batch
+        return self.scheduler.max_running_requests
 
     @property
     def _running(self) -> list[Request]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, Ranks
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import EngineError
@@ -87,7 +87,7 @@ class FeatureRecorder(Drafter):
         for row, (request, accepted) in enumerate(zip(requests, result.accepted, strict=True)):
             recorded = self._recorded.get(request)
             if recorded is not None:
-                assert recorded.positions == request.length - 1, "a forward of the target passed unseen"
+                assert recorded.positions == request.length - 1, "a forward of the target was not recorded"
                 recorded.append(
                     states[row, : accepted + 1].clone()
                 )  # a view would keep rejected nodes and other rows in memory
@@ -110,7 +110,7 @@ class FeatureRecorder(Drafter):
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         return self.inner.skip(requests, rows)
 
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, Ranks]:
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
         return self.inner.probe(requests, rows, width)
 
     def move_row(self, destination: int, source: int) -> None:
@@ -137,9 +137,9 @@ def record_features(engine: Engine, layer_ids: Sequence[int]) -> FeatureRecorder
     """
     if engine.has_graphs:
         raise EngineError(
-            "features were to be recorded of an engine whose rounds run as CUDA graphs, which leave their hidden "
-            "states to nobody; open it without cuda_graph_max_bs (Engine: graphs=None)"
+            "features cannot be recorded while rounds run as CUDA graphs, because a replay does not call the module "
+            "hooks; open the engine without cuda_graph_max_bs (Engine: graphs=None)"
         )
-    assert not engine.has_work(), "texts that are half read would have no states of their beginnings"
+    assert not engine.has_work(), "the engine has requests whose first states were not recorded"
     engine.drafter = recorder = FeatureRecorder(engine.drafter, engine.target, layer_ids)
     return recorder

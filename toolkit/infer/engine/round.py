@@ -40,7 +40,7 @@ class RoundContext:
     forward: TargetForward
     cache: KVCache
     head: HeadDrafter | None
-    max_context: int
+    context_length: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def round_numbers(
 def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
     """The target's hidden states at every node, [B, N, H]."""
     # Nodes past the context are never committed. The clamp keeps learned position tables in range.
-    positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.max_context - 1)
+    positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
     metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
     return context.forward(tree.tokens, positions, metadata)
 

@@ -25,10 +25,10 @@ class Scheduler:
     chunk: limit of padded prompt tokens in one forward. even: group prompts of similar length only, because padding
     costs as much as tokens (CPU); False: group as many prompts as fit."""
 
-    def __init__(self, max_batch: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
+    def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
         if chunk < 1:
-            raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 token must be read at a time")
-        self.max_batch, self.chunk, self.memory, self._even = max_batch, chunk, memory, even
+            raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 is needed")
+        self.max_running_requests, self.chunk, self.memory, self._even = max_running_requests, chunk, memory, even
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
@@ -43,7 +43,7 @@ class Scheduler:
         Together they have at most `budget` padded tokens. A single longer prompt becomes `reading` instead.
         With a long queue, prefill waits until an eighth of the rows is free, so that one forward reads many prompts.
         """
-        free = self.max_batch - len(self.running)
+        free = self.max_running_requests - len(self.running)
         if self.reading is not None or free < self._gathered():
             return []
         group: list[Request] = []
@@ -64,13 +64,13 @@ class Scheduler:
 
     def _gathered(self) -> int:
         """Number of rows that must be free before prompts are read."""
-        return min(len(self.waiting), max(1, self.max_batch // 8))
+        return min(len(self.waiting), max(1, self.max_running_requests // 8))
 
     def prompts_due(self) -> bool:
         """Whether a prompt may be ready for prefill."""
         if self.reading is not None:
             return True
-        if not self.waiting or self.max_batch - len(self.running) < self._gathered():
+        if not self.waiting or self.max_running_requests - len(self.running) < self._gathered():
             return False
         return (self.waiting[0], self.memory.releases) != self._refused
 
@@ -153,7 +153,7 @@ class Scheduler:
         else:
             row = max(range(before), key=lambda number: self.running[number].arrival)
             victim = self.running[row]
-            assert before > 1, "one request alone has no room: the engine let in more than its memory holds"
+            assert before > 1, "a single request does not fit into the cache"
         victim.n_read, victim.ready = 0, False
         victim.preemptions += 1
         self.memory.release(row)
@@ -180,7 +180,7 @@ class Scheduler:
         in_flight: a round is running, so ended requests may still hold their rows."""
         running, waiting = self.running, list(self.waiting)
         held = running if self.reading is None else [*running, self.reading]
-        assert len(running) <= self.max_batch, f"{len(running)} requests run in {self.max_batch} rows"
+        assert len(running) <= self.max_running_requests, f"{len(running)} requests are running"
         assert len(set(held) | set(waiting)) == len(held) + len(waiting), "a request is in two places"
         settled = waiting if in_flight else held + waiting
         assert not any(request.finished for request in settled), "an ended request still holds a place"

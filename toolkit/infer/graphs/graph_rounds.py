@@ -53,14 +53,16 @@ class GraphRounds:
         shape = self.cache.shape
         self.settings.check(shape.device)
         if self.cache.pool.contiguous:
-            raise EngineError("cuda graphs came with a contiguous cache; they need scattered pages (scattered_pages)")
-        max_batch = self.cache.pool.rows
-        buckets = buckets_up_to(min(self.settings.max_rows, max_batch))
+            raise EngineError(
+                "the cache is contiguous, but CUDA graphs need scattered pages; set scattered_pages to True"
+            )
+        rows = self.cache.pool.rows
+        buckets = buckets_up_to(min(self.settings.max_rows, rows))
         self._most_rows = buckets[-1]
         self._head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         self._never = self._why_never(ops_for(shape.device.type).paged_width)
         self._recordings = Recordings(
-            self.run_round, self.state, self._head, buckets, max_batch, self.settings.capture, self._compile()
+            self.run_round, self.state, self._head, buckets, rows, self.settings.capture, self._compile()
         )
         if self.settings.at_start:
             self._record_all()
@@ -117,7 +119,7 @@ class GraphRounds:
         if self.settings.compiled is None:
             return None
         if self._never is not None:
-            raise CompileError(f"torch_compile: no round is recorded, since {self._never}; leave --torch-compile out")
+            raise CompileError(f"torch_compile: no round is recorded, because {self._never}; leave --torch-compile out")
         reader = None if self._head is None else self._head.reader
         return CompiledLayers(self.settings.compiled, self.forward, reader)
 
@@ -125,13 +127,13 @@ class GraphRounds:
 
     def _why_never(self, paged_width: int) -> str | None:
         if not isinstance(self.drafter, (NoDrafter, HeadDrafter)):
-            return f"{type(self.drafter).__name__} decides on the host what is drafted"
+            return f"{type(self.drafter).__name__} chooses its drafts on the host"
         if self.forward.waits_for_positions:
-            return "the target's rope is dynamic, for which the host reads the positions"
+            return "the target's rope is dynamic, so the host reads the positions"
         shapes = [one.shape for one in (self.cache, *(self._head.reader.caches if self._head is not None else ()))]
         widest = max(max(shape.head_dim, shape.value_dim or 0) for shape in shapes)
         if shapes[0].device.type == "cuda" and widest > paged_width:
-            return f"heads of {widest} are wider than the {paged_width} that attention reads from pages"
+            return f"heads are {widest} wide, and paged attention supports at most {paged_width}"
         return None
 
     def kind_of(self, requests: Sequence[Request]) -> Kind | None:
@@ -161,9 +163,9 @@ class GraphRounds:
         if any(map(self.verifier.draws_for, requests)):
             return f'drafts are drawn (verify="{self.verifier.name}")'
         if any(head.shape_of(one) != head.shape for one in requests):
-            return "a request is not drafted for in the engine's own shape"
+            return "a request has another draft shape than the engine, or no drafts"
         if max(head.unread[: len(requests)]) > head.shape.num_steps + 1:
-            return "the head has more to read than one round leaves"
+            return "the head has more unread positions than one round leaves"
         return None
 
 

@@ -57,7 +57,7 @@ class Launches:
 
     def launch(self) -> bool:
         """Launch a round of all rows, with none in flight. Returns False if it has to run eagerly."""
-        assert self._in_flight is None, "a round whose results nobody has read would be lost"
+        assert self._in_flight is None, "the round in flight has not landed yet"
         self._in_flight = None if self.graphs is None else self.graphs.launch(self._scheduler.running)
         return self.in_flight
 

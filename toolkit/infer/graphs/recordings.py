@@ -82,8 +82,8 @@ def _told(error: BaseException) -> str:
     # If ending the capture fails too, the original error is its __context__.
     why = error if error.__context__ is None else f"{error.__context__}; {error}"
     return (
-        f"a round could not be recorded as a CUDA graph ({why}); leave --cuda-graph-max-bs out, or leave it memory "
-        "with a smaller --mem-fraction"
+        f"a round could not be recorded as a CUDA graph ({why}); leave --cuda-graph-max-bs out, or free memory "
+        "for it with a smaller --mem-fraction-static"
     )
 
 
@@ -130,16 +130,16 @@ class GraphSettings:
     def check(self, device: torch.device) -> None:
         """Raise EngineError for settings that this device does not support."""
         if self.max_rows < 1:
-            raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; a graph has at least 1 row")
+            raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; at least 1 is needed")
         if self.capture is None and device.type != "cuda":
             raise EngineError(
-                f"cuda_graph_max_bs came with {device} as device; graphs need a GPU: leave --cuda-graph-max-bs out, or "
-                "use --device cuda"
+                f"cuda_graph_max_bs is given and the device is {device}; CUDA graphs need a GPU: leave "
+                "--cuda-graph-max-bs out, or use --device cuda"
             )
         if self.compiled is not None and self.compiled.max_rows > self.max_rows:
             raise EngineError(
-                f"torch_compile_max_bs is {self.compiled.max_rows} and cuda_graph_max_bs {self.max_rows}; layers are "
-                f"compiled for rounds that are recorded: lower the first to {self.max_rows}, or raise the second"
+                f"torch_compile_max_bs is {self.compiled.max_rows} and cuda_graph_max_bs is {self.max_rows}; only "
+                f"recorded rounds are compiled: lower the first to {self.max_rows}, or raise the second"
             )
 
 

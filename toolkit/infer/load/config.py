@@ -57,14 +57,14 @@ class EngineConfig:
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
     shape: str | None = option(
         None,
-        "what is drafted in a step: levels, branches, nodes verified with the root; 4,1,5 is a chain of 4, 5,4,16 a "
+        "draft shape of a step: levels, branches, verified nodes including the root; 4,1,5 is a chain of 4, 5,4,16 a "
         "tree (default: the best one measured with the head, else 4,1,5)",
         metavar="S,K,N",
     )
     adaptive: bool | None = option(
         None,
-        "draft the shape, less or nothing, whichever is fastest at the moment (default: yes, unless `shape` or "
-        "`cuda_graph_max_bs` is given: then exactly the shape is drafted)",
+        "in every step draft the shape, a smaller one or nothing, whichever is fastest (default: yes, unless `shape` "
+        "or `cuda_graph_max_bs` is given: then every step drafts the shape)",
     )
     token_map: str | Path | None = option(
         None,
@@ -155,8 +155,8 @@ class EngineConfig:
         """A copy with other options. Raises ConfigError for an unknown name."""
         for name in sorted(options.keys() - value_types().keys()):
             near = RENAMED.get(name) or next(iter(difflib.get_close_matches(name, value_types(), n=1)), None)
-            hint = f"did you mean `{near}`?" if near else f"there are {', '.join(value_types())}"
-            raise ConfigError(f"`{name}` is no option of an engine; {hint}")
+            hint = f"did you mean `{near}`?" if near else f"the options are {', '.join(value_types())}"
+            raise ConfigError(f"`{name}` is not an option of the engine; {hint}")
         return dataclasses.replace(self, **options)
 
     def check(self, device_type: str) -> None:
@@ -181,17 +181,17 @@ class EngineConfig:
             raise ConfigError("neither `draft` nor `target` is given; give a draft directory (`draft`) or a target")
         if self.target is None and self.revision is not None:
             raise ConfigError(
-                f"`revision` {self.revision!r} is given without `target`; the draft directory states both"
+                f"`revision` is {self.revision!r}, but `target` is not given; give both, or neither to use those that "
+                "the draft directory states"
             )
         if self.target is None and str(self.draft) == NGRAM:
-            raise ConfigError("`draft` is ngram, which belongs to no target; name one with `target`")
+            raise ConfigError("`draft` is ngram, which does not name a target; give one with `target`")
         if self.drafts:
             return
         for name in ("shape", "adaptive", "token_map"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"`{name}` is given ({getattr(self, name)}) without a draft head to use it; give `draft`, or leave "
-                    f"`{name}` out"
+                    f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
                 )
 
     def _check_draft_quantization(self, device_type: str) -> None:
@@ -201,7 +201,7 @@ class EngineConfig:
             raise ConfigError("`draft_quantization` is int8, but there is no draft head; give `draft`, or leave it out")
         if device_type != "cpu":
             raise ConfigError(
-                f"`draft_quantization` is int8 and the device {device_type}; int8 heads are for the CPU: leave it out, "
+                f"`draft_quantization` is int8 and the device is {device_type}; int8 heads need a CPU: leave it out, "
                 "or set `device` to cpu"
             )
 
@@ -213,21 +213,21 @@ class EngineConfig:
             )
         if rows is not None and device_type == "cpu":
             raise ConfigError(
-                f"`torch_compile_max_bs` is {rows} and the device cpu, where the compiled layers serve any number of "
-                "requests; leave the bound out"
+                f"`torch_compile_max_bs` is {rows} and the device is cpu; there the compiled layers run any number of "
+                "requests: leave the bound out"
             )
         if self.torch_compile and device_type != "cpu" and self.cuda_graph_max_bs is None:
             raise ConfigError(
-                f"`torch_compile` is set and the device is {device_type}, where the layers of recorded rounds are "
-                "compiled; set `cuda_graph_max_bs`, leave `torch_compile` out, or set `device` to cpu"
+                f"`torch_compile` is set and the device is {device_type}; only recorded rounds are compiled there: set "
+                "`cuda_graph_max_bs`, leave `torch_compile` out, or set `device` to cpu"
             )
 
     def _check_graphs(self, device_type: str) -> None:
         if self.cuda_graph_max_bs is None:
             if self.disable_overlap_schedule:
                 raise ConfigError(
-                    "`disable_overlap_schedule` is set, but `cuda_graph_max_bs` is not; only rounds that run as graphs "
-                    "overlap: leave it out"
+                    "`disable_overlap_schedule` is set, but `cuda_graph_max_bs` is not; only CUDA graphs overlap: "
+                    "leave it out"
                 )
         elif self.adaptive:
             raise ConfigError(
@@ -235,7 +235,7 @@ class EngineConfig:
             )
         elif device_type != "cuda":
             raise ConfigError(
-                f"`cuda_graph_max_bs` is {self.cuda_graph_max_bs} and the device {device_type}; graphs need a GPU: "
+                f"`cuda_graph_max_bs` is {self.cuda_graph_max_bs} and the device is {device_type}; graphs need a GPU: "
                 "leave it out, or set `device` to cuda"
             )
 
@@ -249,8 +249,8 @@ class EngineConfig:
         ):
             if size > 1 and is_set:
                 raise ConfigError(
-                    f"`tensor_parallel_size` is {size}, which does not go with `{name}` ({getattr(self, name)}): "
-                    f"{instead}, or use one process"
+                    f"`tensor_parallel_size` is {size} and `{name}` is {getattr(self, name)}; they cannot be combined: "
+                    f"for `{name}`, {instead}, or use one process"
                 )
 
 

@@ -1,8 +1,11 @@
-"""Builds an engine from an EngineConfig: check it, load draft and target, fit the draft, build the engine."""
+"""Builds an engine from an EngineConfig (check it, load draft and target, fit the draft), and closes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +27,7 @@ from toolkit.infer.load.load_draft import (
     target_source,
 )
 from toolkit.infer.parallel.driver import Driver
-from toolkit.infer.parallel.rank_engine import engine_of
+from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import DraftShape
@@ -191,3 +194,31 @@ def graph_settings(config: EngineConfig, device: torch.device) -> GraphSettings 
     settings = GraphSettings(config.cuda_graph_max_bs, compiled=compiled, overlap=overlap)
     settings.check(device)
     return settings
+
+
+@contextlib.contextmanager
+def closing(loaded: LoadedEngine) -> Iterator[None]:
+    """Close the engine at the end. Raises ParallelError with the name of a lost rank."""
+    try:
+        yield
+    except RankLostError as error:
+        raise ParallelError(str(error)) from error
+    finally:
+        loaded.engine.close()
+
+
+@contextlib.contextmanager
+def interrupted_by_loss(loaded: LoadedEngine) -> Iterator[None]:
+    """Interrupt a server after the loss of a rank, as Ctrl-C does. Close the engine at the end.
+
+    Raises ParallelError with the name of the lost rank.
+    """
+    driver = loaded.engine.driver if isinstance(loaded.engine, DriverEngine) else None
+    try:
+        if driver is not None:
+            driver.when_lost(lambda: os.kill(os.getpid(), signal.SIGINT))
+        yield
+    finally:
+        loaded.engine.close()
+    if driver is not None and driver.lost is not None:
+        raise ParallelError(driver.lost)

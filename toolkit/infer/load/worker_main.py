@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 
 from toolkit.infer.load.load_engine import load_rank
-from toolkit.infer.parallel.worker import Worker, run_worker
+from toolkit.infer.parallel.rank_engine import Worker, run_worker
 from toolkit.log import get_logger
 
 logger = get_logger(__name__)

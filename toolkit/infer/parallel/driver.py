@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit
-from toolkit.infer.parallel.messages import Decided, Load, Message, Stop, send
-from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
+from toolkit.infer.parallel.ranks import Decided, Load, Message, ParallelError, RankLostError, Ranks, Stop, send
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
 
@@ -44,7 +43,7 @@ class Driver(Ranks):
     def __init__(self, size: int, config: Any) -> None:
         """config: the EngineConfig that the workers load."""
         if size < 2:
-            raise ParallelError(f"a driver of {size} ranks was asked for; 2 or more are needed")
+            raise ParallelError(f"the number of ranks is {size}; a driver needs 2 or more")
         if dist.is_initialized():
             raise ParallelError(
                 "this process is in a torch.distributed group already (torchrun, or another LLM that is still open); "

@@ -7,18 +7,19 @@ the cache. Rank 0, the driver, is the user's process. It starts the workers and 
                                |  messages, one pipe per worker                                     |
     worker r                   +-----> RankEngine   add, abort, step  ------------------------------+
 
-The driver decides what could differ between ranks (`agree`: choices that depend on the clock), or the ranks use the
-minimum (`least`: free memory). Random numbers depend on a request's seed only. Sums over ranks have the same bits on
-all ranks.
+The order of the messages is the order of the driver's own calls. The driver decides what could differ between ranks
+(`agree`: choices that depend on the clock), or the ranks use the minimum (`least`: free memory). Random numbers depend
+on a request's seed only. Sums over ranks have the same bits on all ranks.
 """
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from toolkit.infer.cache.cache_manager import CPU_SHARE, MemorySettings
 from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 
 T = TypeVar("T")
 # Timeout of one collective. It is long because ranks load their weights in turn. It does not detect lost ranks: the
@@ -57,8 +61,8 @@ class Ranks(ABC):
         Raises ParallelError for quantised weights, a device with an index (cuda:N), or fewer GPUs than ranks."""
         if quantization is not None:
             raise ParallelError(
-                f"`tensor_parallel_size` is {self.size}, which does not go with {quantization} weights; set "
-                "`quantization` to none, or use one process"
+                f"`tensor_parallel_size` is {self.size} and the target has {quantization} weights; they cannot be "
+                "combined: set `quantization` to none, or use one process"
             )
         if device.type == "cuda":
             found = torch.cuda.device_count()
@@ -114,5 +118,80 @@ class _EqualMemory(MemorySettings):
 
     least: Callable[[int], int] = int
 
-    def _pages(self, shape: KVShape, max_batch: int, max_context: int) -> int:
-        return self.least(super()._pages(shape, max_batch, max_context))
+    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int) -> int:
+        return self.least(super()._pages(shape, max_running_requests, context_length))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Join the group with its store at `port` as `rank`, and load the engine. config: an EngineConfig."""
+
+    rank: int
+    size: int
+    port: int
+    config: Any
+
+
+@dataclass(frozen=True)
+class Add:
+    """A new request. arrival: its number in the engine of each rank."""
+
+    arrival: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    speculative: bool
+    shape: DraftShape | None
+    states_seed: bool  # the caller set a seed; `params` here always has one
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the request of that arrival."""
+
+    arrival: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Run one round. written: the driver's result of `written` before it."""
+
+    written: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """Draft with another shape from the next step on."""
+
+    shape: DraftShape
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision of the driver within a round."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Close the engine and end the process."""
+
+
+Message = Load | Add | Abort | Step | Reshape | Decided | Stop
+
+
+def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
+    """Per row: arrival of its request, number of output tokens, last token. Equal on all ranks before every round."""
+    return tuple((request.arrival, len(request.output_ids), request.output_ids[-1]) for request in running)
+
+
+def send(message: Message, pipe: IO[bytes]) -> None:
+    """Write a message to a pipe. Raises OSError if the pipe has no reader."""
+    pipe.write(pickle.dumps(message))
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Message:
+    """Read the driver's next message. Raises EOFError if the driver has ended, UnpicklingError if within a message."""
+    message: Message = pickle.load(pipe)
+    return message

@@ -58,7 +58,7 @@ class DraftShape:
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
             raise DraftShapeError(
-                f'draft shape "{text}": needed are three numbers num_steps,top_k,num_draft_tokens, e.g. 4,1,5'
+                f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5'
             )
         return cls(*(int(part) for part in parts))
 
@@ -75,14 +75,14 @@ class DraftShape:
         `limit`, the engine's shape (None: the engine has no drafter)."""
         if not speculative:
             raise DraftShapeError(
-                f"a request came with draft shape {self.as_text()} and speculative false, which drafts nothing; leave "
+                f"a request has draft shape {self.as_text()} and speculative is false, so nothing is drafted; leave "
                 "one of them out"
             )
         if limit is None or not self.fits_in(limit):
-            most = "nothing: it has no drafter" if limit is None else f"{limit.name} ({limit.as_text()})"
+            most = "has no drafter" if limit is None else f"drafts {limit.name} ({limit.as_text()})"
             raise DraftShapeError(
-                f"a request came with draft shape {self.as_text()}; the engine drafts {most}: ask for no more levels, "
-                "branches or nodes than that"
+                f"a request has draft shape {self.as_text()}; the engine {most}: give no more levels, branches or "
+                "nodes than that"
             )
 
     def within(self, limit: DraftShape) -> DraftShape:

@@ -133,7 +133,7 @@ class Request:
         return self.text.hit
 
 
-def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> list[int]:
+def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
     """Return the prompt as a list of ints. Raises EngineError for bad ids or no ids, PromptTooLongError."""
     prompt = [int(token) for token in prompt_ids]
     if not prompt:
@@ -143,10 +143,10 @@ def checked_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int)
             f"the prompt has ids from {min(prompt)} to {max(prompt)}; the target's vocabulary is 0..{vocab_size - 1}: "
             "tokenise with the target's own tokenizer"
         )
-    if len(prompt) >= max_context:
+    if len(prompt) >= context_length:
         raise PromptTooLongError(
-            f"the prompt has {len(prompt)} tokens; the context holds {max_context}, the answer included: "
-            f"shorten the prompt to at most {max_context - 1} tokens"
+            f"the prompt has {len(prompt)} tokens; the context holds {context_length}, the answer included: "
+            f"shorten the prompt to at most {context_length - 1} tokens"
         )
     return prompt
 
@@ -157,5 +157,5 @@ def one_for_each(given: Any, kind: Any, count: int, what: str) -> list[Any]:
     Raises EngineError if the number of items differs from `count`."""
     items = [given] * count if isinstance(given, kind) else list(given)
     if len(items) != count:
-        raise EngineError(f"{count} prompts came with {len(items)} {what}; give one, or one for each")
+        raise EngineError(f"there are {count} prompts and {len(items)} {what}; give one, or one for each")
     return items

@@ -33,13 +33,13 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, max_context: int, param: str) -> ApiError:
+def context_length_exceeded(prompt_tokens: int, max_tokens: int | None, context_length: int, param: str) -> ApiError:
     """The 400 for a prompt and answer that exceed the context. Sizes in tokens."""
     if max_tokens is None:
         asked = f"the prompt has {prompt_tokens} tokens and needs at least one more for the answer"
     else:
         asked = f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}"
-    message = f"this model's context is {max_context} tokens, but {asked}; shorten the prompt or lower max_tokens"
+    message = f"this model's context is {context_length} tokens, but {asked}; shorten the prompt or lower max_tokens"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 

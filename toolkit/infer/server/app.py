@@ -76,7 +76,7 @@ def _model_card(server: Completions) -> dict[str, Any]:
         "object": "model",
         "created": server.created,
         "owned_by": "toolkit",
-        "max_model_len": served.max_context,
+        "max_model_len": served.context_length,
     }
 
 

@@ -32,12 +32,12 @@ CLIENT_CLOSED = 499  # the client closed the connection; the code is nginx's
 
 @dataclass(frozen=True)
 class Served:
-    """The engine and the model of one server. shape_name: None for plain decoding. max_context: in tokens."""
+    """The engine and the model of one server. shape_name: None for plain decoding. context_length: in tokens."""
 
     model_name: str
     tokenizer: Any
     engine: Any
-    max_context: int
+    context_length: int
     fingerprint: str
     shape_name: str | None
     defaults: DefaultSampling
@@ -111,9 +111,9 @@ class Completions:
 
     async def _submit(self, body: GenerationFields, ids: Sequence[int], param: str) -> list[_Writing]:
         """Submit the request's n answers to the engine. On an ApiError or EngineFailure abort all of them."""
-        room, limit = self.served.max_context - len(ids), body.token_limit
+        room, limit = self.served.context_length - len(ids), body.token_limit
         if room < (limit or 1):
-            raise context_length_exceeded(len(ids), limit, self.served.max_context, param)
+            raise context_length_exceeded(len(ids), limit, self.served.context_length, param)
         params = request_params(body, self.served.defaults, room)
         context = () if isinstance(body, ChatRequest) else ids
         writing: list[_Writing] = []

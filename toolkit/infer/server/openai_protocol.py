@@ -95,7 +95,7 @@ class TextPart(_Strict):
     text: Text
 
 
-class Message(_Strict):
+class ChatMessage(_Strict):
     """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -201,7 +201,7 @@ class GenerationFields(_Strict):
 class ChatRequest(GenerationFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)

@@ -179,8 +179,8 @@ class Verifier:
         """Raises `DraftShapeError` if `shape` is a tree and the rule needs a chain."""
         if self.draws_drafts and not shape.is_chain:
             raise DraftShapeError(
-                f'verify="{self.name}" came with draft shape {shape.name} ({shape.as_text()}); it needs a chain: draft '
-                f'with {DraftShape.chain(shape.num_steps).as_text()}, or take verify="target", which verifies trees too'
+                f'verify="{self.name}" needs a chain, but the draft shape is {shape.name} ({shape.as_text()}); use '
+                f'{DraftShape.chain(shape.num_steps).as_text()}, or set verify="target", which verifies trees too'
             )
 
 

@@ -1,4 +1,4 @@
-"""A conversation with one engine in one thread. Answers are shown piece by piece."""
+"""A chat session: a conversation with one engine in one thread. Answers are shown piece by piece."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
-from toolkit.infer.request.chat_prompt import ChatPromptError, NoChatTemplateError, chat_ids, require_chat_template
+from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
 
-class ConversationError(ValueError):
+class ChatSessionError(ValueError):
     """A turn cannot be answered. The conversation does not change."""
 
 
@@ -30,7 +30,7 @@ class Exchange:
     stats: AcceptanceStats
 
 
-class Conversation:
+class ChatSession:
     """Keeps the messages and steps the engine. No other code may step the engine during `ask`."""
 
     def __init__(
@@ -38,27 +38,24 @@ class Conversation:
         engine: Any,
         tokenizer: Any,
         *,
-        max_context: int,
+        context_length: int,
         system: str | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         max_tokens: int = 512,
         seed: int | None = None,
     ) -> None:
-        try:
-            require_chat_template(tokenizer)
-        except NoChatTemplateError as error:
-            raise ConversationError(str(error)) from error
         self._engine = engine
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
-        self._max_context = max_context
+        self._context_length = context_length
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self._start)
         try:
+            require_chat_template(tokenizer)
             self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
         except ValueError as error:
-            raise ConversationError(str(error)) from error
+            raise ChatSessionError(str(error)) from error
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -67,7 +64,7 @@ class Conversation:
     def ask(self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]) -> Exchange:
         """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
 
-        The conversation keeps the shown part of a stopped answer. Raises ConversationError.
+        The conversation keeps the shown part of a stopped answer. Raises ChatSessionError.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         began = time.perf_counter()
@@ -98,10 +95,10 @@ class Conversation:
         try:
             ids = chat_ids(self._tokenizer, messages)
         except ChatPromptError as error:
-            raise ConversationError(str(error)) from error
-        if len(ids) >= self._max_context:
-            raise ConversationError(
-                f"the conversation has {len(ids)} tokens and the model's context is {self._max_context}; "
+            raise ChatSessionError(str(error)) from error
+        if len(ids) >= self._context_length:
+            raise ChatSessionError(
+                f"the conversation has {len(ids)} tokens and the model's context is {self._context_length}; "
                 "/reset starts a new one"
             )
         return self._engine.add_request(ids, self._params)
