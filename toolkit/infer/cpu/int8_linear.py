@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks, traceable_product
-from toolkit.targets.fixed_linear import FixedLinear
+from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks
+from toolkit.infer.cpu.joined_product import BlockedLinear
 
 DTYPES = (torch.bfloat16, torch.float32)
 LARGEST = 127
@@ -22,7 +22,7 @@ SMALLEST = 1e-30
 BFLOAT16_MULTIPLE = 16  # of K: PyTorch's bfloat16 kernel reads beyond a row of another width
 
 
-class Int8Linear(FixedLinear):
+class Int8Linear(BlockedLinear):
     """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
 
     blocked: qweight lies in blocks, and scale is float32, of values that the layer's dtype has. Raises ValueError for
@@ -55,12 +55,15 @@ class Int8Linear(FixedLinear):
     def weight(self) -> Tensor:
         return self.levels.to(self._dtype) * self.scale.to(self._dtype)[:, None]
 
+    def blocks(self) -> tuple[Tensor, Tensor | None]:
+        return self.qweight, self.scale
+
     def nbytes(self) -> int:
         return self.out_features * (self.in_features + self.scale.element_size())
 
     def product(self, inputs: Tensor) -> Tensor:
         if self.blocked:
-            return traceable_product(inputs, self.qweight, self.scale, self.bias, self.out_features)
+            return self.blocked_product(inputs)
         out = int8_product(inputs.reshape(-1, self.in_features), self.qweight, self.scale)
         if self.bias is not None:
             out = out + self.bias

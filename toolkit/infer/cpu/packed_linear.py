@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks, traceable_product
+from toolkit.infer.cpu.blocked_product import from_blocks, takes, to_blocks
+from toolkit.infer.cpu.joined_product import BlockedLinear, join_products
 from toolkit.log import get_logger
-from toolkit.targets.fixed_linear import FixedLinear
 
 log = get_logger(__name__)
 
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class PackedLinear(FixedLinear):
+class PackedLinear(BlockedLinear):
     """`nn.Linear` for inference on a CPU; `weight` is unpacked at every call.
 
     packed: what the product reads. dense: the weight as it was, where it takes no memory of its own (an output matrix
@@ -50,13 +50,16 @@ class PackedLinear(FixedLinear):
             return self.dense
         return from_blocks(self.packed, self.out_features) if self.blocked else self.packed.to_dense()
 
+    def blocks(self) -> tuple[Tensor, Tensor | None]:
+        return self.packed, None
+
     def nbytes(self) -> int:
         held = self.in_features * self.out_features * self.packed.element_size()
         return held if self.dense is None else 0
 
     def product(self, inputs: Tensor) -> Tensor:
         if self.blocked:
-            return traceable_product(inputs, self.packed, None, self.bias, self.out_features)
+            return self.blocked_product(inputs)
         if torch.compiler.is_compiling():
             return torch.ops.toolkit.packed_product(inputs, self.handle, self.out_features)
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
@@ -99,6 +102,7 @@ def pack_linears(model: nn.Module, tied: Tensor | None = None) -> int:
         parent, _, own = path.rpartition(".")
         setattr(model.get_submodule(parent), own, packed)
         count += 1
+    join_products(model)
     return count
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import TargetError
 from toolkit.infer.cpu.int4_linear import Int4Linear, int4_product, round_to_levels, takes_int4
 from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
+from toolkit.infer.cpu.joined_product import join_products
 
 QUANTIZATIONS = ("int8", "int4")
 # Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
@@ -78,6 +79,7 @@ def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.
         if module not in small:
             small[module] = Int8Linear(module)
         setattr(model.get_submodule(parent), own, small[module])
+    join_products(model)
 
 
 def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
