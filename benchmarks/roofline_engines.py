@@ -22,7 +22,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from toolkit import __version__
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_layers import CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.graphs.recordings import Capture
 from toolkit.infer.request.draft_tree import DraftShape

@@ -122,10 +122,10 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+def traced_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
     """--torch-compile traces the layers of eager rounds, and the graphs run as they are: no C++ compiler, no minute.
     Returns the graphs."""
-    from toolkit.infer.graphs import compiled_layers
+    from toolkit.infer.graphs import compiled_forward
 
     graphs: list[torch.fx.GraphModule] = []
 
@@ -133,7 +133,7 @@ def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.Gra
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(compiled_layers, "CompileSettings", partial(compiled_layers.CompileSettings, backend=backend))
+    monkeypatch.setattr(compiled_forward, "CompileSettings", partial(compiled_forward.CompileSettings, backend=backend))
     torch.compiler.reset()  # what another backend made is not taken
     with torch.compiler.set_stance("default"):  # a training with Muon on a CPU sets another one
         yield graphs

@@ -61,10 +61,10 @@ def test_both_write_the_same_answers_and_count_them_alike(bench, monkeypatch, sc
     assert rows[0]["ratio"] == 1
 
 
-def test_compiled_layers_are_a_row_of_their_own(bench, traced_layers):
+def test_compiled_forwards_are_a_row_of_their_own(bench, traced_programs):
     """The same answers. (Graphs are traced here and not compiled.)"""
     rows = bench("--batch", "2", "--limit", "4", "--torch-compile")
-    assert traced_layers
+    assert traced_programs
     assert [row["engine"] for row in rows] == ["ours", "hf-generate-float32", "ours-compiled"]
     assert all(row["answers"] == row["equal"] == 4 for row in rows)
     assert rows[0]["version"] == rows[2]["version"] != rows[1]["version"]

@@ -105,14 +105,14 @@ def test_rollouts_of_other_prompts_with_a_draft(recipe: Path, draft_dir: Path, m
     assert uses == ["rollouts", "rollouts"]
 
 
-def test_rollouts_by_compiled_layers(recipe: Path, traced_layers: list) -> None:
+def test_rollouts_by_compiled_forwards(recipe: Path, traced_programs: list) -> None:
     """The same ids. (Graphs are traced here and not compiled.)"""
     plain, compiled = Path("plain.jsonl"), Path("compiled.jsonl")
     common = ["rollouts", "--recipe", str(recipe), "--prompts", "prompts.jsonl", "--out"]
     assert cli.main([*common, str(plain)]) == 0
-    assert not traced_layers
+    assert not traced_programs
     assert cli.main([*common, str(compiled), "rollouts.torch_compile=true"]) == 0
-    assert traced_layers
+    assert traced_programs
     ids = [{row["id"]: row["input_ids"] for row in rows(path)} for path in (plain, compiled)]
     assert ids[0] == ids[1]
 

@@ -17,7 +17,7 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_layers import CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.kernels.dispatch import REFERENCE, triton_ops
 from toolkit.infer.request import draft_tree

@@ -24,12 +24,12 @@ def answers(engine: Engine) -> list[list[int]]:
 @pytest.mark.compile
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_and_quantised_layers_are_compiled(traced_layers, tiny_target_directory, quantization, dtype):
+def test_packed_and_quantised_layers_are_compiled(traced_programs, tiny_target_directory, quantization, dtype):
     """In float32 answers are equal; in bfloat16 the engine compares the logits when it is made."""
     target = load_target(tiny_target_directory, dtype=dtype, quantization=quantization)
     pack(target)
     compiled = answers(Engine(target, torch_compile=True))
-    called = {str(node.target) for graph in traced_layers for node in graph.graph.nodes}
+    called = {str(node.target) for graph in traced_programs for node in graph.graph.nodes}
     assert any("toolkit" in name and "attend" in name for name in called)
     if dtype == "float32":
         assert compiled == answers(Engine(target))

@@ -1,6 +1,6 @@
 """The engine's attention for torch.compile: one opaque operator, which reads the forward's metadata from this module.
 
-So compiled code depends on the input sizes of a layer only, not on context, pages or mask.
+So a compiled body depends on its input sizes only, not on context, pages or mask.
 
 Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
@@ -8,6 +8,9 @@ Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,21 +23,32 @@ from toolkit.infer.kernels.paged_reference import Scoring
 COMPILED = "toolkit-compiled"  # its name in transformers' AttentionInterface
 
 
-class Now(threading.local):
-    """Metadata and index of the layer that runs in this thread; compiled code cannot pass them to the operator."""
+class _Forward(threading.local):
+    """The forward that runs in this thread: its metadata, and the numbers of the layers that have not attended yet."""
 
-    plan: AttentionMetadata
-    layer: int
+    metadata: AttentionMetadata
+    layers: Iterator[int]
 
 
-now = Now()
+_forward = _Forward()
+
+
+@contextmanager
+def attending(metadata: AttentionMetadata) -> Iterator[None]:
+    """Context manager around one forward of a compiled body: its layers attend by `metadata`, in order."""
+    _forward.metadata, _forward.layers = metadata, count()
+    try:
+        yield
+    finally:
+        del _forward.metadata
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """q [B, Hq, N, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, N, Hq, Dv]."""
-    return now.plan.attend(now.layer, q, k, v, Scoring(scaling, window, softcap, sinks)).contiguous()
+    scoring = Scoring(scaling, window, softcap, sinks)
+    return _forward.metadata.attend(next(_forward.layers), q, k, v, scoring).contiguous()
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, *_scoring: Any) -> Tensor:

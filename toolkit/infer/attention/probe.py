@@ -76,8 +76,8 @@ def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call:
     """Record a layer's call. Raises UnsupportedTargetError if the probe does not reach the layer, for a keyword that is
     neither in `scoring` nor HARMLESS, for dropout, and for an unsupported mask."""
     name, others = type(module).__name__, dict(call.others)
-    plan: AttentionProbe | None = others.pop("plan", None)
-    if plan is None:
+    metadata: AttentionProbe | None = others.pop("attention_metadata", None)
+    if metadata is None:
         raise UnsupportedTargetError(
             f"{name} does not hand the keywords of the model's forward on to its attention, so the engine's cache does "
             "not reach it; use a target of another family, or Hugging Face's generate"
@@ -88,8 +88,8 @@ def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call:
             f"{name} calls its attention with {', '.join(unknown) or f'dropout {call.dropout}'}, which the engine does "
             "not implement; use a target without it, or Hugging Face's generate"
         )
-    _check_mask(module, call.mask, scoring.window, plan.max_context)
-    plan.see(module.layer_idx, q, k, v, scoring.sinks)
+    _check_mask(module, call.mask, scoring.window, metadata.max_context)
+    metadata.see(module.layer_idx, q, k, v, scoring.sinks)
     return attend_causal(q, k, v, scaling=scoring.scaling)
 
 

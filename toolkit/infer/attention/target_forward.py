@@ -1,7 +1,7 @@
 """Runs the target's own Hugging Face layers on the engine's KV cache.
 
 The engine registers one attention function with transformers. A forward's attention metadata (cache, places, masks)
-reaches it as the keyword `plan` of the body's forward. No mask function is registered under that name, so transformers
+reaches it as the keyword `attention_metadata` of the body's forward. No mask function is registered under that name, so transformers
 builds no mask.
 
 Shapes: B rows, N tokens per row, H hidden size, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
@@ -26,6 +26,9 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.targets.target import Target
 
+# input_ids and positions [B, N], metadata -> last hidden state [B, N, H]
+RunBody = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
+
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -35,8 +38,8 @@ FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeErr
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
     """Attend with the forward's metadata. The probe has checked that the rest of `call` can be ignored."""
-    plan: AttentionMetadata = call.others["plan"]
-    return plan.attend(module.layer_idx, q, k, v, scoring)
+    metadata: AttentionMetadata = call.others["attention_metadata"]
+    return metadata.attend(module.layer_idx, q, k, v, scoring)
 
 
 register_attention(ATTENTION, _attend)
@@ -51,7 +54,7 @@ class TargetForward:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.attention = ATTENTION  # its name in transformers' AttentionInterface
+        self.run_body: RunBody = self._run_body  # graphs/compiled_forward.py puts a compiled body here
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
         try:
@@ -70,23 +73,26 @@ class TargetForward:
         """Whether transformers compares positions with a length on the host in every forward (dynamic rope)."""
         return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        # Compiled layers require contiguous tensors.
-        return self._run(self.attention, input_ids, positions.contiguous(), plan)
+        # A compiled body requires contiguous tensors.
+        return self.run_body(input_ids, positions.contiguous(), metadata)
 
-    def _run(
-        self, attention: str, input_ids: Tensor, positions: Tensor, plan: AttentionMetadata | AttentionProbe
-    ) -> Tensor:
-        with self._own_attention(attention):
-            out = self.target.body(input_ids=input_ids, position_ids=positions, use_cache=False, plan=plan)
-        return out.last_hidden_state
+    def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        with self.own_attention(ATTENTION):
+            return self.states(input_ids, positions, attention_metadata=metadata)
+
+    def states(self, input_ids: Tensor, positions: Tensor, **keywords: Any) -> Tensor:
+        """As `__call__`, with the attention that is set now; keywords: for the body's layers."""
+        body = self.target.body(input_ids=input_ids, position_ids=positions, use_cache=False, **keywords)
+        return body.last_hidden_state
 
     @contextmanager
-    def _own_attention(self, attention: str) -> Iterator[None]:
+    def own_attention(self, name: str) -> Iterator[None]:
+        """Context manager: the body calls the attention `name` of transformers' AttentionInterface."""
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
-            config._attn_implementation_internal = attention
+            config._attn_implementation_internal = name
         try:
             yield
         finally:
@@ -97,7 +103,8 @@ class TargetForward:
         probe = AttentionProbe(self.max_context)
         device = self.target.device
         at = torch.arange(2, device=device)[None]
-        self._run(PROBE, torch.zeros_like(at), at, probe)
+        with self.own_attention(PROBE):
+            self.states(torch.zeros_like(at), at, attention_metadata=probe)
         return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
 
     def compare_logits(self, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:

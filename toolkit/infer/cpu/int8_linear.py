@@ -49,14 +49,22 @@ class Int8Linear(BlockedLinear):
     @property
     def levels(self) -> Tensor:
         """[N, K] int8."""
-        return from_blocks(self.qweight, self.out_features) if self.blocked else self.qweight
+        return from_blocks(self.own_blocks(), self.out_features) if self.blocked else self.qweight
 
     @property
     def weight(self) -> Tensor:
         return self.levels.to(self._dtype) * self.scale.to(self._dtype)[:, None]
 
-    def blocks(self) -> tuple[Tensor, Tensor | None]:
-        return self.qweight, self.scale
+    @property
+    def blocks(self) -> Tensor:
+        return self.qweight
+
+    @property
+    def block_scale(self) -> Tensor:
+        return self.scale
+
+    def hold(self, blocks: Tensor) -> None:
+        self.qweight = blocks
 
     def nbytes(self) -> int:
         return self.out_features * (self.in_features + self.scale.element_size())

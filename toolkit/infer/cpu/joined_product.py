@@ -1,7 +1,6 @@
 """One product for linear layers that read the same input: q, k and v; gate and up.
 
 One large product takes less time than several small ones. Only weights in blocks are joined (blocked_product.py).
-torch.compile traces the layers one by one: each has its own blocks, a view of the joined ones.
 
 Shapes: K inputs, N outputs of a layer.
 """
@@ -31,17 +30,32 @@ class BlockedLinear(FixedLinear):
     joined: JoinedProduct | None = None
     rows = slice(0)
 
+    @property
     @abstractmethod
-    def blocks(self) -> tuple[Tensor, Tensor | None]:
-        """The weight as of `to_blocks`, and the scale [N] float32 of int8 weights."""
+    def blocks(self) -> Tensor:
+        """The blocks that hold the weight, as of `to_blocks`; with those of the other joined layers, if any."""
+
+    @property
+    def block_scale(self) -> Tensor | None:
+        """The scale [N] float32 of int8 blocks."""
+        return None
+
+    @abstractmethod
+    def hold(self, blocks: Tensor) -> None:
+        """Take `blocks` as the blocks that hold the weight."""
+
+    def own_blocks(self) -> Tensor:
+        """The blocks of this layer alone."""
+        width = self.blocks.shape[2]
+        return self.blocks if self.joined is None else self.blocks[self.rows.start // width : self.rows.stop // width]
 
     def blocked_product(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N]; of a layer whose weight lies in blocks."""
-        if self.joined is None or torch.compiler.is_compiling():
-            return traceable_product(inputs, *self.blocks(), self.bias, self.out_features)
-        product = self.joined.product(inputs, self.rows)
+        if self.joined is None:
+            return traceable_product(inputs, self.blocks, self.block_scale, self.bias, self.out_features)
+        product = self.joined(inputs, self.rows)
         if product is None:
-            return blocked_product(inputs, *self.blocks(), self.bias, self.out_features)
+            return blocked_product(inputs, self.own_blocks(), self.block_scale, self.bias, self.out_features)
         return product[..., self.rows]
 
 
@@ -53,30 +67,29 @@ class JoinedProduct:
     """
 
     def __init__(self, layers: Sequence[BlockedLinear]) -> None:
-        own = [layer.blocks() for layer in layers]
-        self._blocks = torch.cat([blocks for blocks, _ in own])
-        scales = [scale for _, scale in own if scale is not None]
+        self.blocks = torch.cat([layer.blocks for layer in layers])
+        scales = [layer.block_scale for layer in layers if layer.block_scale is not None]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self._scale = torch.cat(scales) if scales else None
-        self._bias = torch.cat(biases) if biases else None
-        self._outputs = sum(layer.out_features for layer in layers)
+        self.scale, self.bias = (torch.cat(parts) if parts else None for parts in (scales, biases))
+        self.outputs = 0
         self._known: tuple[Tensor, Tensor] | None = None  # an input and its product
-        block = row = 0
-        for layer, (blocks, _) in zip(layers, own, strict=True):
-            blocks.data = self._blocks[block : block + len(blocks)]
-            layer.joined, layer.rows = self, slice(row, row + layer.out_features)
-            block, row = block + len(blocks), row + layer.out_features
+        for layer in layers:
+            layer.hold(self.blocks)
+            layer.joined, layer.rows = self, slice(self.outputs, self.outputs + layer.out_features)
+            self.outputs += layer.out_features
 
-    def product(self, inputs: Tensor, rows: slice) -> Tensor | None:
-        """inputs [..., K] -> [..., N of all layers], for the layer of these `rows`; None if it must multiply itself."""
-        known = self._known  # read once: another thread may replace it
+    def __call__(self, inputs: Tensor, rows: slice) -> Tensor | None:
+        """inputs [..., K] -> [..., sum of N], for the layer of these `rows`; None: that layer must multiply itself."""
+        if torch.compiler.is_compiling():  # each layer has the product in the graph, where equal ones are merged
+            return traceable_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
         if rows.start == 0:
-            product = blocked_product(inputs, self._blocks, self._scale, self._bias, self._outputs)
+            product = blocked_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
             self._known = (inputs, product)
             return product
+        known = self._known  # read once: another thread may replace it
         if known is None or known[0] is not inputs:
             return None
-        if rows.stop == self._outputs:
+        if rows.stop == self.outputs:
             self._known = None  # of a long prompt it is megabytes
         return known[1]
 
@@ -94,4 +107,4 @@ def join_products(model: nn.Module) -> None:
 
 def _fills_blocks(layer: BlockedLinear) -> bool:
     """Whether the weight lies in whole blocks, without rows of padding at the end."""
-    return layer.blocked and layer.joined is None and layer.out_features % layer.blocks()[0].shape[2] == 0
+    return layer.blocked and layer.joined is None and layer.out_features % layer.blocks.shape[2] == 0

@@ -48,10 +48,14 @@ class PackedLinear(BlockedLinear):
     def weight(self) -> Tensor:
         if self.dense is not None:
             return self.dense
-        return from_blocks(self.packed, self.out_features) if self.blocked else self.packed.to_dense()
+        return from_blocks(self.own_blocks(), self.out_features) if self.blocked else self.packed.to_dense()
 
-    def blocks(self) -> tuple[Tensor, Tensor | None]:
-        return self.packed, None
+    @property
+    def blocks(self) -> Tensor:
+        return self.packed
+
+    def hold(self, blocks: Tensor) -> None:
+        self.packed = blocks
 
     def nbytes(self) -> int:
         held = self.in_features * self.out_features * self.packed.element_size()

@@ -24,7 +24,7 @@ from toolkit.infer.engine.cpu_door import install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
 from toolkit.infer.engine.scheduler import Move, Scheduler
-from toolkit.infer.graphs.compiled_layers import compile_for_eager_rounds
+from toolkit.infer.graphs.compiled_forward import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.overlap import Launches
 from toolkit.infer.graphs.recordings import GraphSettings

@@ -77,9 +77,9 @@ class PromptReader:
         starts = [request.n_read for request in group]
         input_ids = unread_tokens(group, tokens, device)
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
-        plan = prompt_metadata(self._cache, first_row, starts, tokens)
+        metadata = prompt_metadata(self._cache, first_row, starts, tokens)
         # Padding may lie past the context. The clamp keeps learned position tables in range.
-        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), plan)
+        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata)
         drafter.admit(first_row, group, tokens)
         last = [request.unread - 1 for request in group]
         for request in group:

@@ -19,7 +19,7 @@ from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.round_state import RoundState, RowState, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.compiled_layers import CompiledLayers
+from toolkit.infer.graphs.compiled_forward import CompiledForward
 from toolkit.infer.graphs.recordings import GraphSettings, Kind, Recorded, Recordings, RunRound, buckets_up_to
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
@@ -115,13 +115,13 @@ class GraphRounds:
             following.states, following.began = states, time.perf_counter()
         return result
 
-    def _compile(self) -> CompiledLayers | None:
+    def _compile(self) -> CompiledForward | None:
         if self.settings.compiled is None:
             return None
         if self._never is not None:
             raise CompileError(f"torch_compile: no round is recorded, because {self._never}; leave --torch-compile out")
         reader = None if self._head is None else self._head.reader
-        return CompiledLayers(self.settings.compiled, self.forward, reader)
+        return CompiledForward(self.settings.compiled, self.forward, reader)
 
     # -- choice between graph and eager --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.infer.cache.round_state import RoundRows, RoundState
 from toolkit.infer.drafters.draft_sampling import BestTokens
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.verify.sampler import Choices, NodeSampler, greedy
@@ -185,7 +185,7 @@ class Recordings:
     buckets: list[int]
     rows: int
     capture: Capture | None
-    compiled: CompiledLayers | None
+    compiled: CompiledForward | None
     _made: dict[Kind, Recorded] = field(default_factory=dict)
     _failed: set[Kind] = field(default_factory=set)
     _broken: str | None = None  # why no further round is captured

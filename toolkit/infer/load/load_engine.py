@@ -15,7 +15,7 @@ from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_layers import DEFAULT_ROWS, CompileSettings
+from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.compiled_layers import CompiledLayers, CompileSettings
+from toolkit.infer.graphs.compiled_forward import CompiledForward, CompileSettings
 from toolkit.infer.graphs.graph_rounds import GraphSettings
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import graph_settings
@@ -85,7 +85,7 @@ def test_compiled_rounds_write_what_eager_rounds_write(own_target, build, name, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
-def test_graphs_of_compiled_layers_write_what_eager_rounds_write(own_target, build, name, shape):
+def test_graphs_of_compiled_forward_write_what_eager_rounds_write(own_target, build, name, shape):
     """The same by Inductor, with real graphs, on kernels: fp32, where tokens are equal."""
     draft = None if name == "none" else build(name)
     if draft is not None:
@@ -107,20 +107,20 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, monk
         recorded[len(recorded)] = bool(compiled_now)
         return run
 
-    def ran(self, layer, *inputs, **keywords):
+    def ran(self, program, name, *inputs):
         compiled_now.append(True)
-        kinds.add(type(layer).__name__)
-        return own(self, layer, *inputs, **keywords)
+        kinds.add(name)
+        return own(self, program, name, *inputs)
 
-    own, kinds = CompiledLayers._run, set()
-    monkeypatch.setattr(CompiledLayers, "_run", ran)
+    own, kinds = CompiledForward._run, set()
+    monkeypatch.setattr(CompiledForward, "_run", ran)
     engine = engine_with(own_target, build("eagle3"), "3,3,8", CompileSettings(2, "eager"), noting)
     assert len(recorded) == 9, "three kinds of sampling for each of three buckets"
     compiled = counters["stats"]["unique_graphs"]
     answers(engine)
     rows = [kind.bucket for kind in engine._launches.graphs._recordings._made]
     assert list(recorded.values()) == [bucket <= 2 for bucket in rows] and set(rows) == {1, 2, 4}
-    assert kinds == {"LlamaDecoderLayer", "DraftLayer"}
+    assert kinds == {"LlamaModel", "DraftLayer"}
     assert counters["stats"]["unique_graphs"] == compiled, "something was compiled while it served"
 
 
@@ -146,7 +146,7 @@ def test_layers_that_come_out_different_are_refused(own_target):
     with pytest.raises(CompileError, match="logits differ.* leave --torch-compile out"):
         engine_with(own_target, None, "", CompileSettings(4, wrong))
     torch._dynamo.reset()
-    with pytest.raises(CompileError, match="LlamaDecoderLayer cannot be compiled .*no such instruction"):
+    with pytest.raises(CompileError, match="LlamaModel cannot be compiled .*no such instruction"):
         engine_with(own_target, None, "", CompileSettings(4, broken))
 
 
@@ -176,16 +176,16 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     "name, shape",
     [("none", ""), ("ngram", "3,1,4"), ("eagle3", "3,1,4"), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,3,8")],
 )
-def test_eager_rounds_by_compiled_layers_write_the_same(traced_layers, own_target, build, name, shape, max_batch):
+def test_eager_rounds_by_compiled_forward_write_the_same(traced_programs, own_target, build, name, shape, max_batch):
     """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made
     with the engine: compiled while it serves, a request would wait for seconds."""
     draft = None if name == "none" else build(name)
     wanted = None if draft is None else DraftShape.parse(shape)
     engine = Engine(own_target, draft, wanted, max_running_requests=max_batch, torch_compile=True)
-    made = len(traced_layers)
+    made = len(traced_programs)
     assert made >= (4 if max_batch > 1 else 2)
     compiled = answers(engine)
-    assert len(traced_layers) == made, "something was compiled while it served"
+    assert len(traced_programs) == made, "something was compiled while it served"
     assert compiled == answers(Engine(own_target, draft, wanted, max_running_requests=max_batch))
     assert all("forward" not in vars(layer) for layer in own_target.layers)
 
@@ -200,7 +200,7 @@ def test_inductor_compiles_eager_rounds(own_target, small_draft):
     assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
 
 
-def test_hooks_around_compiled_layers_fire(traced_layers, own_target):
+def test_hooks_around_compiled_forward_fire(traced_programs, own_target):
     """Features, and whatever else reads or replaces what enters a layer or leaves it."""
     seen: list[str] = []
     layer = own_target.layers[1]
@@ -222,4 +222,4 @@ def test_hooks_around_compiled_layers_fire(traced_layers, own_target):
 def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
     forward = SimpleNamespace(target=SimpleNamespace(device=CUDA))
     with pytest.raises(CompileError, match="target on cuda, where only recorded rounds run compiled layers"):
-        CompiledLayers(CompileSettings(), forward, None, dynamic=True)
+        CompiledForward(CompileSettings(), forward, None, dynamic=True)

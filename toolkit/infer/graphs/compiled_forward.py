@@ -1,8 +1,11 @@
-"""Compiles the layers of target and head with torch.compile, for eager rounds or for CUDA graphs.
+"""Compiles the target's body and the head's layers with torch.compile, for eager rounds or for CUDA graphs.
+
+The body is one program, so that Dynamo checks its guards once a forward. Its layers of one class are one region of the
+program, compiled once (`nested_compile_region`). The head's layers are one program each class: the head's own code
+around them depends on lengths.
 
 Attention is not compiled: it is one opaque operator for the target (opaque_attention.py) and one for the head
-(draft_attention.py). So a program depends on sizes only, not on context, pages or mask. Dynamo shares programs between
-layers of one class.
+(draft_attention.py). So a program depends on sizes only, not on context, pages or mask.
 
 Eager rounds use dynamic sizes: one program for a single row and one for several, each for a single token and for
 several. They are compiled when the engine is built. A graph has fixed sizes: each (rows, nodes) is compiled in the
@@ -14,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.compiler import nested_compile_region
 
 from toolkit.infer.attention.metadata import AttentionMetadata
-from toolkit.infer.attention.opaque_attention import COMPILED, now
+from toolkit.infer.attention.opaque_attention import COMPILED, attending
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.drafting_head import HeadReader
@@ -30,6 +35,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
 
+Options = dict[str, str | int | bool | Callable[..., Any]]
 SIZES = 256  # limit of programs per layer class; Dynamo's default of 8 is too low for one program per size
 DEFAULT_ROWS = 32
 # Example sizes for "several". Dynamo treats equal sizes as one symbol, so they differ.
@@ -49,11 +55,11 @@ class CompileSettings:
             raise CompileError(f"torch_compile_max_bs is {self.max_rows}; a round has at least 1 row")
 
 
-class CompiledLayers:
-    """The compiled layers of a target and a head. They replace the original layers inside `running` only.
+class CompiledForward:
+    """The compiled body of a target and the compiled layers of a head. They replace the originals inside `running`.
 
-    dynamic: for eager rounds. Raises CompileError if the target's layers cannot be compiled, or if the logits differ
-    from the model's.
+    dynamic: for eager rounds. Raises CompileError if the target cannot be compiled, or if the logits differ from the
+    model's.
     """
 
     def __init__(
@@ -66,16 +72,25 @@ class CompiledLayers:
                 "leave --torch-compile out, or use --device cpu (serve and chat record rounds: --cuda-graph-max-bs)"
             )
         self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}  # by the layer class's forward
+        self._body = self._compile(forward.states, dynamic=None if dynamic else False)
         of_head = [] if reader is None else drafting_layers(reader.head.module)
-        self._layers: list[nn.Module] = [*forward.target.layers, *of_head]
-        self._calls = [self._target_call(*one) for one in enumerate(forward.target.layers)]
-        self._calls += [self._draft_call(layer) for layer in of_head]
+        programs = {kind: self._compile(kind.forward, dynamic=dynamic) for kind in {type(layer) for layer in of_head}}
+        regions = {kind: nested_compile_region(kind.forward) for kind in {type(one) for one in forward.target.layers}}
+        self._replaced: dict[nn.Module, Callable[..., Any]] = {
+            **{layer: MethodType(regions[type(layer)], layer) for layer in forward.target.layers},
+            **{layer: self._draft_call(layer, programs[type(layer)]) for layer in of_head},
+        }
         try:
             with torch.inference_mode():
                 forward.compare_logits(self.running)
         except ValueError as error:
             raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
+
+    def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+        """dynamic None: in the sizes that are marked so."""
+        backend = self.settings.backend
+        options: Options | None = {"post_grad_custom_pre_pass": merge_equal_products} if backend == "inductor" else None
+        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
 
     @torch.inference_mode()
     def compile_all(self, max_rows: int) -> None:
@@ -100,7 +115,7 @@ class CompiledLayers:
         reader.read(stage, torch.zeros_like(at), hidden, at, UncachedMetadata(), tokens)
 
     def around(self, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` with the layers compiled."""
+        """`run` with target and head compiled."""
 
         def compiled() -> None:
             with self.running():
@@ -110,58 +125,64 @@ class CompiledLayers:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager: forwards of target and head run compiled layers. Module hooks still fire."""
+        """Context manager: target and head run compiled. Module hooks still fire."""
         limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
-        before, self._forward.attention = self._forward.attention, COMPILED
-        own = [layer.__dict__.get("forward") for layer in self._layers]
+        own = [layer.__dict__.get("forward") for layer in self._replaced]
+        before, self._forward.run_body = self._forward.run_body, self._run_body
         try:
             with limits:
-                for layer, call in zip(self._layers, self._calls, strict=True):
+                for layer, call in self._replaced.items():
                     layer.__dict__["forward"] = call
                 yield
         finally:
-            self._forward.attention = before
-            for layer, forward in zip(self._layers, own, strict=True):
+            self._forward.run_body = before
+            for layer, forward in zip(self._replaced, own, strict=True):
                 layer.__dict__.pop("forward")
                 if forward is not None:
                     layer.__dict__["forward"] = forward
 
-    def _target_call(self, index: int, layer: nn.Module) -> Callable[..., Any]:
-        def forward(*tensors: Any, plan: AttentionMetadata, **keywords: Any) -> Any:
-            now.plan, now.layer = plan, index
-            try:
-                return self._run(layer, *tensors, **keywords)
-            finally:
-                del now.plan
+    def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`TargetForward.run_body`, compiled."""
+        if self._dynamic:
+            for tensor in (input_ids, positions):
+                # Sizes of 1 have programs of their own.
+                torch._dynamo.maybe_mark_dynamic(tensor, [at for at, size in enumerate(tensor.shape) if size > 1])
+        with self._forward.own_attention(COMPILED), attending(metadata):
+            return self._run(self._body, type(self._forward.target.body).__name__, input_ids, positions)
 
-        return forward
-
-    def _draft_call(self, layer: nn.Module) -> Callable[..., Any]:
+    def _draft_call(self, layer: nn.Module, program: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*tensors: Any) -> Any:
             *inputs, drafting.attend = tensors
             try:
-                return self._run(layer, *inputs, torch.ops.toolkit.attend_drafting)
+                return self._run(program, type(layer).__name__, layer, *inputs, torch.ops.toolkit.attend_drafting)
             finally:
                 del drafting.attend
 
         return forward
 
-    def _run(self, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        own = type(layer).forward
-        if own not in self._compiled:
-            backend = self.settings.backend
-            self._compiled[own] = torch.compile(own, fullgraph=True, dynamic=self._dynamic, backend=backend)
+    def _run(self, program: Callable[..., Any], name: str, *inputs: Any) -> Any:
         try:
-            return self._compiled[own](layer, *inputs, **keywords)
+            return program(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:  # from the model's code or from the compiler
             said = " ".join(str(error).split())[:200]
-            raise CompileError(f"{type(layer).__name__} cannot be compiled ({type(error).__name__}: {said})") from error
+            raise CompileError(f"{name} cannot be compiled ({type(error).__name__}: {said})") from error
 
 
-def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledLayers:
+def merge_equal_products(graph: fx.Graph) -> None:
+    """Merge equal calls of the operator `toolkit::blocked_product`: layers that share a product each call it."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if str(node.target) == "toolkit.blocked_product.default":
+            kept = first.setdefault(node.args, node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+
+
+def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledForward:
     """Compile the layers of the target and of the drafter's head for eager rounds of up to `max_rows` rows."""
     reader = drafter.reader if isinstance(drafter, HeadDrafter) else None
-    compiled = CompiledLayers(CompileSettings(), forward, reader, dynamic=True)
+    compiled = CompiledForward(CompileSettings(), forward, reader, dynamic=True)
     compiled.compile_all(max_rows)
     return compiled
 
