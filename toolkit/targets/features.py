@@ -5,7 +5,6 @@ Shapes: B rows, N tokens a row, H target hidden size, A number of auxiliary laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,15 @@ def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], n_layers: int) -> None:
         )
 
 
+class _InputTap:
+    """A hook that keeps a module's input. (A compiled program stores an attribute without a guard on its old value.)"""
+
+    state: torch.Tensor | None = None
+
+    def __call__(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.state = args[0] if args else kwargs["hidden_states"]
+
+
 class AuxCapture:
     """Captures the inputs of the given layers during a forward of the target's body.
 
@@ -35,25 +43,19 @@ class AuxCapture:
     def __init__(self, target: Target, aux_layer_ids: tuple[int, ...]) -> None:
         check_aux_layer_ids(aux_layer_ids, target.n_layers)
         self.aux_layer_ids = aux_layer_ids
-        self._states: dict[int, torch.Tensor] = {}
-        self._handles = []
-        for layer_id in self.aux_layer_ids:
-            module = target.layers[layer_id] if layer_id < target.n_layers else target.final_norm
-            self._handles.append(module.register_forward_pre_hook(self._hook(layer_id), with_kwargs=True))
-
-    def _hook(self, layer_id: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        states = self._states
-
-        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
+        self._taps = [_InputTap() for _ in aux_layer_ids]
+        modules = [*target.layers, target.final_norm]
+        self._handles = [
+            modules[layer_id].register_forward_pre_hook(tap, with_kwargs=True)
+            for layer_id, tap in zip(aux_layer_ids, self._taps, strict=True)
+        ]
 
     def take_each(self) -> list[torch.Tensor]:
         """The states [B, N, H] of the last forward, in the order of the ids. Every call needs a forward before it."""
-        assert len(self._states) == len(self.aux_layer_ids), "no forward of the target ran since the last take"
-        states = [self._states[layer_id] for layer_id in self.aux_layer_ids]
-        self._states.clear()
+        states = [tap.state for tap in self._taps if tap.state is not None]
+        assert len(states) == len(self._taps), "no forward of the target ran since the last take"
+        for tap in self._taps:
+            tap.state = None
         return states
 
     def take(self) -> torch.Tensor:

@@ -176,7 +176,7 @@ def test_the_bound_that_was_asked_for(max_rows, graph_rows, bound):
     "name, shape",
     [("none", ""), ("ngram", "3,1,4"), ("eagle3", "3,1,4"), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,3,8")],
 )
-def test_eager_rounds_by_compiled_forward_write_the_same(traced_programs, own_target, build, name, shape, max_batch):
+def test_eager_rounds_by_compiled_programs_write_the_same(traced_programs, own_target, build, name, shape, max_batch):
     """Prompts, single tokens, chains and trees, of one row and of several, of head and target. Every program is made
     with the engine: compiled while it serves, a request would wait for seconds."""
     draft = None if name == "none" else build(name)
@@ -200,23 +200,30 @@ def test_inductor_compiles_eager_rounds(own_target, small_draft):
     assert [ids for ids, _ in plain] == [ids for ids, _ in drafted]
 
 
-def test_hooks_around_compiled_forward_fire(traced_programs, own_target):
-    """Features, and whatever else reads or replaces what enters a layer or leaves it."""
-    seen: list[str] = []
-    layer = own_target.layers[1]
-    handles = [
-        layer.register_forward_pre_hook(lambda *_given: seen.append("before")),
-        layer.register_forward_hook(lambda _layer, _given, out: (seen.append("after"), out * 1.5)[1]),
-    ]
+def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
+    """Hooks that read or replace what enters a layer or leaves it, also one that is registered after the engine was
+    built: without a guard on hooks, the program would run on without it."""
+
+    class Seen:
+        entered = None
+
+    seen = Seen()
+    layer, final = own_target.layers[1], own_target.final_norm
+
+    def enter(_layer, given):
+        seen.entered = given[0]
+
+    handles = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(lambda _layer, _given, out: out * 2)]
     try:
-        wanted = answers(Engine(own_target))
-        seen.clear()
         engine = Engine(own_target, torch_compile=True)
-        seen.clear()
-        assert answers(engine) == wanted and seen[:2] == ["before", "after"]
+        handles.append(final.register_forward_pre_hook(lambda _layer, given: (given[0].flip(-1),)))
+        seen.entered = None
+        compiled = answers(engine)
+        assert seen.entered is not None and compiled == answers(Engine(own_target))
     finally:
         for handle in handles:
             handle.remove()
+    assert compiled != answers(Engine(own_target))
 
 
 def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):

@@ -1,8 +1,8 @@
 """Runs the target's own Hugging Face layers on the engine's KV cache.
 
 The engine registers one attention function with transformers. A forward's attention metadata (cache, places, masks)
-reaches it as the keyword `attention_metadata` of the body's forward. No mask function is registered under that name, so transformers
-builds no mask.
+reaches it as the keyword `attention_metadata` of the body's forward. No mask function is registered under that name, so
+transformers builds no mask.
 
 Shapes: B rows, N tokens per row, H hidden size, Hq/Hkv heads, D head dim of queries and keys, Dv of values.
 """
@@ -75,8 +75,7 @@ class TargetForward:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        # A compiled body requires contiguous tensors.
-        return self.run_body(input_ids, positions.contiguous(), metadata)
+        return self.run_body(input_ids, positions, metadata)
 
     def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         with self.own_attention(ATTENTION):

@@ -102,6 +102,7 @@ class Engine:
             self.verifier = choose_verifier(verify, draft, self.shape)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
+            state = RoundState(max_running_requests, pool, target.device)
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
             if torch_compile:
                 self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests).running
@@ -114,7 +115,6 @@ class Engine:
         even = target.device.type == "cpu"
         self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, even=even)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
-        state = RoundState(max_running_requests, pool, target.device)
         context = RoundContext(self._forward, self._cache, head, self.context_length)
         self._rounds = EagerRounds(context, state, self.verifier)
         parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -75,11 +74,11 @@ class CompiledForward:
         self._body = self._compile(forward.states, dynamic=None if dynamic else False)
         of_head = [] if reader is None else drafting_layers(reader.head.module)
         programs = {kind: self._compile(kind.forward, dynamic=dynamic) for kind in {type(layer) for layer in of_head}}
-        regions = {kind: nested_compile_region(kind.forward) for kind in {type(one) for one in forward.target.layers}}
-        self._replaced: dict[nn.Module, Callable[..., Any]] = {
-            **{layer: MethodType(regions[type(layer)], layer) for layer in forward.target.layers},
-            **{layer: self._draft_call(layer, programs[type(layer)]) for layer in of_head},
+        self._head_calls: dict[nn.Module, Callable[..., Any]] = {
+            layer: self._head_call(layer, programs[type(layer)]) for layer in of_head
         }
+        for kind in {type(layer) for layer in forward.target.layers}:
+            mark_region(kind)
         try:
             with torch.inference_mode():
                 forward.compare_logits(self.running)
@@ -126,23 +125,24 @@ class CompiledForward:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: target and head run compiled. Module hooks still fire."""
-        limits = torch._dynamo.config.patch(recompile_limit=SIZES, accumulated_recompile_limit=SIZES)
-        own = [layer.__dict__.get("forward") for layer in self._replaced]
+        settings = torch._dynamo.config.patch(
+            recompile_limit=SIZES, accumulated_recompile_limit=SIZES, skip_nnmodule_hook_guards=False
+        )
         before, self._forward.run_body = self._forward.run_body, self._run_body
         try:
-            with limits:
-                for layer, call in self._replaced.items():
+            with settings:
+                for layer, call in self._head_calls.items():
                     layer.__dict__["forward"] = call
                 yield
         finally:
             self._forward.run_body = before
-            for layer, forward in zip(self._replaced, own, strict=True):
+            for layer in self._head_calls:
                 layer.__dict__.pop("forward")
-                if forward is not None:
-                    layer.__dict__["forward"] = forward
 
     def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`TargetForward.run_body`, compiled."""
+        # Copies: a program has guards on strides, which differ in views.
+        input_ids, positions = (one.clone(memory_format=torch.contiguous_format) for one in (input_ids, positions))
         if self._dynamic:
             for tensor in (input_ids, positions):
                 # Sizes of 1 have programs of their own.
@@ -150,7 +150,7 @@ class CompiledForward:
         with self._forward.own_attention(COMPILED), attending(metadata):
             return self._run(self._body, type(self._forward.target.body).__name__, input_ids, positions)
 
-    def _draft_call(self, layer: nn.Module, program: Callable[..., Any]) -> Callable[..., Any]:
+    def _head_call(self, layer: nn.Module, program: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*tensors: Any) -> Any:
             *inputs, drafting.attend = tensors
             try:
@@ -166,6 +166,19 @@ class CompiledForward:
         except torch._dynamo.exc.TorchDynamoException as error:  # from the model's code or from the compiler
             said = " ".join(str(error).split())[:200]
             raise CompileError(f"{name} cannot be compiled ({type(error).__name__}: {said})") from error
+
+
+_regions: set[type] = set()
+
+
+def mark_region(kind: type[nn.Module]) -> None:
+    """Mark the forward of a layer class as one region of the programs that call it. Eager calls stay as they are.
+
+    The class, because regions made of instances run all of them with the weights of the first (torch 2.13).
+    """
+    if kind not in _regions:
+        _regions.add(kind)
+        setattr(kind, "forward", nested_compile_region(kind.forward))  # noqa: B010 (mypy refuses the assignment)
 
 
 def merge_equal_products(graph: fx.Graph) -> None:
