@@ -84,8 +84,6 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.view(shape), tokens.view(shape)
 
 
-
-
 @triton.jit
 def _argmax_rows(logits, ids, row_stride, vocabulary, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
