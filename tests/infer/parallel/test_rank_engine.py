@@ -20,8 +20,7 @@ from toolkit.infer.cache.kv_cache import KVShape
 from toolkit.infer.drafters.adaptive import AdaptiveShape
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.llm import LLM
-from toolkit.infer.load.load_engine import LoadedEngine, interrupted_by_loss, load_engine
-from toolkit.infer.parallel.driver import WORKER
+from toolkit.infer.load.load_engine import WORKER, LoadedEngine, interrupted_by_loss, load_engine
 from toolkit.infer.parallel.rank_engine import DriversShape, RankEngine
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.request.draft_tree import DraftShape

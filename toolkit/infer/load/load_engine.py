@@ -36,6 +36,8 @@ from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 
+WORKER = "toolkit.infer.load.worker_main"  # a module that imports this one
+
 
 @dataclass(frozen=True)
 class LoadedEngine:
@@ -65,7 +67,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     config.check(device_of(config).type)
     if config.tensor_parallel_size == 1:
         return load_rank(config)
-    driver = Driver(config.tensor_parallel_size, config)
+    driver = Driver(config.tensor_parallel_size, WORKER, config)
     try:
         with driver.working():
             return load_rank(config, driver)

@@ -6,6 +6,7 @@ import os
 
 import torch.distributed as dist
 
+from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import load_rank
 from toolkit.infer.parallel.rank_engine import Worker, run_worker
 from toolkit.log import get_logger
@@ -17,6 +18,7 @@ def main() -> None:
     """Run until the driver stops this rank. The exit status is 1 after an error."""
     worker = Worker()
     try:
+        assert isinstance(worker.config, EngineConfig), f"the driver sent a {type(worker.config).__name__}"
         run_worker(load_rank(worker.config, worker).engine, worker.next_message)
     except BaseException as error:  # process edge: the driver must detect every error
         if not worker.stopping():

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,17 @@ T = TypeVar("T")
 NOTICE_S = 3.0  # time to detect a rank's end after a collective failed because of it
 RETURN_S = 10.0  # time for a step to return after a rank has ended
 STOP_S = 10.0  # time for the workers to end before they are killed
-WORKER = "toolkit.infer.load.worker_main"
 
 
 class Driver(Ranks):
-    """size: number of ranks. The workers start at once; `join` waits for them. Raises ParallelError for a bad size."""
+    """size: number of ranks. worker: the module that a worker process runs (`python -m`). config: sent to the workers.
+
+    The workers start at once; `join` waits for them. Raises ParallelError for a bad size.
+    """
 
     rank = 0
 
-    def __init__(self, size: int, config: Any) -> None:
-        """config: the EngineConfig that the workers load."""
+    def __init__(self, size: int, worker: str, config: object) -> None:
         if size < 2:
             raise ParallelError(f"the number of ranks is {size}; a driver needs 2 or more")
         if dist.is_initialized():
@@ -58,16 +59,16 @@ class Driver(Ranks):
         self._when_lost: Callable[[], None] = lambda: None
         self._store: dist.Store | None = None  # kept while a worker may read it
         prefer_loopback()
-        self._processes = [self._launch(rank) for rank in range(1, size)]
+        self._processes = [self._launch(rank, worker) for rank in range(1, size)]
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"toolkit-rank-{rank}", daemon=True).start()
         atexit.register(self.close)
 
-    def _launch(self, rank: int) -> subprocess.Popen[bytes]:
+    def _launch(self, rank: int, worker: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(filter(None, (str(Path(toolkit.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "LOCAL_RANK": str(rank)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, physical_cores() // self.size)))
-        command = [sys.executable, "-m", WORKER]
+        command = [sys.executable, "-m", worker]
         # A new session: Ctrl-C goes to the driver only.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True

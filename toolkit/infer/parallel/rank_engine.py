@@ -128,7 +128,7 @@ class Worker(Ranks):
         first = self.next_message()
         assert isinstance(first, Load), f"the first message is {first}"
         self.rank, self.size, self._port = first.rank, first.size, first.port
-        self.config: Any = first.config
+        self.config = first.config
 
     def next_message(self) -> Message:
         """Wait for the next message of the driver and return it."""

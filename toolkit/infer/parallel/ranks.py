@@ -124,12 +124,12 @@ class _EqualMemory(MemorySettings):
 
 @dataclass(frozen=True)
 class Load:
-    """Join the group with its store at `port` as `rank`, and load the engine. config: an EngineConfig."""
+    """Join the group with its store at `port` as `rank`, and load the engine that `config` describes."""
 
     rank: int
     size: int
     port: int
-    config: Any
+    config: object
 
 
 @dataclass(frozen=True)
