@@ -35,7 +35,7 @@ class ScriptedEngine:
         shape = self.shape if speculative else None
         self.log.append("plain" if shape is None else shape.name)
         self.params.append(params)
-        request = Request(f"r{len(self.params)}", list(prompt_ids), params, speculative, token_limit=params.max_tokens)
+        request = Request(list(prompt_ids), params, speculative, token_limit=params.max_tokens)
         self.running.append((request, [list(run) for run in self.script(prompt_ids, shape)]))
         return request
 

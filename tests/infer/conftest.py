@@ -55,11 +55,10 @@ class ScriptedEngine:
         *,
         speculative: bool = True,
         shape: DraftShape | None = None,
-        request_id: str | None = None,
     ) -> Request:
         if len(prompt_ids) >= self.context_length:
             raise PromptTooLongError(f"{len(prompt_ids)} tokens, {self.context_length} fit")
-        request = Request(request_id or "r", list(prompt_ids), params, speculative, shape=shape)
+        request = Request(list(prompt_ids), params, speculative, shape=shape)
         request.stop_set = frozenset([self.stop_id])
         request.token_limit = min(params.max_tokens, self.context_length - len(prompt_ids))
         self.waiting.append(request)

@@ -99,7 +99,7 @@ class World:
 
 
 def new_request(**settings) -> Request:
-    return Request("r", [1], SamplingParams(), **settings)
+    return Request([1], SamplingParams(), **settings)
 
 
 def dear_costs(arm: Arm, batch: int) -> tuple[float, float]:

@@ -48,7 +48,7 @@ def test_the_index_finds_what_a_rescan_finds(lookup):
 def proposed(text: list[int], shape: str, min_n: int = 1):
     lookup = NgramLookup(3, min_n)
     drafter = NgramDrafter(lookup, DraftShape.parse(shape), torch.device("cpu"))
-    request = Request("r", text[:-1], SamplingParams(), output_ids=text[-1:])
+    request = Request(text[:-1], SamplingParams(), output_ids=text[-1:])
     drafter.admit(0, [request], len(text) - 1)
     state = RoundState(1, PagePool(1, 64), torch.device("cpu"))
     state.set_rows(row_states([request], [1]), 1)

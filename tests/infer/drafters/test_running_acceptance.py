@@ -14,7 +14,7 @@ SHAPES = [DraftShape.chain(1), CHAIN_4, DraftShape(4, 2, 8), TREE]
 
 
 def new_request(**settings) -> Request:
-    return Request("r", [1], SamplingParams(), **settings)
+    return Request([1], SamplingParams(), **settings)
 
 
 def test_a_tree_tells_what_narrower_shapes_would_have_got():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -213,15 +215,19 @@ def test_bad_requests_are_refused(tiny_target):
     assert not engine.has_work()
 
 
-def test_generate_leaves_nothing_behind_when_the_callback_raises(tiny_target):
+def test_generate_leaves_nothing_behind_when_it_is_interrupted(tiny_target, monkeypatch):
     """An interrupted bulk run must free its rows and its queue."""
     engine = Engine(tiny_target, max_running_requests=2)
+    step, steps = engine.step, itertools.count()
 
-    def fail(_request):
-        raise KeyboardInterrupt
+    def interrupted():
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return step()
 
+    monkeypatch.setattr(engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(ragged_prompts(tiny_target.vocab_size), SamplingParams(max_tokens=3), on_finish=fail)
+        engine.generate(ragged_prompts(tiny_target.vocab_size), SamplingParams(max_tokens=3))
     assert not engine.has_work()
 
 

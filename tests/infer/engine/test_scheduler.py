@@ -17,11 +17,13 @@ ARRIVALS = itertools.count()
 
 
 def request(name: str, tokens: int = 3) -> Request:
-    return Request(name, [1] * tokens, SamplingParams(), arrival=next(ARRIVALS), token_limit=99)
+    made = Request([1] * tokens, SamplingParams(), arrival=next(ARRIVALS), token_limit=99)
+    made.name = name
+    return made
 
 
 def names(requests) -> str:
-    return "".join(one.id for one in requests)
+    return "".join(one.name for one in requests)
 
 
 def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, even: bool = False) -> Scheduler:
@@ -66,7 +68,7 @@ def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
     made = empty(8)
     made.waiting.extend([request("a", 6), request("b", 2), request("c", 2), request("d", 50), request("e", 1)])
     assert [names(made.next_group(12)) for _ in range(3)] == ["ab", "c", ""]
-    assert made.reading is not None and made.reading.id == "d" and names(made.waiting) == "e"
+    assert made.reading is not None and made.reading.name == "d" and names(made.waiting) == "e"
     assert made.next_group(12) == []
     assert names([made.reading_is_complete()]) == "d" and names(made.running) == "abcd"
     assert names(made.next_group(12)) == "e"
@@ -87,9 +89,9 @@ def test_the_last_row_fills_a_hole(ended, rows, moves):
     """A wrong move would hand one request another's cache."""
     made, kept = scheduler("", "abcd", 4), []
     for one in made.running:
-        if one.id in ended:
+        if one.name in ended:
             one.finish_reason = "stop"
-    assert made.retire(lambda row, one: kept.append((row, one.id))) == moves and names(made.running) == rows
+    assert made.retire(lambda row, one: kept.append((row, one.name))) == moves and names(made.running) == rows
     assert kept == [(row, name) for row, name in enumerate("abcd") if name in ended]
     made.check_integrity()
 
@@ -100,7 +102,7 @@ def test_several_holes_are_filled_by_rows_that_go_on():
     made.waiting.append(request("r", 40))
     assert made.next_group(12) == [] and made.reading is not None
     for one in made.running:
-        if one.id in "acf":
+        if one.name in "acf":
             one.finish_reason = "stop"
     assert made.retire(lambda row, one: None) == [(2, 4), (0, 3)] and names(made.running) == "dbe"
     assert len(made.memory.pool.tables[3]) == 11 and not made.memory.pool.tables[6]

@@ -100,7 +100,7 @@ def test_caches_are_of_one_size():
 
 def test_other_tokens_than_rank_0():
     """Ranks that parted would add up forwards of different texts, and answer nonsense without a word."""
-    request = Request("r", [4, 5], GREEDY, arrival=3, output_ids=[7, 8])
+    request = Request([4, 5], GREEDY, arrival=3, output_ids=[7, 8])
     own = SimpleNamespace(_running=[request])
     RankEngine.check_written(own, ((3, 2, 8),))
     for other in ((), ((3, 2, 9),), ((3, 1, 8),), ((2, 2, 8),)):

@@ -39,11 +39,11 @@ def test_nothing_drafted_gives_no_number():
 
 def test_a_run_ends_at_the_first_stop_id_or_at_the_limit():
     """Tokens behind the end are dropped with their marks."""
-    request = Request("r", [1], SamplingParams(), stop_set=frozenset({9}), token_limit=6)
+    request = Request([1], SamplingParams(), stop_set=frozenset({9}), token_limit=6)
     assert request.append_run([4], 0) == 1 and request.first_token_at is not None
     assert request.append_run([5, 6, 7], 2) == 3 and not request.finished
     assert request.append_run([8, 9, 3], 2) == 2
     assert request.output_ids == [4, 5, 6, 7, 8, 9] and request.finish_reason == "stop"
     assert request.token_from_draft == [False, True, True, False, True, True] and request.length == 7
-    short = Request("s", [1], SamplingParams(), token_limit=2)
+    short = Request([1], SamplingParams(), token_limit=2)
     assert short.append_run([4, 5, 6], 2) == 2 and short.finish_reason == "length"

@@ -11,7 +11,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import TokenLogprob
 from toolkit.infer.server.completions import Served
-from toolkit.infer.server.openai_replies import LogprobForm, TokenBytes
+from toolkit.infer.server.openai_replies import LogprobForm
 from toolkit.infer.server.request_params import DefaultSampling
 
 NAME = "tiny"
@@ -115,8 +115,8 @@ def test_settings_reach_the_engine(client, direct, tiny_target):
     del settings["stop_token_ids"]
     wanted = direct(**settings, logprobs=0)
     entries = ask(client, **fields, logprobs=True, extra_body=extra).choices[0].logprobs.content
-    form = TokenBytes(tiny_target.tokenizer)
-    assert [bytes(entry.bytes) for entry in entries] == [form.of(token) for token in wanted.output_ids]
+    form = LogprobForm(tiny_target.tokenizer)
+    assert [bytes(entry.bytes) for entry in entries] == [form.bytes_of(token) for token in wanted.output_ids]
     for name in settings:
         if name in ("max_tokens", "min_tokens", "stop_ids"):
             continue
@@ -217,9 +217,9 @@ def test_token_bytes(tiny_target):
     tokenizer = tiny_target.tokenizer
     text = "the fox — 漢字 ✨ over"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    form = TokenBytes(tokenizer)
-    assert b"".join(form.of(token) for token in ids) == text.encode()
-    assert form.of(tokenizer.eos_token_id) == b"<|im_end|>" and form.of(10**6) == b""
+    form = LogprobForm(tokenizer)
+    assert b"".join(form.bytes_of(token) for token in ids) == text.encode()
+    assert form.bytes_of(tokenizer.eos_token_id) == b"<|im_end|>" and form.bytes_of(10**6) == b""
 
 
 def test_an_impossible_token_has_a_finite_number(tiny_target):

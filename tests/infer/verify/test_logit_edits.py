@@ -46,7 +46,7 @@ def test_every_node_of_a_tree_gets_its_own_edits(names):
     own = SamplingParams(**{name: ALL_ON[name] for name in names})
     params = [own, SamplingParams(), SamplingParams(frequency_penalty=-0.5, repetition_penalty=0.8)]
     prompts = [[1, 2, 2], [4], [5, 5, 6, 0, 1]]
-    requests = [Request("r", p, s, stop_set=frozenset({2, 9})) for p, s in zip(prompts, params, strict=True)]
+    requests = [Request(p, s, stop_set=frozenset({2, 9})) for p, s in zip(prompts, params, strict=True)]
     edits = LogitEdits(requests, [0, 2], VOCAB, torch.device("cpu"))
     parents = torch.tensor([[-1, 0, 0, 1, 1, 3]] * 3)
     depths = torch.tensor([[0, 1, 1, 2, 2, 3]] * 3)

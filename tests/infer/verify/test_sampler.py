@@ -17,7 +17,7 @@ from toolkit.infer.verify.sampler import Sampler, greedy
 
 def choose(params: list[SamplingParams], logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The sampler over nodes that stand alone, for requests without an answer yet."""
-    requests = [Request("r", [1], one) for one in params]
+    requests = [Request([1], one) for one in params]
     nodes = torch.zeros_like(positions)
     tree = chain_tree(nodes[:, 0], nodes[:, 1:], [True] * len(params))
     return Sampler(requests, logits.shape[-1], torch.device("cpu"))(logits, positions, tree).tokens

@@ -70,7 +70,7 @@ class TreeMetadata:
 
     table [B, P] int64: page tables. span: number of positions read; at least the longest row with its nodes.
     node_mask [B, N, M] bool: the nodes of the row that each new node attends to, itself included.
-    depths [B, M]: position of each node relative to its row's length; needed only for layers with a sliding window.
+    depths [B, M]: position of each node relative to its row's length, for layers with a sliding window.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TreeMetadata:
         lengths: Tensor,
         span: int,
         node_mask: Tensor,
-        depths: Tensor | None = None,
+        depths: Tensor,
         first_row: int = 0,
     ) -> None:
         self._rows, self._new, self._nodes = node_mask.shape
@@ -136,7 +136,6 @@ class TreeMetadata:
 
     def _distances(self) -> Tensor:
         """Return [B, N, S]: distance from each query back to each key; a node's position is length + depth."""
-        assert self._depths is not None, "a target with windows needs the nodes' depths"
         stands = torch.arange(self._span, device=self._lengths.device).expand(self._rows, 1, self._span).clone()
         at = self._lengths[:, None] + self._depths
         stands.scatter_(2, self._node_places(), at[:, None])
@@ -190,13 +189,13 @@ class PagedTreeMetadata:
         lengths: Tensor,
         span: int,
         node_mask: Tensor,
-        depths: Tensor | None,
+        depths: Tensor,
     ) -> None:
         _, new, self._nodes = node_mask.shape
         at = lengths[:, None] + torch.arange(self._nodes - new, self._nodes, device=lengths.device)
         self._rows = _PagedRows(cache, ops, table, cache.pool.places_in(table, at), span)
         self._attend_tree, self._bits = ops.attend_tree, pack_bits(node_mask)
-        self._depths = None if depths is None else depths.contiguous()
+        self._depths = depths.contiguous()
         self._lengths = lengths
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -223,7 +222,7 @@ def prompt_metadata(cache: KVCache, first_row: int, starts: Sequence[int], token
 
 
 def tree_metadata(
-    cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor | None = None
+    cache: KVCache, table: Tensor, lengths: Tensor, span: int, node_mask: Tensor, depths: Tensor
 ) -> AttentionMetadata:
     """Return the metadata for N new nodes per row after prefixes of lengths [B] tokens, in rows 0 .. B-1.
 

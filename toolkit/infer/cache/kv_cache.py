@@ -11,7 +11,6 @@ import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,18 +36,6 @@ class KVShape:
     def bytes_per_token(self) -> int:
         width = self.head_dim + (self.value_dim or self.head_dim)
         return self.layers * self.kv_heads * width * self.dtype.itemsize
-
-
-class Window(Protocol):
-    """Cache rows of one forward, built once for all its layers."""
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] to the window's new positions."""
-        ...
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of positions 0..S-1."""
-        ...
 
 
 class KVCache:
@@ -97,10 +84,7 @@ class KVCache:
 
     def window(self, first_row: int, table: Tensor, positions: Tensor, span: int) -> Window:
         """Return a window of rows first_row .. first_row+B-1: page table [B, P], new positions [B, N], S = span."""
-        places = self.pool.places_in(table, positions)
-        if self.pool.contiguous:
-            return ContiguousWindow(self, slice(first_row, first_row + len(table)), places, span)
-        return PagedWindow(self, table, places, span)
+        return Window(self, first_row, table, positions, span)
 
     def copy_pages(self, destination: Sequence[int], source: Sequence[int]) -> None:
         """Copy whole pages of all layers."""
@@ -127,31 +111,27 @@ class KVCache:
             store.index_copy_(0, destination, store.index_select(0, source))
 
 
-class ContiguousWindow:
-    """Window of contiguous rows: a read is a view."""
+class Window:
+    """Cache rows of one forward, built once for all its layers.
 
-    def __init__(self, cache: KVCache, rows: slice, places: Tensor, span: int) -> None:
-        self._cache, self._places, self._seen = cache, places, (rows, slice(0, span))
+    Contiguous rows are read as views. Scattered pages are gathered; paged kernels must give equal results.
+    """
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._cache.contiguous_keys[layer][self._seen], self._cache.contiguous_values[layer][self._seen]
-
-
-class PagedWindow:
-    """Window of rows with scattered pages: a read gathers them. Paged kernels must give equal results."""
-
-    def __init__(self, cache: KVCache, table: Tensor, places: Tensor, span: int) -> None:
-        self._cache, self._places, self._span = cache, places, span
+    def __init__(self, cache: KVCache, first_row: int, table: Tensor, positions: Tensor, span: int) -> None:
+        self._cache, self._span = cache, span
+        self._rows = slice(first_row, first_row + len(table))
         self._table = table[:, : cache.pool.pages_of(span)]
+        self._places = cache.pool.places_in(table, positions)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys [B, N, Hkv, D] and values [B, N, Hkv, Dv] to the window's new positions."""
         write_kv(self._cache.keys[layer], self._cache.values[layer], keys, values, self._places)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._gather(self._cache.keys[layer]), self._gather(self._cache.values[layer])
-
-    def _gather(self, store: Tensor) -> Tensor:
-        return gather_pages(store, self._table, self._cache.pool.page_size, self._span)
+        """Return keys [B, S, Hkv, D] and values [B, S, Hkv, Dv] of positions 0..S-1."""
+        cache = self._cache
+        if cache.pool.contiguous:
+            seen = self._rows, slice(self._span)
+            return cache.contiguous_keys[layer][seen], cache.contiguous_values[layer][seen]
+        where = self._table, cache.pool.page_size, self._span
+        return gather_pages(cache.keys[layer], *where), gather_pages(cache.values[layer], *where)

@@ -167,11 +167,6 @@ class PagePool:
 
     # -- addresses -----------------------------------------------------------------------------------------------------
 
-    def place(self, row: int, position: int) -> int:
-        """Return the cache entry of a position that the row holds."""
-        page, offset = divmod(position, self.page_size)
-        return self.tables[row][page] * self.page_size + offset
-
     def places(self, first_row: int, starts: Sequence[int], count: int, device: torch.device) -> Tensor:
         """Return [B, count] int64: the cache entries of positions starts[b] .. starts[b]+count-1 of row first_row+b."""
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)

@@ -213,10 +213,13 @@ class HeadDrafter(Drafter):
         nodes = self._read_unread(rows, unread, room_for(shape))
         if shape.is_chain:
             drafts = self._draft_chain(nodes, shape, sampling)
-            tree = chain_tree(rows.roots, drafts, kept_of_chain(own), sampling.proposal())
+            kept = [0 if one is None else one.num_steps for one in own]
+            tree = chain_tree(rows.roots, drafts, kept, sampling.proposal())
         else:
-            found = draft_beams(nodes, shape, limits_of(own, shape), self.to_target)
-            tree = rerank(rows.roots, *found, kept_of_tree(own), shape.num_steps)
+            limits = None if all(one in (None, shape) for one in own) else own  # None: every row keeps all of `shape`
+            found = draft_beams(nodes, shape, limits, self.to_target)
+            kept = [1 if one is None else one.num_draft_tokens for one in own]
+            tree = rerank(rows.roots, *found, kept, shape.num_steps)
         self._finish(nodes)
         return tree
 
@@ -277,21 +280,6 @@ class HeadDrafter(Drafter):
             last = torch.full_like(last, nodes.nodes - 1)
             drafts.append(self.to_target[sampling(nodes.logits(hidden))])
         return torch.cat(drafts, dim=1)
-
-
-def kept_of_chain(own: Sequence[DraftShape | None]) -> list[int]:
-    """Returns how many drafts of a chain each row keeps."""
-    return [0 if one is None else one.num_steps for one in own]
-
-
-def kept_of_tree(own: Sequence[DraftShape | None]) -> list[int]:
-    """Returns how many nodes of a tree each row keeps, root included."""
-    return [1 if one is None else one.num_draft_tokens for one in own]
-
-
-def limits_of(own: Sequence[DraftShape | None], shape: DraftShape) -> Sequence[DraftShape | None] | None:
-    """Returns what each row keeps of `shape`; None if every row with drafts keeps all of it."""
-    return None if all(one in (None, shape) for one in own) else own
 
 
 def room_for(shape: DraftShape) -> int:

@@ -121,7 +121,7 @@ class Engine:
         recorded = None if graphs is None else GraphRounds(graphs, *parts)
         self._launches = Launches(recorded, self.scheduler)
         self._detokenizer = Detokenizer(target.tokenizer)
-        self._names, self._arrivals = itertools.count(), itertools.count()
+        self._arrivals = itertools.count()
 
     # -- public methods ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,6 @@ class Engine:
         *,
         speculative: bool = True,
         shape: DraftShape | None = None,
-        request_id: str | None = None,
     ) -> Request:
         """Queue a prompt. `shape`: the draft shape of this request, at most the engine's; None: the engine's.
 
@@ -144,7 +143,6 @@ class Engine:
             shape.check_asked(self.shape, speculative)
         params.check_ids(self.target.vocab_size)
         request = Request(
-            id=request_id if request_id is not None else f"request-{next(self._names)}",
             prompt_ids=prompt,
             params=params.seeded(),
             states_seed=params.seed is not None,
@@ -217,13 +215,12 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        on_finish: Callable[[Request], None] | None = None,
         speculative: bool = True,
         shape: DraftShape | None | Sequence[DraftShape | None] = None,
     ) -> list[Request]:
         """Run all prompts to completion. Returns the requests in the order of the prompts.
 
-        params, shape: one for all prompts, or one for each. on_finish: called with each request as it ends.
+        params, shape: one for all prompts, or one for each.
         Raises the errors of add_request before the first step.
         """
         settings = one_for_each(params, SamplingParams, len(prompts), "sampling settings")
@@ -236,13 +233,8 @@ class Engine:
                 except ValueError as error:
                     error.add_note(f"this was prompt {place} of {len(prompts)} (counted from 0)")
                     raise
-            mine = set(requests)
-            while any(not request.finished for request in mine):
-                ended = [request for request in self.step() if request.finished]
-                for request in ended:
-                    if request in mine and on_finish is not None:
-                        on_finish(request)
-                mine.difference_update(ended)
+            while any(not request.finished for request in requests):
+                self.step()
         finally:
             for request in requests:
                 self.abort(request)

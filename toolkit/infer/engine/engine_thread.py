@@ -60,8 +60,7 @@ class Ticket:
     def __init__(
         self, prompt_ids: Sequence[int], params: SamplingParams, speculative: bool, shape: DraftShape | None
     ) -> None:
-        self.prompt_ids = list(prompt_ids)
-        self.params = params
+        self.prompt_ids, self.params = list(prompt_ids), params
         self.speculative, self.shape = speculative, shape
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
@@ -179,7 +178,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._obey_commands():
+            while self._run_commands():
                 self._step()
         except Exception:
             logger.exception("the engine thread ended by an error")
@@ -188,7 +187,7 @@ class EngineThread:
                 self._closed = True
             self._fail_all(EngineFailure("the engine has stopped"))
 
-    def _obey_commands(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run all queued commands; wait for one if the engine is idle. Returns False after "close"."""
         while not self._commands.empty() or not self._active:
             command, ticket = self._commands.get()

@@ -43,18 +43,10 @@ class RoundContext:
     context_length: int
 
 
-@dataclass(frozen=True)
-class RoundOutput:
-    """followed: the accepted paths, on the device. choices: the target's token at every node."""
-
-    followed: Followed
-    choices: Choices
-
-
 def run_round(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
-) -> RoundOutput:
-    """Draft, verify and commit on the device.
+) -> tuple[Followed, Choices]:
+    """Draft, verify and commit on the device. Returns the accepted paths and the target's token at every node.
 
     The KV cache of a row with L tokens holds L - 1 of them. The last token is the root of the row's tree."""
     tree = propose(rows)
@@ -67,14 +59,14 @@ def run_round(
     if not tree.is_chain:
         compact(context.cache, rows, followed)
     advance(rows, followed, committed)
-    return RoundOutput(followed, choices)
+    return followed, choices
 
 
 def round_numbers(
     context: RoundContext, rows: RoundRows, propose: Callable[[RoundRows], DraftTree], sampler: NodeSampler
 ) -> Tensor:
     """Run the round as a graph captures it. Returns `Followed.numbers` of the accepted paths."""
-    return run_round(context, rows, propose, sampler).followed.numbers
+    return run_round(context, rows, propose, sampler)[0].numbers
 
 
 def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Tensor:
@@ -169,11 +161,11 @@ class EagerRounds:
 
         rows, states = self.set_rows(requests)
         self._state.forget_rows(len(requests))
-        output = run_round(self._context, rows, propose, self._sampler_of(requests))
-        result = read_result(output.followed, output.choices.extra)
+        followed, choices = run_round(self._context, rows, propose, self._sampler_of(requests))
+        result = read_result(followed, choices.extra)
         drafter.observe(requests, result)
         self._state.known[: len(states)] = advanced(states, result.path_tokens, self._unread(len(states)))
-        return EagerResult(result, output.choices.logprobs, proposed)
+        return EagerResult(result, choices.logprobs, proposed)
 
     def set_rows(self, requests: Sequence[Request]) -> tuple[RoundRows, list[RowState]]:
         """Copy lengths, roots and page tables of the requests to the device. Returns the rows and their states."""

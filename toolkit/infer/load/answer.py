@@ -48,12 +48,12 @@ class Answer:
             if i == last and isinstance(update.stop_reason, int):
                 break  # the stop id is not text, even if the tokenizer does not mark it as special
             pieces.append((self._text.push(token_id), drafted))
-            if self._text.stopped:
+            if self._text.hit is not None:
                 self.finish_reason = "stop"
                 return pieces
         if update.finish_reason is not None:
             pieces.append((self._text.finish(), False))
-            self.finish_reason = "stop" if self._text.stopped else update.finish_reason
+            self.finish_reason = "stop" if self._text.hit is not None else update.finish_reason
         return [piece for piece in pieces if piece[0]]
 
 

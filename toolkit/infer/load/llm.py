@@ -237,7 +237,7 @@ class LLM:
             token_ids=request.output_ids[:count],
             text=text,
             finish_reason=answer.finish_reason,
-            stop_reason=stream.hit if stream.stopped else request.stop_reason,
+            stop_reason=request.stop_reason if stream.hit is None else stream.hit,
             logprobs=None if params.logprobs is None else answer.take_logprobs(),
             from_draft=request.token_from_draft[:count],
             events=events_of_answer(request.events, count),

@@ -63,8 +63,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty; leave it out")
         self._stops = tuple(stops)
         self._held = ""
         self.hit: str | None = None
@@ -113,11 +111,6 @@ class TextStream:
         """The complete stop string, or None. Later tokens do not belong to the answer."""
         return self._stops.hit
 
-    @property
-    def stopped(self) -> bool:
-        """True if a stop string is complete."""
-        return self.hit is not None
-
     def push(self, token_id: int) -> str:
         """Return the text to emit after this token: whole characters, no part of a stop string."""
         text = self._text.push(token_id)
@@ -128,10 +121,10 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the held text; call once, after the sequence has ended."""
-        if self.stopped:
+        if self.hit is not None:
             return ""
         shown = self._stops.push(self._text.finish())
-        return shown if self.stopped else shown + self._stops.finish()
+        return shown + self._stops.finish()
 
 
 class Detokenizer:

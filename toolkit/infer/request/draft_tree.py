@@ -182,20 +182,14 @@ def chain_tree(roots: Tensor, drafts: Tensor, counts: Sequence[int], proposal: P
 def _whole_chains(rows: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return parents, depths, mask and valid of chains that keep all their drafts."""
     depths = node_numbers(nodes, device).expand(rows, nodes)
-    valid = torch.ones(rows, nodes, dtype=torch.bool, device=device)
-    return depths - 1, depths, chain_mask(nodes, device).expand(rows, nodes, nodes), valid
+    mask = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, nodes, nodes)
+    return depths - 1, depths, mask, torch.ones(rows, nodes, dtype=torch.bool, device=device)
 
 
 @cache  # never freed: recorded rounds read it
 def node_numbers(count: int, device: torch.device) -> Tensor:
     """Return 0 .. count-1: node numbers, or the depths of a chain's nodes."""
     return torch.arange(count, device=device)
-
-
-@cache  # never freed: recorded rounds read it
-def chain_mask(nodes: int, device: torch.device) -> Tensor:
-    """Return [N, N] bool: each node attends to itself and to the nodes before it."""
-    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
 
 
 def without_padding(mask: Tensor, valid: Tensor) -> Tensor:

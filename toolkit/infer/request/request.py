@@ -53,7 +53,6 @@ class Request:
     """One prompt and its state in the engine. Compared by identity."""
 
     # written by the caller, once
-    id: str
     prompt_ids: list[int]
     params: SamplingParams
     speculative: bool = True

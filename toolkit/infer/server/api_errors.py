@@ -18,14 +18,12 @@ MAX_SHOWN = 5  # problems listed in one message
 class ApiError(Exception):
     """An error reply. status: the HTTP status; param: the wrong field; code: the machine-readable reason."""
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.kind = "invalid_request_error" if status < 500 else "server_error"
 
     @property
     def body(self) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def sse(body: dict[str, Any]) -> str:
 LEAST = -9999.0  # OpenAI's value for -inf, which JSON does not have
 
 
-class TokenBytes:
-    """The exact bytes of a token, including a leading space and partial characters.
+class LogprobForm:
+    """Writes `choices[].logprobs` with the exact bytes of a token, including a leading space and partial characters.
 
     Decoding a single id loses both: SentencePiece decoders drop a leading space, and a partial character becomes
     U+FFFD.
@@ -114,7 +114,7 @@ class TokenBytes:
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
         self._added = tokenizer.added_tokens_decoder
 
-    def of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token; b"" for an id outside the tokenizer's vocabulary."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode()
@@ -127,13 +127,6 @@ class TokenBytes:
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode() if self._sentencepiece else piece.encode()
 
-
-class LogprobForm:
-    """Writes `choices[].logprobs` of one server."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._bytes = TokenBytes(tokenizer)
-
     def content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """`choices[].logprobs` with one item per token of the answer, including the stop id that ended it."""
         items = []
@@ -143,7 +136,7 @@ class LogprobForm:
         return {"content": items, "refusal": None}
 
     def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
-        written = self._bytes.of(token_id)
+        written = self.bytes_of(token_id)
         return {
             "token": written.decode("utf-8", errors="replace"),
             "logprob": max(logprob, LEAST),
