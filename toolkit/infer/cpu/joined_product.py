@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from toolkit.infer.cpu.blocked_product import blocked_product, traceable_product
 from toolkit.targets.fixed_linear import FixedLinear
@@ -108,3 +109,14 @@ def join_products(model: nn.Module) -> None:
 def _fills_blocks(layer: BlockedLinear) -> bool:
     """Whether the weight lies in whole blocks, without rows of padding at the end."""
     return layer.blocked and layer.joined is None and layer.out_features % layer.blocks.shape[2] == 0
+
+
+def merge_equal_products(graph: fx.Graph) -> None:
+    """Merge equal calls of the operator `toolkit::blocked_product`: layers that share a product each call it."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.toolkit.blocked_product.default:
+            kept = first.setdefault(node.args, node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)

@@ -5,10 +5,11 @@ Without infer/cpu/ this file would call `targets.load`, refuse quantisation, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
 from toolkit.infer.cpu import blocked_product
 from toolkit.infer.cpu.attention import row_attention
+from toolkit.infer.cpu.joined_product import merge_equal_products
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.cpu.quantize import QUANTIZATIONS, quantize_head, quantize_model
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -27,11 +29,14 @@ from toolkit.targets import load
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
-__all__ = ["QUANTIZATIONS", "Use", "install_native_ops", "load_target", "pack"]
+__all__ = ["COMPILE_OPTIONS", "QUANTIZATIONS", "Use", "install_native_ops", "load_target", "pack"]
 
 logger = get_logger(__name__)
 
 Use = Literal["serving", "rollouts", "training"]
+
+# Options of torch.compile.
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"post_grad_custom_pre_pass": merge_equal_products}
 
 
 def install_native_ops(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter, choose_verifier
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.engine.cpu_door import install_native_ops
+from toolkit.infer.engine.cpu_door import COMPILE_OPTIONS, install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
 from toolkit.infer.engine.scheduler import Move, Scheduler
@@ -94,8 +94,7 @@ class Engine:
         install_native_ops(target.device)
         with torch.inference_mode():
             self._forward = TargetForward(target)
-            limit = self._forward.max_context
-            self.context_length = limit if context_length is None else min(context_length, limit)
+            self.context_length = min(context_length or self._forward.max_context, self._forward.max_context)
             pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length)
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
@@ -105,7 +104,8 @@ class Engine:
             state = RoundState(max_running_requests, pool, target.device)
             self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
             if torch_compile:
-                self._around_step = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests).running
+                compiled = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests, COMPILE_OPTIONS)
+                self._around_step = compiled.running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)

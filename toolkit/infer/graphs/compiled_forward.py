@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 from toolkit.infer.attention.metadata import AttentionMetadata
@@ -34,7 +34,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
 
-Options = dict[str, str | int | bool | Callable[..., Any]]
+Options = dict[str, str | int | bool | Callable[..., Any]]  # of torch.compile
 SIZES = 256  # limit of programs per layer class; Dynamo's default of 8 is too low for one program per size
 DEFAULT_ROWS = 32
 # Example sizes for "several". Dynamo treats equal sizes as one symbol, so they differ.
@@ -44,10 +44,11 @@ SEVERAL_ROWS, SEVERAL_TOKENS = 2, 5
 @dataclass(frozen=True)
 class CompileSettings:
     """max_rows: graphs of more rows use uncompiled layers. backend: of torch.compile; it must not use CUDA graphs
-    itself. Raises CompileError for max_rows below 1."""
+    itself. options: of Inductor. Raises CompileError for max_rows below 1."""
 
     max_rows: int = DEFAULT_ROWS
     backend: str | Callable[..., Any] = "inductor"
+    options: Options | None = None
 
     def __post_init__(self) -> None:
         if self.max_rows < 1:
@@ -88,7 +89,7 @@ class CompiledForward:
     def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
         """dynamic None: in the sizes that are marked so."""
         backend = self.settings.backend
-        options: Options | None = {"post_grad_custom_pre_pass": merge_equal_products} if backend == "inductor" else None
+        options = self.settings.options if backend == "inductor" else None
         return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
 
     @torch.inference_mode()
@@ -181,21 +182,12 @@ def mark_region(kind: type[nn.Module]) -> None:
         setattr(kind, "forward", nested_compile_region(kind.forward))  # noqa: B010 (mypy refuses the assignment)
 
 
-def merge_equal_products(graph: fx.Graph) -> None:
-    """Merge equal calls of the operator `toolkit::blocked_product`: layers that share a product each call it."""
-    first: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(graph.nodes):
-        if str(node.target) == "toolkit.blocked_product.default":
-            kept = first.setdefault(node.args, node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
-
-
-def compile_for_eager_rounds(forward: TargetForward, drafter: Drafter, max_rows: int) -> CompiledForward:
-    """Compile the layers of the target and of the drafter's head for eager rounds of up to `max_rows` rows."""
+def compile_for_eager_rounds(
+    forward: TargetForward, drafter: Drafter, max_rows: int, options: Options | None
+) -> CompiledForward:
+    """Compile the target's body and the layers of the drafter's head for eager rounds of up to `max_rows` rows."""
     reader = drafter.reader if isinstance(drafter, HeadDrafter) else None
-    compiled = CompiledForward(CompileSettings(), forward, reader, dynamic=True)
+    compiled = CompiledForward(CompileSettings(options=options), forward, reader, dynamic=True)
     compiled.compile_all(max_rows)
     return compiled
 
