@@ -58,11 +58,10 @@ class Engine:
     adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
     memory: size of the KV cache.
-    torch_compile: compile the layers (CPU).
+    torch_compile: compile target and head (CPU).
     graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
 
-    Raises DraftDirError for an unusable head, UnsupportedTargetError for an unusable target, CompileError for layers
-    that cannot be compiled.
+    Raises DraftDirError or UnsupportedTargetError for an unusable head or target, CompileError if compilation fails.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class EngineConfig:
     )
     torch_compile: bool = option(
         False,
-        "run the layers of target and head compiled by torch.compile. On a CPU every start compiles them, which takes "
+        "run target and head compiled by torch.compile. On a CPU every start compiles them, which takes "
         "about half a minute and a C++ compiler. On a GPU the rounds of `cuda_graph_max_bs` are compiled before they "
         "are recorded",
     )
