@@ -153,7 +153,7 @@ def test_layers_that_come_out_different_are_refused(own_target):
 def test_where_nothing_would_be_compiled(own_target):
     with pytest.raises(CompileError, match="no round is recorded, because NgramDrafter"):
         engine_with(own_target, NgramLookup(), "3,1,4", CompileSettings(4, "eager"))
-    with pytest.raises(EngineError, match="torch_compile_max_bs is 8 and cuda_graph_max_bs 4"):
+    with pytest.raises(EngineError, match="torch_compile_max_bs is 8 and cuda_graph_max_bs is 4"):
         engine_with(own_target, None, "", CompileSettings(8, "eager"))
     with pytest.raises(CompileError, match="torch_compile_max_bs is 0"):
         CompileSettings(0)
