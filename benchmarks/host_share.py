@@ -35,10 +35,10 @@ from toolkit import LLM, SamplingParams, __version__
 from toolkit.bench.prompts import builtin_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.draft_dir import load_draft
-from toolkit.infer.cpu import attention as cpu_attention
-from toolkit.infer.cpu import blocked_product
 from toolkit.infer.engine import round as engine_round
+from toolkit.infer.engine.cpu_door import native_functions
 from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.load_draft import stated_target
 
 PARTS = ("draft", "verify", "commit")
 ROUND, OURS, CPP = "round", "toolkit::", "function of C++"
@@ -113,7 +113,7 @@ def named_parts(engine: Engine) -> Iterator[None]:
         (engine_round, "forward_tree", "verify"),
         (engine_round, "choose_tokens", "verify"),
         (engine, "_commit", "commit"),
-        *((library, name, CPP) for library, name in cpp_functions()),
+        *((library, name, CPP) for library, name in native_functions()),
     ]
     owns = [getattr(owner, name) for owner, name, _ in owners]
     for (owner, name, part), own in zip(owners, owns, strict=True):
@@ -123,15 +123,6 @@ def named_parts(engine: Engine) -> Iterator[None]:
     finally:
         for (owner, name, _), own in zip(owners, owns, strict=True):
             setattr(owner, name, own)
-
-
-def cpp_functions() -> list[tuple[Any, str]]:
-    """Libraries that this machine has, and their functions that Python calls in a round."""
-    libraries = {
-        "toolkit_blocked_product": blocked_product._library(),
-        **dict.fromkeys(cpu_attention.FUNCTIONS.values(), cpu_attention._library()),
-    }
-    return [(library, name) for name, library in libraries.items() if library is not None]
 
 
 def _named(own: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -210,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in (None, *args.shapes):
         draft = None if shape is None else args.draft
         options = {"quantization": args.quantization, "device": "cpu", "shape": shape, "max_running_requests": 1}
-        with LLM(args.target or stated_target(args.draft), draft, **options) as llm:
+        with LLM(args.target or stated_target(load_draft(Path(args.draft)))[0], draft, **options) as llm:
             row = {"engine": "ours", "version": __version__, "shape": shape}
             rows.append({**row, "weight_bits": llm.target.weight_bits, "batch": 1, **measure(llm, args.rounds)})
         found = rows[-1]
@@ -224,11 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         leave(make_record("engine", f"python benchmarks/{command_line()}", settings, rows), "host-share", args.out)
     return 0
-
-
-def stated_target(draft: str) -> str:
-    """The target that a draft directory names."""
-    return load_draft(Path(draft)).meta["target"]["name"]
 
 
 if __name__ == "__main__":

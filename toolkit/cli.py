@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
-    command.add_arguments(parser)
+    subcommands = command.add_arguments(parser)
     # Overrides may be given before or after options; argparse does not support that together with subcommands.
-    parse = parser.parse_intermixed_args if parser._subparsers is None else parser.parse_args
+    parse = parser.parse_intermixed_args if subcommands is None else parser.parse_args
     return command.run(parse(arguments))

@@ -8,6 +8,7 @@ from toolkit.heads.eagle3 import default_aux_layer_ids
 from toolkit.heads.head_config import HeadError, full_attention_rope
 from toolkit.heads.rope import STATIC_ROPE_TYPES
 from toolkit.targets.facts import (
+    NATIVE_MTP_KEYS,
     TargetFacts,
     bare_facts,
     native_mtp_layers,
@@ -16,8 +17,6 @@ from toolkit.targets.facts import (
     tensor_names,
 )
 from toolkit.targets.load import load_tokenizer
-
-MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def inspect_target(name: str, revision: str | None = None) -> Report:
@@ -89,7 +88,7 @@ def _mtp(report: Report, facts: TargetFacts) -> None:
     """MTP layers, counted by the names of the weights; without those, as config.json states."""
     # transformers' configuration classes add such a key to models that never had one.
     own = stated_config(facts.source, facts.revision)
-    stated = next(((key, own[key]) for key in MTP_KEYS if own.get(key)), None)
+    stated = next(((key, own[key]) for key in NATIVE_MTP_KEYS if own.get(key)), None)
     try:
         layers = native_mtp_layers(list(tensor_names(facts)), facts.n_layers)
     except TargetError as error:

@@ -64,7 +64,7 @@ def facts_for(files: CheckpointFiles, target: str | None, revision: str | None =
     """
     if target is not None:
         return target_facts(target, revision)
-    stated = stated_target(files)
+    stated = named_target(files)
     try:
         return None if stated is None else target_facts(stated[0])
     except TargetError as error:
@@ -89,7 +89,7 @@ def import_head(
     head = head.to(dtype=dtype_of(tensors)).eval().requires_grad_(False)
     meta: dict[str, Any] = {"format": found.format, "writer": found.writer, "head": config.kind}
     meta |= config.features.to_dict()
-    stated = stated_target(files)
+    stated = named_target(files)
     if stated is not None:
         resolver.note("target", *stated)
         same = facts is not None and facts.name == full_name(stated[0])
@@ -131,7 +131,7 @@ def _check_dtypes(tensors: Mapping[str, torch.Tensor], resolver: Resolver) -> No
         resolver.note("dtype", own, f"the checkpoint mixes {mixed}; its layer's", warning=True)
 
 
-def stated_target(files: CheckpointFiles) -> tuple[str, str] | None:
+def named_target(files: CheckpointFiles) -> tuple[str, str] | None:
     """The target a checkpoint names, and where: speculators' verifier, else base_model of its model card."""
     verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
     if verifier.get("name_or_path"):

@@ -11,7 +11,7 @@ from toolkit.checkpoint.errors import DraftDirError
 
 # Prefixes of trainers and engines that wrap the head in a module of their own.
 WRAPPERS = ("draft_model.", "eagle_module.", "model.")
-RENAMED = {
+OUR_NAMES = {
     "layers.0.": "midlayer.",
     "aux_norm_low.": "fc_norm.0.",
     "aux_norm_mid.": "fc_norm.1.",
@@ -96,7 +96,7 @@ def plain_name(name: str) -> str:
 def eagle3_name(name: str) -> str:
     """A tensor's name in an EAGLE-3 checkpoint -> the name in our head."""
     name = plain_name(name)
-    for theirs, ours in RENAMED.items():
+    for theirs, ours in OUR_NAMES.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name

@@ -24,7 +24,8 @@ VERIFY_HELP = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> object:
+    """Return the subcommands."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     acceptance = kinds.add_parser(
         "acceptance",
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="record to write, and a page beside it (default: benchmarks/results/acceptance-<hardware>.json)",
     )
+    return kinds
 
 
 def run(args: argparse.Namespace) -> int:

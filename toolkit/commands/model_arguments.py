@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.infer.load.config import RENAMED, ConfigError, EngineConfig, choices_of, value_types
 
@@ -19,7 +19,13 @@ if TYPE_CHECKING:  # the parser is built without torch
 OPTIONS = {field.name: field.metadata for field in dataclasses.fields(EngineConfig)}
 
 
-def add_engine_arguments(group: argparse._ActionsContainer, names: Collection[str] = OPTIONS, **texts: str) -> None:
+class Arguments(Protocol):
+    """A parser or a group of its arguments."""
+
+    def add_argument(self, *name_or_flags: str, **settings: Any) -> argparse.Action: ...
+
+
+def add_engine_arguments(group: Arguments, names: Collection[str] = OPTIONS, **texts: str) -> None:
     """Add a flag for each named option; only options that are given appear in the parsed arguments.
 
     texts: help texts in place of the options' own.

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import PlanError
+from toolkit.targets.facts import NATIVE_MTP_KEYS
 from toolkit.targets.load import load_config, split_revision
 
 CACHE_BYTES = 2  # bf16
@@ -21,7 +22,6 @@ MOE = {
     "n_experts": ("n_routed_experts", "num_experts", "num_local_experts"),
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
 }
-NATIVE_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def size_of_config(config: Any, name: str, bits: float = 16, experts_bits: float
         cache=cache_of(config, name),
         bits=bits,
         experts_bits=experts_bits,
-        native_mtp=next((n for one in NATIVE_MTP if (n := getattr(config, one, None))), 0),
+        native_mtp=next((n for one in NATIVE_MTP_KEYS if (n := getattr(config, one, None))), 0),
         max_context=getattr(config, "max_position_embeddings", None),
         **(counts | (stated if counts["experts"] else {})),
     )

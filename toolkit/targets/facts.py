@@ -24,6 +24,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 # DeepSeek stores its MTP layers after the last decoder layer; other families give them names of their own.
 NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
+NATIVE_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # their number, in config.json
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 

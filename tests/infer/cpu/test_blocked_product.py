@@ -22,9 +22,9 @@ only_here = pytest.mark.skipif(
 @pytest.fixture
 def forgotten():
     """The library is looked for anew, now and by later tests."""
-    blocked_product._library.cache_clear()
+    blocked_product.load_library.cache_clear()
     yield
-    blocked_product._library.cache_clear()
+    blocked_product.load_library.cache_clear()
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_without_it_products_are_oneDNNs_and_the_log_says_why(forgotten, monkeyp
     x = torch.randn(3, 8).bfloat16()
     torch.testing.assert_close(model(x), linear(x), rtol=2e-2, atol=2e-2)
     if why == "broken" and compile_cpp.compiler():  # the next start does not try again, with the same compiler
-        blocked_product._library.cache_clear()
+        blocked_product.load_library.cache_clear()
         caplog.clear()
         assert not takes(linear.weight) and "could not be compiled before" in caplog.text
 

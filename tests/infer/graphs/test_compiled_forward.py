@@ -127,7 +127,7 @@ def test_rounds_above_the_bound_hold_the_layers_own_code(own_target, build, monk
 def test_layers_of_one_kind_share_what_was_compiled(own_target):
     """Compiled layer by layer, an 8B target would start for minutes."""
     before = counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     engine = engine_with(own_target, None, "", CompileSettings(1, "eager"))
     engine.close()
     assert counters["stats"]["unique_graphs"] == before + 2, "not the check's size and the round's, each once"
@@ -142,10 +142,10 @@ def test_layers_that_come_out_different_are_refused(own_target):
     def broken(graph, _inputs):
         raise NotImplementedError("no such instruction")
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with pytest.raises(CompileError, match="logits differ.* leave --torch-compile out"):
         engine_with(own_target, None, "", CompileSettings(4, wrong))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with pytest.raises(CompileError, match="LlamaModel cannot be compiled .*no such instruction"):
         engine_with(own_target, None, "", CompileSettings(4, broken))
 

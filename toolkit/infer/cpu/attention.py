@@ -24,7 +24,7 @@ ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     library = load_vectorised(SOURCE)
     if library is not None:
         for name in FUNCTIONS.values():
@@ -39,7 +39,7 @@ class RowAttention:
     name: of the library's function."""
 
     def __init__(self, name: str, lengths: Tensor, node_mask: Tensor) -> None:
-        self._function = getattr(_library(), name)
+        self._function = getattr(load_library(), name)
         self._lengths = lengths
         self._sizes = node_mask.shape
         self._mask = None if node_mask.shape[2] == 1 else node_mask.contiguous()
@@ -70,7 +70,7 @@ def row_attention(
     dtype: torch.dtype, key_width: int, value_width: int, lengths: Tensor, node_mask: Tensor
 ) -> RowAttention | None:
     """None where this machine or heads so wide have none."""
-    library = _library() if dtype in FUNCTIONS and key_width == value_width else None
+    library = load_library() if dtype in FUNCTIONS and key_width == value_width else None
     if library is None or key_width % library.toolkit_attention_lanes():
         return None
     return RowAttention(FUNCTIONS[dtype], lengths, node_mask)

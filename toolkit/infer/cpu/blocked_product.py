@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """None on other machines than those it was written for, and where it cannot be compiled."""
     library = load_vectorised(SOURCE)
     if library is not None:
@@ -42,7 +42,7 @@ def _library() -> ctypes.CDLL | None:
 
 def available() -> bool:
     """Whether there are such products on this machine; asked for the first time, they may have to be compiled."""
-    return _library() is not None
+    return load_library() is not None
 
 
 def takes(weight: Tensor) -> bool:
@@ -53,7 +53,7 @@ def takes(weight: Tensor) -> bool:
 def to_blocks(weight: Tensor) -> Tensor:
     """[N, K] bfloat16 -> [blocks, K/2, W, 2], int8 too where tiles take them, else -> [blocks, K, W, 1]; rows of zeros
     fill the last block."""
-    library = _library()
+    library = load_library()
     assert library is not None, "takes() was not asked"
     width = library.toolkit_block_width()
     full = F.pad(weight.detach().contiguous(), (0, 0, 0, -weight.shape[0] % width))
@@ -78,7 +78,7 @@ def blocked_product(x: Tensor, blocks: Tensor, scale: Tensor | None, bias: Tenso
     N is `outputs`. Sums are float32, in an order that K decides, and are rounded once, so that a row's result does not
     depend on the rows beside it.
     """
-    library, inputs, x = _library(), x.shape[-1], x.contiguous()
+    library, inputs, x = load_library(), x.shape[-1], x.contiguous()
     if x.dtype != torch.bfloat16 or inputs != inputs_of(blocks) or (scale is not None and scale.dtype != torch.float32):
         raise ValueError(
             f"the rows are of {inputs} {x.dtype}, the scales of {None if scale is None else scale.dtype}; these "

@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import TargetError
-from toolkit.infer.cpu import blocked_product
-from toolkit.infer.cpu.attention import row_attention
+from toolkit.infer.cpu import attention, blocked_product
 from toolkit.infer.cpu.joined_product import merge_equal_products
 from toolkit.infer.cpu.packed_linear import pack_linears
 from toolkit.infer.cpu.quantize import QUANTIZATIONS, quantize_head, quantize_model
@@ -29,7 +28,7 @@ from toolkit.targets import load
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.target import Target
 
-__all__ = ["COMPILE_OPTIONS", "QUANTIZATIONS", "Use", "install_native_ops", "load_target", "pack"]
+__all__ = ["COMPILE_OPTIONS", "QUANTIZATIONS", "Use", "install_native_ops", "load_target", "native_functions", "pack"]
 
 logger = get_logger(__name__)
 
@@ -42,7 +41,7 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"post_grad_
 def install_native_ops(device: torch.device) -> None:
     """Install the C++ attention for few new nodes if the device is a CPU."""
     if device.type == "cpu":
-        install("cpu", replace(REFERENCE, row_attention=row_attention))
+        install("cpu", replace(REFERENCE, row_attention=attention.row_attention))
 
 
 def load_target(
@@ -113,3 +112,12 @@ def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "
 def _multiplied_by_ours(head: nn.Module) -> bool:
     linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
     return all(one.weight.device.type == "cpu" and blocked_product.takes(one.weight) for one in linears)
+
+
+def native_functions() -> list[tuple[Any, str]]:
+    """Return the C++ libraries of this machine, each with the name of a function that Python calls in a round."""
+    libraries = {
+        "toolkit_blocked_product": blocked_product.load_library(),
+        **dict.fromkeys(attention.FUNCTIONS.values(), attention.load_library()),
+    }
+    return [(library, name) for name, library in libraries.items() if library is not None]

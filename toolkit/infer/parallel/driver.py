@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit
-from toolkit.infer.parallel.ranks import Decided, Load, Message, ParallelError, RankLostError, Ranks, Stop, send
+from toolkit.infer.parallel.ranks import Decided, Load, ParallelError, RankLostError, Ranks, Stop, WorkerMessage, send
 from toolkit.log import get_logger
 from toolkit.threads import physical_cores, users_threads
 
@@ -103,13 +103,13 @@ class Driver(Ranks):
 
     # -- messages to the workers ---------------------------------------------------------------------------------------
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: WorkerMessage) -> None:
         """Send a message to all workers. Raises RankLostError."""
         self._check()
         for rank in range(1, self.size):
             self._send(rank, message)
 
-    def _send(self, rank: int, message: Message) -> None:
+    def _send(self, rank: int, message: WorkerMessage) -> None:
         pipe = self._processes[rank - 1].stdin
         assert pipe is not None, "workers are started with a pipe"
         try:

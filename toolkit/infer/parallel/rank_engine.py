@@ -21,12 +21,12 @@ from toolkit.infer.parallel.ranks import (
     Add,
     Decided,
     Load,
-    Message,
     RankLostError,
     Ranks,
     Reshape,
     Step,
     Stop,
+    WorkerMessage,
     receive,
     written,
 )
@@ -122,7 +122,7 @@ class Worker(Ranks):
     """The ranks, seen from one worker. A thread reads the messages and detects the driver's end."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
         self._stopping = threading.Event()
         threading.Thread(target=self._read, name="toolkit-messages", daemon=True).start()
         first = self.next_message()
@@ -130,7 +130,7 @@ class Worker(Ranks):
         self.rank, self.size, self._port = first.rank, first.size, first.port
         self.config = first.config
 
-    def next_message(self) -> Message:
+    def next_message(self) -> WorkerMessage:
         """Wait for the next message of the driver and return it."""
         return self._messages.get()
 
@@ -164,7 +164,7 @@ class Worker(Ranks):
                 return
 
 
-def run_worker(engine: Engine, next_message: Callable[[], Message]) -> None:
+def run_worker(engine: Engine, next_message: Callable[[], WorkerMessage]) -> None:
     """Repeat the driver's calls on `engine` until Stop. Raises the errors of a step."""
     assert isinstance(engine, RankEngine), "a worker runs a RankEngine"
     requests: dict[int, Request] = {}

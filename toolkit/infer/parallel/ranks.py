@@ -177,7 +177,7 @@ class Stop:
     """Close the engine and end the process."""
 
 
-Message = Load | Add | Abort | Step | Reshape | Decided | Stop
+WorkerMessage = Load | Add | Abort | Step | Reshape | Decided | Stop
 
 
 def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
@@ -185,13 +185,13 @@ def written(running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
     return tuple((request.arrival, len(request.output_ids), request.output_ids[-1]) for request in running)
 
 
-def send(message: Message, pipe: IO[bytes]) -> None:
+def send(message: WorkerMessage, pipe: IO[bytes]) -> None:
     """Write a message to a pipe. Raises OSError if the pipe has no reader."""
     pipe.write(pickle.dumps(message))
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> Message:
+def receive(pipe: IO[bytes]) -> WorkerMessage:
     """Read the driver's next message. Raises EOFError if the driver has ended, UnpicklingError if within a message."""
-    message: Message = pickle.load(pipe)
+    message: WorkerMessage = pickle.load(pipe)
     return message
