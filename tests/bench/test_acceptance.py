@@ -8,9 +8,9 @@ from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summ
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.records import read_record, write_record
 from toolkit.bench.table import print_acceptance
-from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError, EngineError, SamplingError
+from toolkit.infer.request.errors import DraftShapeError, SamplingError
 from toolkit.jsonl import DataError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
@@ -106,11 +106,11 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"config": EngineConfig(max_running_requests=0)}, EngineError, "max_running_requests is 0"),
+        ({"config": EngineConfig(max_running_requests=0)}, ConfigError, "`max_running_requests` is 0"),
         ({"max_tokens": 0}, SamplingError, "max_tokens is 0"),
         ({"prompts": []}, DataError, "list of prompts is empty"),
         ({"config": EngineConfig(verify="block")}, DraftShapeError, "needs a chain"),
-        ({"config": EngineConfig(verify="guess")}, EngineError, 'verify is "guess"'),
+        ({"config": EngineConfig(verify="guess")}, ConfigError, "`verify` is 'guess'"),
         ({"temperature": -0.5}, SamplingError, "temperature is -0.5"),
     ],
 )

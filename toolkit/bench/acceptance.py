@@ -20,7 +20,7 @@ from toolkit.bench.records import command_line, hardware, make_record, versions
 from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
-from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -78,8 +78,6 @@ def measure_acceptance(
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
     batch, verify = config.max_running_requests, config.verify
-    for shape in shapes:
-        choose_verifier(verify, draft, shape)
     check_tokens = check_tokens and (verify == "target" or temperature == 0)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = limited(list(prompts), limit)

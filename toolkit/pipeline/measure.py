@@ -69,8 +69,9 @@ def measure_head(
     """
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
     device = device_of(config)
-    config.check(device.type)
-    target, draft = load_models(config, device, shapes)
+    for shape in shapes:
+        replace(config, shape=shape.as_text()).check(device.type)
+    target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
     record = _measure(target, draft, wanted, seed=seed, check_tokens=check_tokens, config=config)
     print_acceptance(record)

@@ -218,9 +218,6 @@ def test_the_cache_takes_its_share_of_memory(small_target, monkeypatch):
         assert engine._cache.shape.bytes_per_token == 1024
         held.append(engine._cache.pool.capacity * 16)
     assert held == [1280, 2048, 4096]  # the first is one context with its room, which an eighth does not hold
-    for share, tokens in ((0.0, None), (1.5, None), (0.5, 4096)):
-        with pytest.raises(EngineError, match="mem_fraction_static"):
-            MemorySettings(tokens, mem_fraction_static=share)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-three-layers", "ngram"])

@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.cache.page_pool import PAGE_SIZE
+from toolkit.infer.load.config import LEAST, ConfigError, EngineConfig
+from toolkit.infer.request.errors import DraftShapeError, EngineError
 
 NAMES = {field.name for field in dataclasses.fields(EngineConfig)}
 
@@ -34,6 +36,13 @@ def test_every_option_has_a_help_text_that_names_options():
         ({"target": "x", "max_running_requests": 0}, "`max_running_requests` is 0; at least 1"),
         ({"target": "x", "context_length": 1}, "`context_length` is 1; at least 2"),
         ({"target": "x", "chunked_prefill_size": 0}, "`chunked_prefill_size` is 0; at least 1"),
+        ({"target": "x", "max_total_tokens": 15}, "`max_total_tokens` is 15; at least 16"),
+        ({"target": "x", "cuda_graph_max_bs": 0}, "`cuda_graph_max_bs` is 0; at least 1"),
+        ({"target": "x", "torch_compile_max_bs": 0}, "`torch_compile_max_bs` is 0; at least 1"),
+        ({"target": "x", "mem_fraction_static": 0.0}, "`mem_fraction_static` is 0; a share between 0 and 1"),
+        ({"target": "x", "mem_fraction_static": 1.5}, "`mem_fraction_static` is 1.5; a share between 0 and 1"),
+        ({"target": "x", "mem_fraction_static": 0.5, "max_total_tokens": 4096}, "both size the cache"),
+        ({"draft": "y", "shape": "4,1"}, "`shape`: .*4,1,5"),
         ({"target": "x", "tensor_parallel_size": 0}, "`tensor_parallel_size` is 0; at least 1"),
         ({"target": "x", "dtype": "float16"}, "`dtype` is 'float16'; one of auto, bfloat16, float32"),
         ({"target": "x", "verify": "luck"}, "`verify` is 'luck'; one of auto, target, rejection, block"),
@@ -65,6 +74,7 @@ def test_what_does_not_go_together_on_a_cpu(options, says):
     [
         ({"torch_compile": True}, "recorded rounds are compiled there: set `cuda_graph_max_bs`"),
         ({"draft": "y", "draft_quantization": "int8"}, "the device is cuda; int8 heads need a CPU"),
+        ({"torch_compile": True, "torch_compile_max_bs": 8, "cuda_graph_max_bs": 4}, "8 and `cuda_graph_max_bs` is 4;"),
         ({"tensor_parallel_size": 2, "cuda_graph_max_bs": 4}, "`cuda_graph_max_bs` is 4; they cannot be combined"),
     ],
 )
@@ -72,6 +82,24 @@ def test_what_does_not_go_together_on_a_gpu(options, says):
     """The device type is handed in, so that this is tested without a GPU."""
     with pytest.raises(ConfigError, match=says):
         EngineConfig(target="x", **options).check("cuda")
+
+
+def test_verifiers_and_shapes():
+    """Found here, it costs no load of a target; `auto` goes with everything."""
+    for verify in ("rejection", "block"):
+        with pytest.raises(DraftShapeError, match=f"`verify` is {verify}, which needs a chain.*set `verify` to target"):
+            EngineConfig(draft="x", shape="4,3,12", verify=verify).check("cpu")
+        for draft in (None, "ngram"):
+            with pytest.raises(EngineError, match=f"`verify` is {verify}, which needs a draft head"):
+                EngineConfig(target="x", draft=draft, verify=verify).check("cpu")
+        EngineConfig(draft="x", shape="4,1,5", verify=verify).check("cpu")
+    for options in ({"shape": "4,3,12"}, {"draft": "ngram"}, {"no_draft": True}):
+        EngineConfig(**{"target": "x", "draft": "y", **options}).check("cpu")
+
+
+def test_the_cache_holds_a_page():
+    """The bound is written as a number, because the module that states the page size needs torch."""
+    assert LEAST["max_total_tokens"] == PAGE_SIZE
 
 
 def test_what_goes_together():

@@ -28,10 +28,7 @@ class MemorySettings:
     prefix_cache: do not prefill again the part that a prompt shares with an earlier text.
     chunked_prefill_size: prompt tokens per prefill chunk, between two rounds of running requests.
     scattered_pages: the scattered layout of page_pool.py; None: scattered unless on a CPU.
-    mem_fraction_static: share of the same memory, in place of the default.
-
-    Raises EngineError for a share outside (0, 1), a share together with max_total_tokens, or less than one page of
-    tokens.
+    mem_fraction_static: share of the same memory, in place of the default; not together with max_total_tokens.
     """
 
     max_total_tokens: int | None = None
@@ -39,20 +36,6 @@ class MemorySettings:
     chunked_prefill_size: int = 1024
     scattered_pages: bool | None = None
     mem_fraction_static: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
-            raise EngineError(
-                f"`mem_fraction_static` is {self.mem_fraction_static:g}; a share between 0 and 1 is needed, such as 0.8"
-            )
-        if self.max_total_tokens is not None and self.max_total_tokens < PAGE_SIZE:
-            raise EngineError(
-                f"`max_total_tokens` is {self.max_total_tokens}; at least a page of {PAGE_SIZE} tokens is needed"
-            )
-        if self.mem_fraction_static is not None and self.max_total_tokens is not None:
-            raise EngineError(
-                "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
-            )
 
     def pool(self, shape: KVShape, max_running_requests: int, context_length: int) -> PagePool:
         """Return a page pool for cache entries of `shape`."""

@@ -13,12 +13,13 @@ from functools import partial
 
 import torch
 
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
-from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter, choose_verifier
+from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import COMPILE_OPTIONS, install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
@@ -35,7 +36,7 @@ from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
 from toolkit.infer.verify.sampler import NodeLogprobs
-from toolkit.infer.verify.verifiers import VerifyResult
+from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
 from toolkit.targets.target import Target
 
 __all__ = ["Engine", "PromptTooLongError"]
@@ -82,12 +83,6 @@ class Engine:
             raise EngineError(
                 f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
             )
-        if max_running_requests < 1:
-            raise EngineError(f"max_running_requests is {max_running_requests}; at least 1 is needed")
-        if context_length is not None and context_length < 2:
-            raise EngineError(
-                f"context_length is {context_length}; at least 2 is needed: a prompt token and an answer token"
-            )
         self.target = target
         use_device(target.device)
         install_native_ops(target.device)
@@ -97,7 +92,8 @@ class Engine:
             pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length)
             self._cache = KVCache(self._forward.kv_shape, pool)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
-            self.verifier = choose_verifier(verify, draft, self.shape)
+            has_head = isinstance(draft, DraftCheckpoint)
+            self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=graphs is not None)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
             self.drafter = choose_drafter(target, draft, self.shape, pool, draws=draws)
             state = RoundState(max_running_requests, pool, target.device)

@@ -127,21 +127,6 @@ class GraphSettings:
     overlap: bool = True
     at_start: bool = True
 
-    def check(self, device: torch.device) -> None:
-        """Raise EngineError for settings that this device does not support."""
-        if self.max_rows < 1:
-            raise EngineError(f"cuda_graph_max_bs is {self.max_rows}; at least 1 is needed")
-        if self.capture is None and device.type != "cuda":
-            raise EngineError(
-                f"cuda_graph_max_bs is given and the device is {device}; CUDA graphs need a GPU: leave "
-                "--cuda-graph-max-bs out, or use --device cuda"
-            )
-        if self.compiled is not None and self.compiled.max_rows > self.max_rows:
-            raise EngineError(
-                f"torch_compile_max_bs is {self.compiled.max_rows} and cuda_graph_max_bs is {self.max_rows}; only "
-                f"recorded rounds are compiled: lower the first to {self.max_rows}, or raise the second"
-            )
-
 
 def buckets_up_to(rows: int) -> list[int]:
     """The batch sizes to capture: 1, 2, 4, 8, 16, 24, .. and `rows` itself."""

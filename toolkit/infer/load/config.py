@@ -8,11 +8,22 @@ import typing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+if TYPE_CHECKING:  # the command line reads the options without torch
+    from toolkit.infer.request.draft_tree import DraftShape
 
 T = TypeVar("T")
 NGRAM = "ngram"
-LEAST = {"max_running_requests": 1, "context_length": 2, "chunked_prefill_size": 1, "tensor_parallel_size": 1}
+LEAST = {
+    "max_running_requests": 1,
+    "context_length": 2,  # a prompt token and an answer token
+    "chunked_prefill_size": 1,
+    "tensor_parallel_size": 1,
+    "max_total_tokens": 16,  # a page
+    "cuda_graph_max_bs": 1,
+    "torch_compile_max_bs": 1,
+}
 RENAMED = {
     "max_batch": "max_running_requests",
     "max_context": "context_length",
@@ -38,7 +49,7 @@ def option(default: T, text: str, *, metavar: str | None = None, alias: str | No
 class EngineConfig:
     """The configuration of an engine. Each field has a help text; `toolkit serve --help` lists all fields.
 
-    `check` refuses incompatible options. The engine checks sizes that depend on the models.
+    `check` refuses incompatible options. The engine checks what depends on the models.
     """
 
     target: str | None = option(
@@ -159,22 +170,38 @@ class EngineConfig:
             raise ConfigError(f"`{name}` is not an option of the engine; {hint}")
         return dataclasses.replace(self, **options)
 
+    def draft_shape(self) -> DraftShape | None:
+        """The option `shape`, parsed. Raises ConfigError."""
+        return None if self.shape is None else parse_shape(self.shape, "`shape`")
+
     def check(self, device_type: str) -> None:
-        """Raise ConfigError for options that are incompatible with each other or with the device ("cpu", "cuda")."""
-        self._check_values()
+        """Check the options against each other and against the device ("cpu", "cuda"), without the models.
+
+        Raises ConfigError; EngineError or DraftShapeError for a verifier that does not support the draft or the shape.
+        """
+        self.check_values()
         self._check_drafting()
+        self._check_verifier()
         self._check_compilation(device_type)
         self._check_graphs(device_type)
         self._check_tensor_parallel()
         self._check_draft_quantization(device_type)
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
+        """Check the values of options that do not choose a model. Raises ConfigError."""
         for name, hint in value_types().items():
             value, choices = getattr(self, name), choices_of(hint)
             if choices and value not in choices:
                 raise ConfigError(f"`{name}` is {value!r}; one of {', '.join(choices)} is needed")
             if name in LEAST and value is not None and value < LEAST[name]:
                 raise ConfigError(f"`{name}` is {value}; at least {LEAST[name]} is needed")
+        share = self.mem_fraction_static
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"`mem_fraction_static` is {share:g}; a share between 0 and 1 is needed, such as 0.8")
+        if share is not None and self.max_total_tokens is not None:
+            raise ConfigError(
+                "`mem_fraction_static` and `max_total_tokens` are both given, and both size the cache; leave one out"
+            )
 
     def _check_drafting(self) -> None:
         if self.draft is None and self.target is None:
@@ -193,6 +220,12 @@ class EngineConfig:
                 raise ConfigError(
                     f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
                 )
+
+    def _check_verifier(self) -> None:
+        from toolkit.infer.verify.verifiers import choose_verifier
+
+        head, recorded = self.drafts and str(self.draft) != NGRAM, self.cuda_graph_max_bs is not None
+        choose_verifier(self.verify, self.draft_shape(), head=head, recorded=recorded)
 
     def _check_draft_quantization(self, device_type: str) -> None:
         if self.draft_quantization != "int8":
@@ -216,7 +249,13 @@ class EngineConfig:
                 f"`torch_compile_max_bs` is {rows} and the device is cpu; there the compiled layers run any number of "
                 "requests: leave the bound out"
             )
-        if self.torch_compile and device_type != "cpu" and self.cuda_graph_max_bs is None:
+        graph_rows = self.cuda_graph_max_bs
+        if rows is not None and graph_rows is not None and rows > graph_rows:
+            raise ConfigError(
+                f"`torch_compile_max_bs` is {rows} and `cuda_graph_max_bs` is {graph_rows}; only recorded rounds are "
+                f"compiled: lower the first to {graph_rows}, or raise the second"
+            )
+        if self.torch_compile and device_type != "cpu" and graph_rows is None:
             raise ConfigError(
                 f"`torch_compile` is set and the device is {device_type}; only recorded rounds are compiled there: set "
                 "`cuda_graph_max_bs`, leave `torch_compile` out, or set `device` to cpu"
@@ -263,3 +302,14 @@ def value_types() -> dict[str, Any]:
 def choices_of(hint: Any) -> tuple[str, ...]:
     """The values of a Literal; empty for another type."""
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def parse_shape(text: str, where: str) -> DraftShape:
+    """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
+    from toolkit.infer.request.draft_tree import DraftShape
+    from toolkit.infer.request.errors import DraftShapeError
+
+    try:
+        return DraftShape.parse(text)
+    except DraftShapeError as error:
+        raise ConfigError(f"{where}: {error}") from error

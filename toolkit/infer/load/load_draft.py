@@ -11,9 +11,8 @@ from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import DEFAULT_SHAPE
-from toolkit.infer.load.config import NGRAM, ConfigError, EngineConfig
+from toolkit.infer.load.config import NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.tokenmap.build import forced_ids_for
@@ -72,14 +71,6 @@ def best_shape(draft: Draft) -> DraftShape:
     measured: Any = draft.meta.get("measured") or {}
     text = measured.get("best_shape") if isinstance(measured, dict) else None
     return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
-
-
-def parse_shape(text: str, where: str) -> DraftShape:
-    """Parse a shape. Raises ConfigError that begins with `where`, the source of the text."""
-    try:
-        return DraftShape.parse(text)
-    except DraftShapeError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:

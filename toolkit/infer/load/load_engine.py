@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.choose_drafter import Draft, choose_verifier
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
@@ -23,7 +23,6 @@ from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     fit_draft,
     load_draft,
-    parse_shape,
     target_source,
 )
 from toolkit.infer.parallel.driver import Driver
@@ -60,7 +59,7 @@ class LoadedEngine:
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """Load target and draft and build the engine, in this process or as rank 0 of `tensor_parallel_size` processes.
 
-    All checks that do not need the target's weights run before they are loaded.
+    The options are checked before processes start, and all that does not need the target's weights before these load.
     Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError, TokenMapError, EngineError, and
     ParallelError for a model that cannot be sharded or a process that ended during loading.
     """
@@ -79,12 +78,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
-    """Load the engine of one process. ranks: its tensor parallel group; None: a single process."""
-    device = device_of(config)
-    memory_settings(config)  # invalid sizes raise before the models are loaded
-    graph_settings(config, device)
-    shape = None if config.shape is None else parse_shape(config.shape, "`shape`")
-    return build_engine(config, *load_models(config, device, [shape], ranks), ranks)
+    """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
+    return build_engine(config, *load_models(config, device_of(config), ranks), ranks)
 
 
 def build_engine(
@@ -92,11 +87,11 @@ def build_engine(
 ) -> LoadedEngine:
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
-    The options that choose and load the models are not read. `check` is not called. Raises ConfigError for a shape that
-    cannot be read, and the errors of Engine.
+    The options that choose and load the models are not read. Raises ConfigError for a value out of range, and the
+    errors of Engine.
     """
-    graphs, memory = graph_settings(config, target.device), memory_settings(config)
-    shape = None if config.shape is None else parse_shape(config.shape, "`shape`")
+    config.check_values()
+    graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
         shape = best_shape(draft)
@@ -106,7 +101,7 @@ def build_engine(
         shape,
         max_running_requests=config.max_running_requests,
         context_length=config.context_length,
-        verify=verifier_name(config),
+        verify=config.verify,
         adaptive=adaptive,
         memory=memory if ranks is None else ranks.memory(memory),
         torch_compile=config.torch_compile and graphs is None,
@@ -115,29 +110,17 @@ def build_engine(
     return LoadedEngine(engine, target, draft, shape, adaptive)
 
 
-def verifier_name(config: EngineConfig) -> str:
-    """The option `verify`, where "auto" is "target" with graphs: recorded rounds draw no drafts."""
-    return "target" if config.verify == "auto" and config.cuda_graph_max_bs is not None else config.verify
-
-
-def load_models(
-    config: EngineConfig,
-    device: torch.device,
-    shapes: Sequence[DraftShape | None],
-    ranks: Ranks | None = None,
-) -> tuple[Target, Draft | None]:
+def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> tuple[Target, Draft | None]:
     """Load target and draft (or this rank's shards), fit the draft to the target, pack both for decoding.
 
-    shapes: the draft shapes to check; None: a shape that is chosen later. The draft is loaded first: it is small, so an
-    error in it appears before the target is loaded. Raises the errors of load_engine.
+    The draft is loaded first: it is small, so an error in it appears before the target is loaded. Raises the errors of
+    load_engine.
     """
     draft = None if config.draft is None else load_draft(config.draft, config.target, config.revision)
     source = target_source(config, draft)
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
-    for shape in shapes:
-        choose_verifier(verifier_name(config), draft, shape)
     logger.info("loading the target %s", source.name)
     if ranks is None:
         load = load_target
@@ -175,7 +158,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def memory_settings(config: EngineConfig) -> MemorySettings:
-    """The size of the KV cache. Raises EngineError for invalid sizes."""
+    """The size of the KV cache."""
     return MemorySettings(
         config.max_total_tokens,
         config.prefix_cache,
@@ -184,8 +167,8 @@ def memory_settings(config: EngineConfig) -> MemorySettings:
     )
 
 
-def graph_settings(config: EngineConfig, device: torch.device) -> GraphSettings | None:
-    """The settings of CUDA graphs; None: run eagerly. Raises EngineError for invalid sizes."""
+def graph_settings(config: EngineConfig) -> GraphSettings | None:
+    """The settings of CUDA graphs; None: run eagerly."""
     if config.cuda_graph_max_bs is None:
         return None
     compiled = None
@@ -193,9 +176,7 @@ def graph_settings(config: EngineConfig, device: torch.device) -> GraphSettings 
         most = min(config.cuda_graph_max_bs, DEFAULT_ROWS)
         compiled = CompileSettings(most if config.torch_compile_max_bs is None else config.torch_compile_max_bs)
     overlap = not config.disable_overlap_schedule
-    settings = GraphSettings(config.cuda_graph_max_bs, compiled=compiled, overlap=overlap)
-    settings.check(device)
-    return settings
+    return GraphSettings(config.cuda_graph_max_bs, compiled=compiled, overlap=overlap)
 
 
 @contextlib.contextmanager

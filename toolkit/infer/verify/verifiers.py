@@ -42,7 +42,7 @@ from torch import Tensor
 from toolkit.infer.kernels.dispatch import ops_for
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.token_distribution import RowDistributions, Stream, draw_from
 
@@ -179,8 +179,9 @@ class Verifier:
         """Raises `DraftShapeError` if `shape` is a tree and the rule needs a chain."""
         if self.draws_drafts and not shape.is_chain:
             raise DraftShapeError(
-                f'verify="{self.name}" needs a chain, but the draft shape is {shape.name} ({shape.as_text()}); use '
-                f'{DraftShape.chain(shape.num_steps).as_text()}, or set verify="target", which verifies trees too'
+                f"`verify` is {self.name}, which needs a chain, but the draft shape is {shape.name} "
+                f"({shape.as_text()}); use {DraftShape.chain(shape.num_steps).as_text()}, or set `verify` to target, "
+                "which verifies trees too"
             )
 
 
@@ -194,6 +195,29 @@ REJECTION = Verifier("rejection", by(rejection), draws_drafts=True)
 BLOCK = Verifier("block", by(block), draws_drafts=True)
 AUTO = Verifier("auto", by(block), draws_drafts=True, keeps_seeds=True)
 VERIFIERS = {verifier.name: verifier for verifier in (AUTO, TARGET, REJECTION, BLOCK)}
+
+
+def choose_verifier(name: str, shape: DraftShape | None, *, head: bool, recorded: bool = False) -> Verifier:
+    """Returns the verifier of this name; "auto" becomes "target" without a head, for trees and with recorded rounds.
+
+    shape: None if it is not known yet. head: whether a draft head drafts. recorded: whether rounds run as CUDA graphs,
+    which draw no drafts.
+    Raises EngineError if the verifier needs drawn drafts and there is no head. Raises DraftShapeError if the verifier
+    needs a chain and `shape` is a tree.
+    """
+    verifier = VERIFIERS[name]
+    if not verifier.draws_drafts:
+        return verifier
+    if verifier is AUTO and (not head or recorded or (shape is not None and not shape.is_chain)):
+        return TARGET
+    if not head:
+        raise EngineError(
+            f"`verify` is {name}, which needs a draft head; plain decoding and n-gram lookup have none: give one, or "
+            "set `verify` to target"
+        )
+    if shape is not None:
+        verifier.check_shape(shape)
+    return verifier
 
 
 @dataclass(frozen=True)
