@@ -200,7 +200,7 @@ def test_hub_ids_with_a_revision(make_eagle3, publish, hub):
 def test_a_whole_model_is_not_fetched_as_a_head(tiny_target_directory, hub):
     """Its config is enough to say so; its weights may be a terabyte."""
     stand_in = hub(tiny_target_directory)
-    with pytest.raises(DraftDirError, match="use it as --target"):
+    with pytest.raises(DraftDirError, match="use it as `target`"):
         files.locate("org/model")
     assert len(stand_in.asked) == 1 and files.target_named("org/model@v2") == ("org/model", "v2")
 

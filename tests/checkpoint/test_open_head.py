@@ -126,7 +126,7 @@ class TestResolutions:
     def test_unstated_ids_are_the_targets_usual_ones(self, make_eagle3, publish, target):
         directory = publish("safeailab", make_eagle3())
         assert open_head(directory, target=target).head.config.aux_layer_ids == (2, 3, 4)
-        with pytest.raises(DraftDirError, match="name it with --target"):
+        with pytest.raises(DraftDirError, match="name it with `target`"):
             open_head(directory)
 
     @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_other_heads_and_models_are_named(make_eagle3, publish, target, tiny_tar
     dflash = publish("speculators", make_eagle3(), lambda c, _: c.update(speculators_model_type="dflash"))
     with pytest.raises(DraftDirError, match="it is DFlash"):
         open_head(dflash, target=target)
-    with pytest.raises(DraftDirError, match="whole language model .* use it as --target"):
+    with pytest.raises(DraftDirError, match="whole language model .* use it as `target`"):
         open_head(tiny_target_directory)
 
 

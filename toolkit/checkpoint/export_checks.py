@@ -36,7 +36,7 @@ def check_target(config: HeadConfig, facts: TargetFacts) -> None:
     if (config.vocab_size, config.hidden_size) != (facts.vocab_size, facts.hidden_size):
         raise ExportError(
             f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
-            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}; name the head's own target with --target"
+            f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}; name the head's own target with `target`"
         )
 
 
@@ -62,7 +62,7 @@ def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:
     if embeddings_differ(distance):
         raise ExportError(
             f"the checkpoint holds an embedding that differs from that of {facts.name} by {100 * distance:.1f} %. "
-            "Engines read the target's, with which this head was not trained; name its own target with --target"
+            "Engines read the target's, with which this head was not trained; name its own target with `target`"
         )
     return None
 

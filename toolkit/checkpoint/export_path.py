@@ -45,7 +45,7 @@ def _facts(draft: DraftCheckpoint, path: str, target: str | None) -> TargetFacts
     stated = draft.meta.get("target") or {}
     named = target or stated.get("name")
     if named is None:
-        raise ExportError(f"{path} does not name its target; name it with --target")
+        raise ExportError(f"{path} does not name its target; name it with `target`")
     name, revision = split_revision(named)
     if revision is None and stated.get("name") and full_name(name) == full_name(stated["name"]):
         revision = stated.get("revision")
@@ -57,5 +57,5 @@ def _shape(text: str | None, draft: DraftCheckpoint) -> Shape:
     measured: Any = draft.meta.get("measured") or {}
     words = (text or measured.get("best_shape") or DEFAULT_SHAPE).split(",")
     if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ExportError(f"--shape {','.join(words)}: three whole numbers from 1 are needed, such as 3,1,4")
+        raise ExportError(f"`shape` is {','.join(words)}; three whole numbers from 1 are needed, such as 3,1,4")
     return Shape(*(int(word) for word in words))

@@ -52,7 +52,7 @@ def locate(name: str | Path) -> Path:
     hub = _hub_id(name)
     if looks_like_target(_from_hub(name, lambda: read_json(hf_hub_download(hub.id, CONFIG, revision=hub.revision)))):
         # Checked before gigabytes are downloaded.
-        raise DraftDirError(f"{name} is a whole language model, no draft head; use it as --target")
+        raise DraftDirError(f"{name} is a whole language model, no draft head; use it as `target`")
     return Path(_from_hub(name, lambda: snapshot_download(hub.id, revision=hub.revision, allow_patterns=WANTED)))
 
 

@@ -189,7 +189,7 @@ def _aux_layer_ids(
     else:
         raise DraftDirError(
             "config.json does not state the auxiliary layers, and the usual (2, n//2, n-3) depend on the target: name "
-            "it with --target"
+            "it with `target`"
         )
     shifted = default in [tuple(i + by for i in ids) for by in (-1, 1)]
     if shifted:

@@ -18,6 +18,6 @@ def inspect_path(path: str, compare_with: str | None = None) -> Report:
         return inspect_head(locate(path), compare_with)
     if compare_with is not None:
         raise DraftDirError(
-            f"{path} is a target, and --target {compare_with} is given, which is for draft heads only; leave it out"
+            f"{path} is a target, and `target` {compare_with} is given, which is for draft heads only; leave it out"
         )
     return inspect_target(*target)

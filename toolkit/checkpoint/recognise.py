@@ -69,7 +69,7 @@ def _refuse_others(config: dict[str, Any], names: set[str]) -> None:
         if len(layers) > 1:
             raise DraftDirError(
                 f"it is a whole language model ({architecture or 'unnamed'}, {len(layers)} layers), no draft head; "
-                "use it as --target"
+                "use it as `target`"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.checkpoint.push_head import check_push, push_head
+from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 
 HELP = "convert a draft head to the format of SGLang, vLLM, speculators or EAGLE, and print the launch line"
@@ -57,15 +58,16 @@ def run(args: argparse.Namespace) -> int:
     settings = parse_settings(args.set)
     from toolkit.checkpoint.export_path import export_path  # loads torch
 
-    kind, launch, notes = export_path(
-        args.draft,
-        args.to,
-        args.out,
-        target=args.target,
-        shape=args.shape,
-        settings=settings,
-        hub_name=args.push_to_hub,
-    )
+    with errors_with_flags():
+        kind, launch, notes = export_path(
+            args.draft,
+            args.to,
+            args.out,
+            target=args.target,
+            shape=args.shape,
+            settings=settings,
+            hub_name=args.push_to_hub,
+        )
     print(f"{args.out}: {kind} head for {args.to}, read back and equal")
     for note in notes:
         print(f"  {note}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from toolkit.commands.model_arguments import errors_with_flags
+
 HELP = "say what a draft head or a target is, what it needs, and what looks wrong"
 
 
@@ -21,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report."""
     from toolkit.checkpoint.inspect_path import inspect_path  # loads torch
 
-    report = inspect_path(args.path, args.target)
+    with errors_with_flags():
+        report = inspect_path(args.path, args.target)
     print(report.text())
     return 0 if report.usable else 1

@@ -210,7 +210,7 @@ def test_bad_requests_are_refused(tiny_target):
         engine.add_request([1, 100000], SamplingParams())
     with pytest.raises(EngineError, match="no draft head"):
         engine.set_shape(DraftShape.chain(2))
-    with pytest.raises(EngineError, match="without a draft head"):
+    with pytest.raises(EngineError, match="`shape` is .* but nothing is drafted"):
         Engine(tiny_target, None, DraftShape.chain(2))
     assert not engine.has_work()
 

@@ -9,7 +9,6 @@ import pytest
 from toolkit.infer.cache.cache_manager import KVMemory
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.engine.scheduler import Scheduler
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
@@ -135,8 +134,3 @@ def test_a_prompt_being_read_steps_back_first():
     assert made.make_room() == [] and made.reading is None
     assert names(made.waiting) == "r" and names(made.running) == "a"
     made.memory.check_integrity()
-
-
-def test_a_chunk_must_hold_a_token():
-    with pytest.raises(EngineError, match="chunked_prefill_size is 0"):
-        empty(2, chunk=0)

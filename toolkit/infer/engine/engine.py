@@ -81,7 +81,7 @@ class Engine:
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
-                f"draft shape {shape.name} was given without a draft head; give one, or leave the shape out"
+                f"`shape` is {shape.as_text()}, but nothing is drafted; give `draft`, or leave `shape` out"
             )
         self.target = target
         use_device(target.device)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 
 from toolkit.infer.cache.cache_manager import KVMemory
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 
 # Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
@@ -26,8 +25,6 @@ class Scheduler:
     costs as much as tokens (CPU); False: group as many prompts as fit."""
 
     def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
-        if chunk < 1:
-            raise EngineError(f"chunked_prefill_size is {chunk}; at least 1 is needed")
         self.max_running_requests, self.chunk, self.memory, self._even = max_running_requests, chunk, memory, even
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i

@@ -54,7 +54,7 @@ class GraphRounds:
         assert self.settings.capture is not None or shape.device.type == "cuda", "EngineConfig.check lets no CPU record"
         if self.cache.pool.contiguous:
             raise EngineError(
-                "the cache is contiguous, but CUDA graphs need scattered pages; set scattered_pages to True"
+                "the cache is contiguous, but CUDA graphs need scattered pages; set `scattered_pages` to True"
             )
         rows = self.cache.pool.rows
         buckets = buckets_up_to(min(self.settings.max_rows, rows))
@@ -119,7 +119,9 @@ class GraphRounds:
         if self.settings.compiled is None:
             return None
         if self._never is not None:
-            raise CompileError(f"torch_compile: no round is recorded, because {self._never}; leave --torch-compile out")
+            raise CompileError(
+                f"no round is recorded, because {self._never}, so none is compiled; leave `torch_compile` out"
+            )
         reader = None if self._head is None else self._head.reader
         return CompiledForward(self.settings.compiled, self.forward, reader)
 
@@ -161,7 +163,7 @@ class GraphRounds:
         if head is None:
             return None
         if any(map(self.verifier.draws_for, requests)):
-            return f'drafts are drawn (verify="{self.verifier.name}")'
+            return f"drafts are drawn (`verify` is {self.verifier.name})"
         if any(head.shape_of(one) != head.shape for one in requests):
             return "a request has another draft shape than the engine, or no drafts"
         if max(head.unread[: len(requests)]) > head.shape.num_steps + 1:

@@ -82,8 +82,8 @@ def _told(error: BaseException) -> str:
     # If ending the capture fails too, the original error is its __context__.
     why = error if error.__context__ is None else f"{error.__context__}; {error}"
     return (
-        f"a round could not be recorded as a CUDA graph ({why}); leave --cuda-graph-max-bs out, or free memory "
-        "for it with a smaller --mem-fraction-static"
+        f"a round could not be recorded as a CUDA graph ({why}); leave `cuda_graph_max_bs` out, or free memory "
+        "for it with a smaller `mem_fraction_static`"
     )
 
 

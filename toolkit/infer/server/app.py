@@ -87,7 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
         raise AddressError(
-            f"cannot listen on {host}:{port}: {reason}; try another --host or --port (0: any free one)"
+            f"cannot listen on {host}:{port}: {reason}; try another host or port (0: any free one)"
         ) from error
 
 
