@@ -9,6 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "toolkit"
 FLOORS = {
+    "head_kinds": 0,
     "recipe": 0,
     "recipe_yaml": 0,
     "train_settings": 0,
@@ -58,6 +59,7 @@ SIDEWAYS = {
     ("recipe", "train_settings"),
     ("recipe", "log"),
     ("train_settings", "recipe_yaml"),
+    ("train_settings", "head_kinds"),
 }
 # `accelerate launch` runs these by path. They call the pipeline, and nothing imports them.
 ENTRIES = {"train/eagle3.py", "train/eagle2.py", "train/mtp.py"}

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_yaml import Rule, check
 
-HeadName = Literal["eagle3", "eagle2", "mtp"]
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -38,6 +38,7 @@ def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
+HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(HEAD_KINDS)}")]
 Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
 Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
@@ -61,7 +62,7 @@ class HeadSettings:
     @property
     def stages(self) -> int:
         """Layers that draft one level each, as `HeadConfig.stages` of the head that these settings ask for."""
-        return self.layers if self.kind == "mtp" else 1
+        return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,6 @@ class TrackingSettings:
     tensorboard: bool = not_in_fingerprint(False)
 
 
-# Settings that only one kind of head uses.
-_OF_KIND = {
-    "eagle3": ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head"),
-    "eagle2": ("unroll.token_weight", "unroll.feature_weight"),
-}
-
-
 @dataclass(frozen=True)
 class TrainSettings:
     """Training of a draft head."""
@@ -179,13 +173,14 @@ class TrainSettings:
         yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
         yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
         # A setting that this kind of head does not use must not look as if it had an effect.
-        for kind, keys in _OF_KIND.items():
-            for key in keys if kind != head.kind else ():
+        own = HEAD_KINDS[head.kind].settings
+        for kind, other in HEAD_KINDS.items():
+            for key in other.settings if kind != head.kind else ():
                 section, _, name = key.partition(".")
                 part = getattr(self, section)
                 value, default = getattr(part, name), getattr(type(part), name)
                 # Kinds other than eagle3 always use the target's output matrix.
-                unread = value == default or (key == "head.lm_head" and value == "frozen")
+                unread = key in own or value == default or (key == "head.lm_head" and value == "frozen")
                 yield key, unread, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},"
 
     def _unroll_rules(self) -> Iterator[Rule]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches, l
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.formats import FORMATS, exported
 from toolkit.data.batches import Example, collate
+from toolkit.head_kinds import HEAD_KINDS, HeadKind
 from toolkit.heads.decoder_layer import DecoderLayer
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig
-from toolkit.heads.registry import KINDS
+from toolkit.heads.registry import head_class
 from toolkit.heads.rope import Rope
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -25,7 +26,7 @@ from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, micro_step, replayed_steps, supervised_counts
-from toolkit.train_settings import HeadName, HeadSettings, TrainSettings, UnrollSettings
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 STEPS = 3
 
@@ -88,17 +89,18 @@ class NewHead(DraftHead):
 
 @pytest.fixture
 def registered(monkeypatch) -> None:
-    """The one line."""
-    monkeypatch.setitem(KINDS, "new", NewHead)
+    """The one file, and the one line."""
+    monkeypatch.setitem(sys.modules, "toolkit.heads.new", sys.modules[__name__])
+    monkeypatch.setitem(HEAD_KINDS, "new", HeadKind("NewHead"))
 
 
 def test_every_kind_is_known_by_one_name_everywhere():
     """config.json, recipes and exports name a kind; a name that one of them lacks fails late, at its first use."""
-    assert {name: kind.config_class.kind for name, kind in KINDS.items()} == {name: name for name in KINDS}
-    assert set(get_args(HeadName)) == set(KINDS) == set(FORMATS)
+    assert {name: head_class(name).config_class.kind for name in HEAD_KINDS} == {name: name for name in HEAD_KINDS}
+    assert set(HEAD_KINDS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_recipes_count_stages_as_the_head_does(tiny_target, kind):
     """Recipes are checked before any head is known; another count would refuse, or allow, layers that never train."""
     settings = TrainSettings(head=HeadSettings(kind=kind, layers=2))

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.pipeline import launch
 from toolkit.pipeline.launch import (
     LaunchError,
@@ -21,7 +21,7 @@ from toolkit.pipeline.launch import (
     training_line,
     training_processes,
 )
-from toolkit.train_settings import HeadName, TrainSettings
+from toolkit.train_settings import TrainSettings
 
 SLEEP = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
@@ -43,8 +43,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("head", get_args(HeadName))
-def test_training_line_can_be_typed(monkeypatch: pytest.MonkeyPatch, head: HeadName) -> None:
+@pytest.mark.parametrize("head", HEAD_KINDS)
+def test_training_line_can_be_typed(monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     """The printed line is what a user copies; from the repository it has no absolute paths. Each kind of head has its
     script."""
     monkeypatch.chdir(launch.REPOSITORY)

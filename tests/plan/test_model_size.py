@@ -18,7 +18,7 @@ from transformers import (
 
 from toolkit.errors import PlanError, TargetError
 from toolkit.heads.eagle3 import Eagle3Head
-from toolkit.plan.draft_cost import head_size, measured_accept_lengths, native_mtp, parse_accept_lengths, usual_eagle3
+from toolkit.plan.draft_cost import head_size, measured_accept_lengths, native_mtp, parse_accept_lengths, usual_head
 from toolkit.plan.gpus import GPUS, gpu_named
 from toolkit.plan.model_size import size_of_config, target_size, weight_bits_of
 
@@ -116,7 +116,7 @@ def test_target_by_directory_and_config(tmp_path):
 
 
 def test_size_of_a_real_head(tiny_draft):
-    """The usual form of EAGLE-3 counts what a head of the same shapes has, but for norms."""
+    """The usual form of EAGLE-3 counts what a head of the same shapes has."""
     config = tiny_draft.head.config
     size = size_of_config(LlamaConfig(**{**TINY, "hidden_size": config.hidden_size}), "x")
     head = head_size(tiny_draft.head, size)
@@ -130,9 +130,8 @@ def test_size_of_a_real_head(tiny_draft):
         head_dim=config.head_dim,
         num_hidden_layers=1,
     )
-    usual = usual_eagle3(target, size_of_config(target, "x"))
-    norms = sum(value.numel() for name, value in tiny_draft.head.named_parameters() if "norm" in name)
-    assert usual.body == head.body - norms and usual.cache == head.cache
+    usual = usual_head("eagle3", target, size_of_config(target, "x"))
+    assert usual.body == head.body and usual.cache == head.cache
     three = Eagle3Head(dataclasses.replace(config, num_hidden_layers=3))
     deep = head_size(three, size)
     assert deep.layers == 3 and deep.cache.token_bytes == 3 * head.cache.token_bytes and deep.body > 2 * head.body

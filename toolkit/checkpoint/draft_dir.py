@@ -19,9 +19,10 @@ from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.files import read_config
 from toolkit.checkpoint.resolution import Resolution
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
-from toolkit.heads.registry import KINDS, empty_head
+from toolkit.heads.registry import empty_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -151,20 +152,19 @@ def _config_from(stored: Mapping[str, Any], directory: Path) -> HeadConfig:
         )
     check_types(stored, directory)
     block = stored["toolkit"]
-    kind = KINDS.get(block.get("head"))
-    if block.get("format") != FORMAT or kind is None:
+    if block.get("format") != FORMAT or block.get("head") not in HEAD_KINDS:
         raise DraftDirError(
             f"{directory}/config.json holds format {block.get('format')!r}, head {block.get('head')!r}; "
-            f"this version reads format {FORMAT}, head {' or '.join(KINDS)}"
+            f"this version reads format {FORMAT}, head {' or '.join(HEAD_KINDS)}"
         )
-    values = {**stored}
+    kind, values = head_class(block["head"]).config_class, {**stored}
     if "aux_layer_ids" in block:
         values["aux_layer_ids"] = block["aux_layer_ids"]
-    lacking = kind.config_class.lacking(values)
+    lacking = kind.lacking(values)
     if lacking:
         raise DraftDirError(f"{directory}/config.json lacks {', '.join(lacking)}; copy the file again from its source")
     try:
-        return kind.config_class.from_dict(values)
+        return kind.from_dict(values)
     except ValueError as error:
         raise DraftDirError(f"{directory}/config.json: {error}") from error
 

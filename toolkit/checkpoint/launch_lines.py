@@ -7,7 +7,7 @@ import shlex
 from typing import Any, NamedTuple
 
 from toolkit.heads.head_config import EngineNames
-from toolkit.heads.registry import KINDS
+from toolkit.heads.registry import head_class
 from toolkit.targets.facts import TargetFacts
 
 
@@ -64,4 +64,4 @@ def vllm_speculation(kind: str, directory: str | None, shape: Shape) -> dict[str
 
 
 def _names(kind: str) -> EngineNames:
-    return KINDS[kind].config_class.engine_names
+    return head_class(kind).config_class.engine_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.plan.gpus import gpu_named
 from toolkit.plan.plan_request import PlanRequest
 
@@ -37,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     head = parser.add_argument_group("head")
     head.add_argument("--draft", metavar="DIR", help="a head's directory or hub id; its measured chains, if it has any")
     head.add_argument(
-        "--head", choices=("eagle3", "mtp"), help="without --draft: a usual EAGLE-3 head, or the target's MTP layers"
+        "--head",
+        choices=tuple(HEAD_KINDS),
+        help="without --draft: a usual head of this kind; mtp: the target's own layers",
     )
     head.add_argument("--accept-lengths", metavar="N:A,...", help="accept_length by tokens drafted: 1:1.7,2:2.18")
     engine = parser.add_argument_group("engine")

@@ -64,11 +64,13 @@ class HeadConfig(ABC):
     Raises ValueError for a window below 1.
 
     kind: the name in config.json and in recipes. own_vocabulary: the head has its own token map and output matrix;
-    otherwise it uses the target's output matrix.
+    otherwise it uses the target's output matrix. in_target: other engines read it only from the target's own
+    checkpoint.
     """
 
     kind: ClassVar[str]
     own_vocabulary: ClassVar[bool] = False
+    in_target: ClassVar[bool] = False
     engine_names: ClassVar[EngineNames]
 
     hidden_size: int

@@ -47,6 +47,7 @@ class MtpConfig(HeadConfig):
     """
 
     kind = "mtp"
+    in_target = True
     engine_names = EngineNames(sglang="EAGLE", vllm="mtp")
 
     num_mtp_layers: int = 1

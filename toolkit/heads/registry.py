@@ -1,26 +1,24 @@
-"""The kinds of draft head."""
+"""The classes of the kinds of draft head, by their names in `head_kinds.HEAD_KINDS`."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead
-from toolkit.heads.eagle2 import Eagle2Head
-from toolkit.heads.eagle3 import Eagle3Head
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.mtp import MtpHead
 
-# By the name in config.json and in recipes.
-KINDS: dict[str, type[DraftHead]] = {
-    "eagle3": Eagle3Head,
-    "eagle2": Eagle2Head,
-    "mtp": MtpHead,
-}
+
+def head_class(kind: str) -> type[DraftHead]:
+    """The class of a kind of head. Raises KeyError for a name that the registry lacks."""
+    return getattr(import_module(f"toolkit.heads.{kind}"), HEAD_KINDS[kind].head)
 
 
 def build_head(config: HeadConfig) -> DraftHead:
     """A head of this configuration with torch's default initialisation."""
-    return KINDS[config.kind](config)
+    return head_class(config.kind)(config)
 
 
 @torch.no_grad()

@@ -28,8 +28,9 @@ class Rope:
             max_position_embeddings=max_position_embeddings,
             rope_parameters=dict(rope_parameters),
         )
-        source = LlamaRotaryEmbedding(config)
-        self._inv_freq = source.inv_freq.float().cpu()
+        with torch.device("cpu"):  # a head on the meta device has frequencies too
+            source = LlamaRotaryEmbedding(config)
+        self._inv_freq = source.inv_freq.float()
         self._scaling = float(source.attention_scaling)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         # A CUDA graph reads the table of its capture by address, so old tables are kept. Sizes double, so all old

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from toolkit.errors import PlanError
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead
+from toolkit.heads.registry import build_head, head_class
 from toolkit.plan.model_size import CACHE_BYTES, Cache, ModelSize
+from toolkit.train_settings import HeadSettings
 
 USUAL_VOCABULARY = 32_000  # of EAGLE-3 heads
 
 
 @dataclass(frozen=True)
 class DraftCost:
-    """kind: the head's name in heads/registry.py. size: the head as a model. accept_length: by drafts in a chain.
+    """kind: the head's name in head_kinds.py. size: the head as a model. accept_length: by drafts in a chain.
 
     source: the origin of accept_length. path: the head's directory in launch lines; None: the target's own MTP layers.
     """
@@ -90,37 +95,23 @@ def native_mtp(size: ModelSize) -> ModelSize:
     )
 
 
-def usual_eagle3(config: Any, size: ModelSize) -> ModelSize:
-    """Return the size of a typical EAGLE-3 head for the target of this text configuration."""
-    heads, hidden = config.num_attention_heads, size.hidden_size
-    latent = size.cache.shards == 1 and getattr(config, "kv_lora_rank", None)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = heads if latent else (getattr(config, "num_key_value_heads", None) or heads)
-    attention = 2 * hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
-    return ModelSize(
-        name="a typical EAGLE-3 head",
-        hidden_size=hidden,
-        heads=heads,
-        layers=1,
-        body=3 * hidden * hidden + attention + 3 * hidden * config.intermediate_size,
-        head=USUAL_VOCABULARY * hidden,
-        embedding=0.0,
-        cache=_plain_cache(heads, kv_heads, head_dim),
-    )
-
-
-# Heads without a directory, by kind: the size, and the directory in launch lines (None: the target's own layers).
-USUAL: dict[str, tuple[Callable[[Any, ModelSize], ModelSize], str | None]] = {
-    "eagle3": (usual_eagle3, "HEAD"),
-    "mtp": (lambda _config, size: native_mtp(size), None),
-}
+def usual_head(kind: str, config: Any, size: ModelSize) -> ModelSize:
+    """Return the size of a head of this kind, with one layer, for the target of this text configuration."""
+    settings = HeadSettings(kind, aux_layer_ids=(0, 1, 2))  # their number decides the size
+    sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": USUAL_VOCABULARY, "n_layers": size.layers}
+    shape = head_class(kind).config_class.from_settings(settings, config, **sizes)
+    with torch.device("meta"):
+        head = build_head(replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
+    return head_size(head, size)
 
 
 def usual_draft(kind: str | None, config: Any, size: ModelSize, accept_length: Mapping[int, float]) -> DraftCost:
-    """Return a head of this kind for the target of this text configuration; None: its MTP layers, else EAGLE-3."""
-    kind = kind or ("mtp" if size.native_mtp else "eagle3")
-    build, path = USUAL[kind]
-    return DraftCost(kind, build(config, size), accept_length, "as stated", path)
+    """Return a head without a directory. kind None: the target's own layers, else the first kind of the registry."""
+    in_target = {name: head_class(name).config_class.in_target for name in HEAD_KINDS}
+    kind = kind or next(name for name, own in in_target.items() if own == bool(size.native_mtp))
+    if in_target[kind]:
+        return DraftCost(kind, native_mtp(size), accept_length, "as stated")
+    return DraftCost(kind, usual_head(kind, config, size), accept_length, "as stated", "HEAD")
 
 
 def head_size(head: DraftHead, size: ModelSize) -> ModelSize:

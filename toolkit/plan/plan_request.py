@@ -17,8 +17,8 @@ class PlanRequest:
     measured plain decode steps of that layout, in seconds, by requests per rank. weight_bits None: as in the
     configuration.
 
-    draft: a head's directory or hub id. head: the kind of head if there is no `draft`, `eagle3` or `mtp` (None: the
-    target's MTP layers if it has any). accept_lengths: by draft length, as text (1:1.7,2:2.18); None: those measured
+    draft: a head's directory or hub id. head: the kind of head if there is no `draft` (None: the target's MTP layers
+    if it has any, else eagle3). accept_lengths: by draft length, as text (1:1.7,2:2.18); None: those measured
     with `draft`.
     """
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from transformers import AutoConfig
 
-from toolkit.plan.draft_cost import native_mtp, usual_eagle3
+from toolkit.plan.draft_cost import native_mtp, usual_head
 from toolkit.plan.gpus import GPUS
 from toolkit.plan.model_size import ModelSize, size_of_config
 from toolkit.plan.step_time import Costs, Layout, prefill_s, round_s
@@ -84,7 +84,7 @@ def llama_8b() -> tuple[ModelSize, ModelSize]:
         max_position_embeddings=131072,
     )
     size = size_of_config(config, "Llama-3.1-8B")
-    return size, usual_eagle3(config, size)
+    return size, usual_head("eagle3", config, size)
 
 
 def predictions(costs: Costs) -> dict[str, float]:

@@ -103,7 +103,8 @@ def _for_operator(q: Tensor, k: Tensor, v: Tensor, *, narrow: bool) -> tuple[Ten
 @cache
 def _has_tiles() -> bool:
     """False in versions of torch without `get_capabilities`: fp32 is slower with tiles, never wrong."""
-    return getattr(torch.cpu, "get_capabilities", dict)().get("amx_tile", False)
+    read = getattr(torch.cpu, "get_capabilities", None)
+    return read is not None and read().get("amx_tile", False)
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, reach: Reach | None = None) -> tuple[Tensor, Tensor]:

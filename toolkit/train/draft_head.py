@@ -13,7 +13,7 @@ from toolkit.data.batches import Batch
 from toolkit.errors import TargetError
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import KINDS, build_head
+from toolkit.heads.registry import build_head, head_class
 from toolkit.log import get_logger
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
@@ -44,7 +44,7 @@ class HeadPlan:
 
 def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
     """The plan of a new head. Raises `TargetError` or `HeadError` when the settings do not fit the target."""
-    kind = KINDS[settings.head.kind].config_class
+    kind = head_class(settings.head.kind).config_class
     config = kind.from_settings(
         settings.head,
         target.config,

@@ -1,0 +1,26 @@
+"""The registry of the kinds of draft head, which recipes and commands read without torch.
+
+A new kind is one file in heads/, `<kind>.py`, and one line here. `heads/registry.py` imports its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
+    layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`."""
+
+    head: str
+    settings: tuple[str, ...] = ()
+    layer_per_step: bool = False
+
+
+# By the name in config.json and in recipes, which is also the name of the file.
+HEAD_KINDS = {
+    "eagle3": HeadKind("Eagle3Head", ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head")),
+    "eagle2": HeadKind("Eagle2Head", ("unroll.token_weight", "unroll.feature_weight")),
+    "mtp": HeadKind("MtpHead", layer_per_step=True),
+}
