@@ -39,7 +39,7 @@ class Formats:
     why_not: str = "no such loader"
 
 
-# By the kind of head, see heads/registry.py.
+# By the kind of head, see head_kinds.py.
 FORMATS = {
     "eagle3": Formats(import_eagle3, EAGLE3),
     "eagle2": Formats(

@@ -31,7 +31,7 @@ OTHER_HEADS = {
 
 @dataclass(frozen=True)
 class Recognised:
-    """format: toolkit, speculators, eagle3 or eagle. head: a kind of heads/registry.py. writer: what wrote it."""
+    """format: toolkit, speculators, eagle3 or eagle. head: a kind of head_kinds.py. writer: what wrote it."""
 
     format: str
     head: str

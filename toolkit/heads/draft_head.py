@@ -1,7 +1,7 @@
 """The protocol of a draft head. Training, serving and checkpoints use every kind of head through this protocol.
 
 Each kind of head is one module of this folder: a `HeadConfig` (shapes, features of the target, names and keys of other
-engines) and a `DraftHead` (parameters, forward, warm start). `registry.py` lists the kinds.
+engines) and a `DraftHead` (parameters, forward, warm start). `head_kinds.py` lists the kinds.
 
 Every kind has a config, a warm start, and an output matrix: its own or the target's. The training unroll and the
 drafter call `first_hidden`, `forward` and `read`.
