@@ -46,7 +46,7 @@ class Report:
         self.usable = False
 
     def text(self) -> str:
-        """As it is printed."""
+        """The text that is printed."""
         width = max((len(name) for name, _ in self.rows), default=0)
         lines = [self.title, *(f"  {name:<{width}}  {value}" for name, value in self.rows)]
         for head, entries in (("how it was read", self.read), ("looks wrong", self.wrong)):

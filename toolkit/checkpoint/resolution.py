@@ -23,7 +23,7 @@ class Resolution:
 
     @property
     def line(self) -> str:
-        """As printed."""
+        """The text that is printed."""
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         return f"{self.key} = {value}: {self.rule}"
 

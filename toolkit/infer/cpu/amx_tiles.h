@@ -1,7 +1,7 @@
-// The CPU's tiles (AMX), for those of our C++ files that multiply in them; TILES is defined where there are any.
+// The CPU's tiles (AMX). TILES is defined if the compiler may use them.
 //
-// A tile has at most 16 lines of 64 bytes. _tile_dpbf16ps(c, a, b) adds to c [M, N] float32 the products of a [M, 32]
-// bfloat16 and b [16, N, 2] bfloat16: pairs of inputs side by side.
+// A tile has at most 16 lines of 64 bytes. _tile_dpbf16ps(c, a, b) adds a b to c: c [M, N] float32, a [M, 32] bfloat16,
+// b [16, N, 2] bfloat16, pairs of inputs side by side.
 
 #pragma once
 
@@ -16,19 +16,19 @@
 
 namespace {
 
-constexpr int64_t LINES = 16, LINE = 64, SPAN = 2 * LINES;  // lines of a tile, bytes of one, inputs of one product
+constexpr int64_t LINES = 16, LINE = 64, SPAN = 2 * LINES;  // lines of a tile, bytes of a line, inputs of one product
 
-// Linux lets a process use tiles once it has asked.
+// Linux lets a process use tiles only after the process has asked.
 inline bool tiles_granted() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
   return granted;
 }
 
-// Tile instructions read and write memory without the compiler's knowledge.
+// The compiler does not see that tile instructions read and write memory.
 inline void memory_is_read() { asm volatile("" ::: "memory"); }
 
-// The shapes of this thread's tiles, while it lives.
+// The shapes of this thread's tiles; the destructor releases the tiles.
 class Tiles {
  public:
   void shape(int tile, int64_t lines, int64_t bytes) {

@@ -1,15 +1,15 @@
-// Attention of a few new nodes a row over rows of a cache that lie side by side: what a decoding step asks of a CPU, in
-// one call. Keys and values of the new nodes are written first.
+// Attention of a few new nodes per row over contiguous cache rows: the attention of a decoding step, in one call. The
+// keys and values of the new nodes are written to the cache first.
 //
 //     keys, values [rows, stride_row]: position p of a row, head h at p * Hkv * D + h * D
 //     position   0 .. length-1            length .. length+M-1
-//                seen by all new nodes    node m: seen by new node n where mask[b][n][m]; the new ones are the last N
+//                seen by all new nodes    node m: seen by new node n if mask[b][n][m]; the last N are new
 //
-// Scores, shares and sums are float32, added in an order that the positions decide, so that a node's result does not
-// depend on the nodes and rows beside it, nor on the number of threads. Where the CPU has tiles (AMX) they score bfloat16,
-// and sum its values by shares that are rounded to it.
+// Scores, shares (softmax weights) and sums are float32. The order of every sum depends on the positions alone, so a
+// node's result does not depend on the other nodes and rows, nor on the number of threads. On a CPU with tiles (AMX),
+// bfloat16 is scored and summed in tiles; the shares are then rounded to bfloat16.
 //
-// Shapes: B rows, N new nodes a row, M nodes a row that are not committed, Hq query heads, Hkv key heads, D head dim.
+// Shapes: B rows, N new nodes per row, M uncommitted nodes per row, Hq query heads, Hkv key heads, D head dim.
 
 #include <cmath>
 #include <cstdint>
@@ -26,9 +26,9 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 
 namespace {
 
-// Scored in one pass without tiles: so many keys by so many queries. In tiles TOGETHER is the least number of queries.
+// Without tiles, one pass scores KEYS keys for TOGETHER queries. With tiles, TOGETHER is the smaller number of columns.
 constexpr int KEYS = 4, TOGETHER = LANES / KEYS;
-constexpr double WORTH_THREADS = 1 << 17;  // multiplications of one call; fewer are done before threads have begun
+constexpr double WORTH_THREADS = 1 << 17;  // multiplications per call; fewer take less time than starting threads
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -36,7 +36,7 @@ constexpr double WORTH_THREADS = 1 << 17;  // multiplications of one call; fewer
 #define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, Ints{__VA_ARGS__})
 #endif
 
-// In every four lanes the sums of a's, b's, c's and d's four.
+// Every four lanes of the result are the sums of these four lanes of a, b, c and d.
 inline Floats fold(Floats a, Floats b, Floats c, Floats d) {
 #if defined(__AVX512F__)
 #define LOW(x, y) SHUFFLED(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
@@ -53,7 +53,7 @@ inline Floats fold(Floats a, Floats b, Floats c, Floats d) {
   return FIRST(ab, cd) + SECOND(ab, cd);
 }
 
-// The sums of LANES vectors, side by side.
+// The sums of LANES vectors, one per lane.
 inline Floats sums_of(const Floats (&of)[TOGETHER][KEYS]) {
   Floats folded[TOGETHER];
   for (int i = 0; i < TOGETHER; i++) folded[i] = fold(of[i][0], of[i][1], of[i][2], of[i][3]);
@@ -69,7 +69,7 @@ inline Floats sums_of(const Floats (&of)[TOGETHER][KEYS]) {
 #endif
 }
 
-struct Strides {  // of [B, heads, N, D] tensors whose D lies side by side
+struct Strides {  // of a [B, heads, N, D] tensor whose last dimension is contiguous
   int64_t row, head, node;
 };
 
@@ -84,7 +84,7 @@ struct Call {
   float scaling;
 };
 
-// scores[i][s] of TOGETHER queries i and the keys s of a row; width is a multiple of LANES.
+// scores[i][s]: query i of TOGETHER and key s of a row. width: a multiple of LANES.
 template <typename T>
 void score(const float* queries, const T* keys, int64_t stride, int64_t seen, int64_t D, float* scores, int64_t width) {
   for (int64_t s = 0; s < width; s += KEYS) {
@@ -108,8 +108,8 @@ void score(const float* queries, const T* keys, int64_t stride, int64_t seen, in
   }
 }
 
-// TOGETHER queries' sums of the values, by their shares [TOGETHER, width]: PARTS vectors of their D. to: null for a query
-// that is none.
+// Sums of the values for TOGETHER queries, weighted by shares [TOGETHER, width]: PARTS vectors of D, from `from` on.
+// whole: the sums of the shares. to: null for a padding query.
 template <int PARTS, typename T>
 void gather(const float* shares, int64_t width, const T* values, int64_t stride, int64_t seen, const float* whole,
             T* const* to, int64_t from) {
@@ -131,7 +131,7 @@ void gather(const float* shares, int64_t width, const T* values, int64_t stride,
   }
 }
 
-// Scores become shares that are not yet divided by their sum, which comes back.
+// Replaces scores by unnormalised softmax weights; returns their sum.
 inline float shares_of(float* scores, int64_t seen, int64_t width) {
   for (int64_t s = seen; s < width; s++) scores[s] = -INFINITY;
   Floats most = load(scores), sums = Floats{};
@@ -149,11 +149,11 @@ inline float shares_of(float* scores, int64_t seen, int64_t width) {
   return sum(sums);
 }
 
-// Of SIZE queries of one key head: the nodes that they stand for, and where their results go.
+// SIZE queries of one key head: what they see, and where their results go. The last may be padding.
 template <typename T, int SIZE>
 struct Queries {
-  int64_t b, h, first, count;  // of the head's queries, node by node of one query head after the other; `count` are real
-  T* to[SIZE];                 // null for one that is not
+  int64_t b, h, first, count;  // first: index in [query heads of h, N]; count: queries that are not padding
+  T* to[SIZE];                 // null for padding
   const uint8_t* sees[SIZE];
 
   Queries(const Call<T>& call, int64_t b, int64_t h, int64_t first) : b(b), h(h), first(first) {
@@ -166,7 +166,7 @@ struct Queries {
     }
   }
 
-  const T* from(const Call<T>& call, int64_t i) const {  // the query; one that is real in the place of one that is not
+  const T* from(const Call<T>& call, int64_t i) const {  // padding reads the first query instead
     const int64_t at = first + (i < count ? i : 0), head = h * (call.Hq / call.Hkv) + at / call.N;
     return call.q + b * call.of_q.row + head * call.of_q.head + at % call.N * call.of_q.node;
   }
@@ -204,12 +204,12 @@ void attend(const Call<T>& call, const Queries<T, TOGETHER>& queries) {
 
 #if defined(TILES)
 
-// scores [seen, COLUMNS] of a row's keys and of queries as pairs [D / 2, COLUMNS, 2].
+// scores [seen, COLUMNS] of a row's keys and COLUMNS queries. pairs [D / 2, COLUMNS, 2]: the queries.
 template <int COLUMNS>
 void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t seen, int64_t D, float* scores) {
   constexpr int64_t BYTES = 4 * COLUMNS;
   const int64_t rest = seen % LINES, whole = seen - rest;
-  Tiles tiles;  // of sums, keys and queries; sums and keys in turns, and those of the last keys, which are fewer
+  Tiles tiles;  // sums 0 and 3, keys 1 and 4: double-buffered. Queries: 2. The last, fewer keys: sums 6, keys 7
   for (int tile : {0, 3, 6}) tiles.shape(tile, tile < 6 || !rest ? LINES : rest, BYTES);
   for (int tile : {1, 4, 7}) tiles.shape(tile, tile < 7 || !rest ? LINES : rest, LINE);
   tiles.shape(2, LINES, BYTES);
@@ -249,7 +249,7 @@ void score_in_tiles(const bf16* pairs, const bf16* keys, int64_t stride, int64_t
 #define OTHER_HALF(x) SHUFFLED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define OTHER_FOURS(x) SHUFFLED(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 
-// What `both` makes of KEYS keys' numbers of every query, in the same order wherever they lie.
+// Reduces KEYS numbers of each query by `both`, in the same order for both layouts.
 template <typename Both>
 inline Floats of_all(const Floats (&x)[1], Both both) {
   const Floats halves = both(x[0], OTHER_HALF(x[0]));
@@ -261,8 +261,7 @@ inline Floats of_all(const Floats (&x)[4], Both both) {
   return both(both(x[0], x[2]), both(x[1], x[3]));
 }
 
-// Scores [width, COLUMNS] become shares that are not yet divided by their sums `whole`; none behind the keys that are
-// seen.
+// Replaces scores [width, COLUMNS] by unnormalised softmax weights, 0 after the first `seen` keys. whole: their sums.
 template <int COLUMNS>
 void shares_by_key(float* scores, int64_t seen, int64_t width, float scaling, float* whole) {
   constexpr int PARTS = KEYS * COLUMNS / LANES;
@@ -276,7 +275,7 @@ void shares_by_key(float* scores, int64_t seen, int64_t width, float scaling, fl
   for (float* at = scores; at < scores + width * COLUMNS; at += PARTS * LANES)
     for (int part = 0; part < PARTS; part++) {
       const Floats here = load(at + part * LANES) * scaling;
-      store(at + part * LANES, here);  // one product, so that no score is above the largest
+      store(at + part * LANES, here);  // rounded only here, so that no score exceeds the largest
       most[part] = larger(here, most[part]);
     }
   const Floats largest = of_all(most, larger);
@@ -306,9 +305,9 @@ inline void swap_blocks(__m512i (&rows)[LINES]) {
   }
 }
 
-// Shares of SPAN keys [SPAN, COLUMNS] -> bfloat16, rows of `width`, one a query.
+// Shares of SPAN keys [SPAN, COLUMNS] -> bfloat16, transposed: one row per query, `width` apart.
 inline void by_query(const float* shares, int64_t width, bf16* to, std::integral_constant<int, LINES>) {
-  __m512i rows[LINES];  // of pairs of keys
+  __m512i rows[LINES];  // pairs of keys
   for (int64_t p = 0; p < LINES; p++) {
     const float* at = shares + 2 * p * LINES;
     rows[p] = (__m512i)((rounded(load(at)) >> 16) | (rounded(load(at + LINES)) & 0xffff0000u));
@@ -334,8 +333,8 @@ inline void by_query(const float* shares, int64_t width, bf16* to, std::integral
   }
 }
 
-// PARTS tiles of the values of SPAN keys, as pairs of keys; zeros behind the `count` that there are. Of every two tiles
-// the first has the first four of each eight columns.
+// PARTS tiles of the values of SPAN keys, as pairs of keys; zeros after the first `count` keys. Of every two tiles, the
+// first has the first four of every eight columns.
 template <int PARTS>
 inline void pairs_of(const bf16* values, int64_t stride, int64_t count, __m512i (&to)[PARTS][LINES]) {
   static const bf16 none[4 * LANES] = {};
@@ -350,11 +349,11 @@ inline void pairs_of(const bf16* values, int64_t stride, int64_t count, __m512i 
   }
 }
 
-// The queries' sums of the values, by their shares [COLUMNS, width]: PARTS vectors of their D, `from` on.
+// Sums of the values, weighted by shares [COLUMNS, width]: PARTS vectors of D, from `from` on.
 template <int PARTS, int COLUMNS>
 void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int64_t stride, int64_t seen,
                      const float* whole, const Queries<bf16, COLUMNS>& queries, int64_t from) {
-  Tiles tiles;  // of sums, shares and values
+  Tiles tiles;  // sums 0 to 3, shares 4, values 5 to 7
   for (int tile = 0; tile < 8; tile++) tiles.shape(tile, tile < 5 ? queries.count : LINES, LINE);
   tiles.use();
   __m512i room[2][PARTS][LINES];
@@ -368,7 +367,7 @@ void gather_in_tiles(const bf16* shares, int64_t width, const bf16* values, int6
   prepare(0);
   for (int64_t s = 0; s < width; s += SPAN) {
     memory_is_read();
-    if (s + SPAN < width) prepare(s + SPAN);  // long before a tile takes them
+    if (s + SPAN < width) prepare(s + SPAN);  // long before a tile loads them
     const auto& pairs = room[s / SPAN % 2];
     memory_is_read();
     _tile_loadd(4, shares + s, 2 * width);
@@ -425,7 +424,7 @@ void attend_in_tiles(const Call<bf16>& call, const Queries<bf16, COLUMNS>& queri
 
 #endif
 
-// The new nodes' keys and values of one head.
+// Writes the new nodes' keys and values of one head to the cache.
 template <typename T>
 void write(const Call<T>& call, int64_t b, int64_t h) {
   const int64_t D = call.D, N = call.N, begin = call.lengths[b] + call.M - N;
@@ -437,7 +436,7 @@ void write(const Call<T>& call, int64_t b, int64_t h) {
   }
 }
 
-// By some queries of a key head at a time.
+// Writes the keys and values, then calls attend_some for every SIZE queries of a key head.
 template <typename T, int SIZE>
 void attend_by(const Call<T>& call, void (*attend_some)(const Call<T>&, const Queries<T, SIZE>&)) {
   double work = 0;

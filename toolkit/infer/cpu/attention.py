@@ -1,9 +1,9 @@
-"""Attention of a few new nodes over rows that lie side by side in a cache, in one call of C++ (attention.cpp).
+"""Attention of a few new nodes per row over contiguous cache rows, in one call of C++ (attention.cpp).
 
-Torch's operators do the same in a dozen calls, whose overhead is most of what attention costs a decoding step.
+PyTorch needs a dozen calls for the same. In a decoding step their overhead is most of the cost of attention.
 
-Shapes: B rows, N new nodes a row, M nodes a row that are not committed, S positions of a row of the cache, Hq query and
-Hkv key heads, D head dim.
+Shapes: B rows, N new nodes per row, M uncommitted nodes per row, S positions per cache row, Hq query heads, Hkv key
+heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkit.infer.cpu.compile_cpp import load_vectorised
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FUNCTIONS = {torch.bfloat16: "toolkit_attend_bfloat16", torch.float32: "toolkit_attend_float32"}
-# The tensors, lengths and mask; B, N, M, Hq, Hkv, D, a row of the cache, and the strides of q, k and v; the scaling.
+# Addresses of the tensors, lengths and mask; B, N, M, Hq, Hkv, D, all strides; the scaling.
 ARGUMENTS = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 16 + [ctypes.c_double]
 
 
@@ -34,9 +34,11 @@ def load_library() -> ctypes.CDLL | None:
 
 
 class RowAttention:
-    """What one forward's layers share: B rows of which the first lengths [B] positions are committed, node_mask [B, N,
-    M] bool of who sees whom (a single node sees itself). A node's result does not depend on the nodes beside it.
-    name: of the library's function."""
+    """Arguments that all layers of one forward have in common. A node's result does not depend on the other nodes.
+
+    name: the library's function. lengths [B]: the committed positions of each row. node_mask [B, N, M] bool: the
+    uncommitted nodes that each new node sees (with M = 1, the node itself).
+    """
 
     def __init__(self, name: str, lengths: Tensor, node_mask: Tensor) -> None:
         self._function = getattr(load_library(), name)
@@ -48,8 +50,9 @@ class RowAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: int, values: int, row: int, scaling: float) -> Tensor:
         """q [B, Hq, N, D], k and v [B, Hkv, N, D] -> [B, N, Hq, D].
 
-        keys and values: where the first of these rows begins in a cache [.., S, Hkv, D] of q's dtype; row: numbers from
-        one row to the next. The new keys and values are written after the rows' earlier nodes.
+        keys and values: addresses of the first of these rows in a cache [.., S, Hkv, D] of q's dtype. row: the stride
+        of a cache row, in numbers. The new keys and values are written after the earlier nodes of their rows. Raises
+        ValueError if B or N differs from that of node_mask.
         """
         rows, heads, new, width = q.shape
         if (rows, new) != self._sizes[:2]:
@@ -69,7 +72,7 @@ class RowAttention:
 def row_attention(
     dtype: torch.dtype, key_width: int, value_width: int, lengths: Tensor, node_mask: Tensor
 ) -> RowAttention | None:
-    """None where this machine or heads so wide have none."""
+    """Returns None if the CPU, the dtype or the head width is not supported."""
     library = load_library() if dtype in FUNCTIONS and key_width == value_width else None
     if library is None or key_width % library.toolkit_attention_lanes():
         return None

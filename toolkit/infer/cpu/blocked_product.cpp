@@ -1,16 +1,16 @@
-// y = x w^T + b for weights that a decoding step reads once: a few rows of x against every weight of the model.
+// y = x w^T + b for few rows of x, as in a decoding step, which reads every weight of the model once.
 //
-// Weights lie in blocks of WIDTH outputs, so that a block is one stream of memory:
+// Weights are stored in blocks of WIDTH outputs; a block is contiguous memory:
 //
 //     bfloat16  w [ceil(N / WIDTH), K / 2, WIDTH, 2]   pairs of inputs side by side, as 32-bit words:
 //                                                      low half: input 2p, high half: input 2p+1 of one output
-//     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, a scale for every output
+//     int8      w [ceil(N / WIDTH), K, WIDTH, 1]       y = (x w^T) * scale + b, one scale per output
 //               w [ceil(N / WIDTH), K / 2, WIDTH, 2]   for tiles: pairs of inputs side by side, as bytes
 //
-// Products of two bfloat16 are exact in float32, and are added there in an order that K alone decides: that of the
-// inputs, or of the CPU's tiles (AMX: of 32 inputs the even ones and the odd ones, then both). A row's result therefore
-// does not depend on the rows beside it, nor on the number of threads. In tiles numbers below 1.2e-38 count as 0, and so
-// do products below 3.3e-24 with int8 weights, for which inputs from 1.8e19 on are infinite.
+// The product of two bfloat16 is exact in float32. Sums are float32, and their order depends on K alone: the order of
+// the inputs, or that of the CPU's tiles (AMX adds the even and the odd ones of 32 inputs, then both). A row's result
+// does not depend on the other rows, nor on the number of threads. In tiles, numbers below 1.2e-38 count as 0. With
+// int8 weights in tiles, products below 3.3e-24 count as 0 too, and inputs from 1.8e19 on become infinite.
 //
 // Shapes: M rows, N outputs, K inputs (a multiple of 4; with tiles a multiple of 32).
 
@@ -31,13 +31,13 @@ int get_num_threads();  // of the calling thread, as torch.set_num_threads left 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int ROWS_A_PASS = 12;  // at most: 24 sums, 2 weights and an input in 32 registers
+constexpr int ROWS_A_PASS = 12;  // 24 sums, 2 weights and an input fit into 32 registers
 #else
-constexpr int ROWS_A_PASS = 6;  // at most: 12 sums, 2 weights, an input and a mask in 16 registers
+constexpr int ROWS_A_PASS = 6;  // 12 sums, 2 weights, an input and a mask fit into 16 registers
 #endif
 constexpr int WIDTH = 2 * LANES;
-constexpr int64_t AHEAD = 8192;       // bytes: the core's own prefetcher stops at the end of a page
-constexpr int64_t WIDENED_ALONE = 1 << 14;  // inputs that are widened before threads would have started
+constexpr int64_t AHEAD = 8192;       // bytes to prefetch: the core's prefetcher stops at the end of a page
+constexpr int64_t WIDENED_ALONE = 1 << 14;  // fewer inputs are widened before threads start
 
 inline Words words_at(const char* at) {
   Words words;
@@ -45,8 +45,8 @@ inline Words words_at(const char* at) {
   return words;
 }
 
-// INPUTS inputs' weights of WIDTH outputs are 4 * WIDTH bytes; those of the second LANES outputs lie HIGH bytes behind
-// those of the first. load: the weights of one input, of LANES outputs.
+// The weights of INPUTS inputs and WIDTH outputs take 4 * WIDTH bytes. Those of the second LANES outputs are HIGH bytes
+// after those of the first. load: the weights of one input and LANES outputs.
 struct Bfloat16 {
   static constexpr int INPUTS = 2, HIGH = 4 * LANES;
 
@@ -61,7 +61,7 @@ struct Int8 {
 
   static Floats load(const char* at, int input) {
     at += input * WIDTH;
-#if defined(__AVX512F__)  // GCC's own conversion goes byte by byte
+#if defined(__AVX512F__)  // GCC converts byte by byte
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 #else
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
@@ -69,8 +69,7 @@ struct Int8 {
   }
 };
 
-// What a block's sums become: y [.., N], of which the block has `count` columns, after its scales and biases, if any.
-// Sums of int8 weights are in `unit`.
+// Where a block's sums go: `count` columns of y [.., N], after scales and biases, if any. unit: a factor of the scales.
 struct End {
   bf16* y;
   int64_t N, count;
@@ -79,7 +78,7 @@ struct End {
   float unit;
 };
 
-// COUNT: a number that the compiler knows, or 0 for `count`.
+// COUNT: `count` as a constant for the compiler, or 0 if it is not constant.
 template <int COUNT>
 inline void finish_some(const End& end, int64_t row, int64_t from, int64_t count, Floats sums) {
   if (COUNT) count = COUNT;
@@ -104,7 +103,7 @@ inline void finish(const End& end, int64_t row, int64_t from, Floats sums) {
     finish_some<0>(end, row, from, count, sums);
 }
 
-// ROWS rows x [.., K] against one block of weights.
+// Multiplies ROWS rows x [.., K] with one block of weights.
 template <typename Weights, int ROWS>
 void multiply(const char* w, const float* x, int64_t K, const End& end) {
   constexpr int64_t BYTES = 4 * WIDTH, INPUTS = Weights::INPUTS;
@@ -129,9 +128,8 @@ void multiply(const char* w, const float* x, int64_t K, const End& end) {
 
 #if defined(TILES)
 
-// Of x tiles hold 16 rows of 32 inputs, of a block's weights 16 pairs of inputs of 16 outputs, as they lie there, of sums
-// 16 rows of 16 outputs. Sums: tiles 0 to 3; x: 4, 5; weights: 6, 7.
-inline void shape_tiles(Tiles& tiles, int64_t rows) {  // of which at most 2 * LINES at a time
+// Tiles 0-3: sums, 16x16. Tiles 4, 5: x, 16x32. Tiles 6, 7: weights, 16 pairs x 16. rows: at most 2 * LINES.
+inline void shape_tiles(Tiles& tiles, int64_t rows) {
   const int64_t first = rows < LINES ? rows : LINES;
   const int64_t second = rows >= 2 * LINES ? LINES : rows > LINES ? rows - LINES : 1;
   for (int tile = 0; tile < 8; tile++)
@@ -139,8 +137,9 @@ inline void shape_tiles(Tiles& tiles, int64_t rows) {  // of which at most 2 * L
   tiles.use();
 }
 
-// pairs: a tile's weights of all WIDTH outputs, SPAN inputs from `w`; `room` has space for them. THERE: whether it can be
-// done for weights of that type. LOWERED: what it multiplies them by; RAISED: their inputs, so that nothing is lost.
+// pairs: the weights of SPAN inputs and WIDTH outputs at `w` as pairs of bfloat16; int8 is converted into `room`.
+// THERE: whether tiles support weights of this type. LOWERED: factor on the weights. RAISED: factor on the inputs,
+// against underflow.
 template <typename Weights>
 struct Paired;
 
@@ -157,7 +156,7 @@ struct Paired<Int8> {
 #if defined(__AVX512FP16__)
   static constexpr bool THERE = true;
   static const char* pairs(const char* w, char* room) {
-    // An int8 as float16 with the exponent in 5 bits, then in 8, from the same zero on: 2^112 times smaller.
+    // int8 -> float16 -> bfloat16. The exponent keeps float16's bias, so that the result is 2^112 times smaller.
     const __m512i kept = _mm512_set1_epi16(int16_t(0x8fff));
     for (int64_t half = 0; half < 2 * LINES; half++, w += LINE / 2) {
       const __m512i levels = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
@@ -172,7 +171,7 @@ struct Paired<Int8> {
 #endif
 };
 
-// The thread's tiles are for `rows`, more than LINES where SECOND.
+// Multiplies `rows` rows, for which the tiles are shaped, with one block. SECOND: rows > LINES. ahead: prefetch.
 template <typename Weights, bool SECOND>
 void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool ahead, const End& end) {
   alignas(64) char room[2][SPAN * 2 * WIDTH];
@@ -190,7 +189,7 @@ void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool 
     if constexpr (Paired<Weights>::RAISED != 1) {
       weights = next;
       memory_is_read();
-      if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile takes them
+      if (k + SPAN < K) next = Paired<Weights>::pairs(w, room[(k / SPAN + 1) % 2]);  // long before a tile loads them
       memory_is_read();
     }
     _tile_loadd(6, weights, 4 * WIDTH);
@@ -220,7 +219,7 @@ void multiply_tiles(const char* w, const bf16* x, int64_t K, int64_t rows, bool 
     }
 }
 
-// As `product`, of K that tiles divide.
+// Like `product`, for K that is a multiple of SPAN.
 template <typename Weights>
 void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t N,
                       int64_t K) {
@@ -254,7 +253,7 @@ void product_in_tiles(const bf16* x, const char* w, const float* scale, const bf
         for (int64_t step = 0; step < K / SPAN; step++)
           Paired<Weights>::pairs(weights + step * STEP, held.data() + step * PAIRED);
       for (int64_t from = 0; from < M; from += rows) {
-        const int64_t m = from < M - rows ? from : M - rows;  // the last rows with some before them, written alike
+        const int64_t m = from < M - rows ? from : M - rows;  // the last pass may overlap the one before
         const End end = {y + m * N + first, N, N - first < WIDTH ? N - first : WIDTH, scale ? scale + first : nullptr,
                          bias ? bias + first : nullptr, UNIT};
         if (paired_once)
@@ -285,10 +284,10 @@ template <typename Weights, typename>
 struct ByRows;
 template <typename Weights, int... I>
 struct ByRows<Weights, std::integer_sequence<int, I...>> {
-  static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // of 1 row, of 2, ..
+  static constexpr Multiply* multiply[] = {::multiply<Weights, I + 1>...};  // for 1 row, for 2, ..
 };
 
-// x [M, K], bias [N] or null -> y [M, N], bfloat16; scale [N] or null.
+// x [M, K], bias [N] or null -> y [M, N], all bfloat16; scale [N] float32 or null.
 template <typename Weights>
 void product(const void* x, const void* w, const float* scale, const void* bias, void* y, int64_t M, int64_t N,
              int64_t K) {
@@ -315,7 +314,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
       const int64_t first = block * WIDTH;
       const char* weights = static_cast<const char*>(w) + block * (K / Weights::INPUTS) * 4 * WIDTH;
       for (int64_t pass = 0; pass < passes; pass++) {
-        const int64_t m = M * pass / passes, some = M * (pass + 1) / passes - m;  // as many in each, or one more
+        const int64_t m = M * pass / passes, some = M * (pass + 1) / passes - m;  // passes differ by at most one row
         const End end = {static_cast<bf16*>(y) + m * N + first, N, N - first < WIDTH ? N - first : WIDTH,
                          scale ? scale + first : nullptr, biases ? biases + first : nullptr, 1};
         Pass::multiply[some - 1](weights, wide + m * K, K, end);
@@ -328,7 +327,7 @@ void product(const void* x, const void* w, const float* scale, const void* bias,
 
 extern "C" int64_t toolkit_block_width() { return WIDTH; }
 
-// Inputs of one output that lie side by side in blocks of int8 weights.
+// How many inputs of one output lie side by side in blocks of int8 weights.
 extern "C" int64_t toolkit_together(int64_t K) { return in_tiles<Int8>(K) ? 2 : 1; }
 
 extern "C" int64_t toolkit_uses_tiles() {
@@ -339,7 +338,7 @@ extern "C" int64_t toolkit_uses_tiles() {
 #endif
 }
 
-// All contiguous; scale null: the weights are bfloat16, else int8.
+// All tensors are contiguous. The weights are int8 if there is a scale, else bfloat16.
 extern "C" void toolkit_blocked_product(const void* x, const void* w, const void* scale, const void* bias, void* y,
                                         int64_t M, int64_t N, int64_t K) {
   if (scale)

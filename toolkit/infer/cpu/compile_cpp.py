@@ -1,6 +1,7 @@
-"""C++ of ours as a library of this process: compiled once per machine, kept in the cache, loaded by later starts.
+"""Compiles our C++ files and loads them as shared libraries.
 
-Python hands such a library addresses. It uses the OpenMP that PyTorch uses, so that both share one set of threads.
+A file is compiled once per machine; the cache keeps the library for later starts. Python passes addresses to it. It
+links the OpenMP library of PyTorch, so that both share one set of threads.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ log = get_logger(__name__)
 LIBRARY = "library.so"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 TORCH = Path(torch.__file__).parent
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "vectors.h"))  # that our files may include
-INSTEAD = "PyTorch's own operators take its place, slower"
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("amx_tiles.h", "vectors.h"))  # all files may include them
+INSTEAD = "PyTorch's slower operators are used instead"
 
 
 def compiler_name() -> str:
-    """The C++ compiler that $CXX names, else the system's, there or not."""
+    """The C++ compiler that $CXX names, else the system's default; it may not be installed."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def compiler() -> str | None:
-    """The file of the C++ compiler; None where it is not there."""
+    """The path of the C++ compiler; None if it is not installed."""
     return shutil.which(compiler_name())
 
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """The instructions that this CPU has; none where the system does not tell."""
+    """The instruction sets of this CPU; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -75,25 +76,23 @@ def load_cpp(source: Path) -> ctypes.CDLL | None:
 
 
 def has_vectors() -> bool:
-    """Whether this CPU has the vectors that vectors.h is written for (AVX2, or AVX512)."""
+    """Whether this CPU has the vectors that vectors.h needs (AVX2 and FMA)."""
     return all(flag in cpu_flags() for flag in ("avx2", "fma"))
 
 
 def load_vectorised(source: Path) -> ctypes.CDLL | None:
-    """As load_cpp, of a file that includes vectors.h; None also on a CPU without them."""
+    """Like load_cpp, for a file that includes vectors.h; None also on a CPU without such vectors."""
     return load_cpp(source) if has_vectors() else None
 
 
 def _may_compile(source: Path, folder: Path) -> bool:
-    """Whether there is a compiler, and not one that failed before."""
+    """Whether there is a compiler that has not failed on this file before."""
     if compiler() is None:
         log.info("no C++ compiler: %s is not compiled, and %s; install g++ or set CXX", source.name, INSTEAD)
         return False
     failure = _failure(folder)
     if failure.is_file() and failure.read_text(encoding="utf-8") == _identity():
-        log.info(
-            "%s could not be compiled before by %s; %s (tried before: %s)", source.name, compiler(), INSTEAD, failure
-        )
+        log.info("%s is not compiled: %s failed before; %s (see %s)", source.name, compiler(), INSTEAD, failure)
         return False
     return True
 
@@ -104,7 +103,7 @@ def _failure(folder: Path) -> Path:
 
 
 def _identity() -> str:
-    """Of the compiler: its file and that file's age."""
+    """The compiler's path and modification time."""
     path = Path(compiler() or "").resolve()
     return f"{path} {path.stat().st_mtime_ns}"
 
@@ -125,9 +124,9 @@ def _run(*command: str) -> None:
 
 
 def openmp_of_torch() -> str | None:
-    """The file of the OpenMP library that PyTorch runs on; None where none is to be seen.
+    """The path of the OpenMP library that PyTorch uses; None if it cannot be found.
 
-    Other packages bring libraries of their own; PyTorch's lies beside it, or is the only one.
+    Other packages may load OpenMP libraries too. PyTorch's is in its own folders, or is the only one.
     """
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")

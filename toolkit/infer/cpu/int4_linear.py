@@ -1,12 +1,12 @@
-"""A linear layer that keeps half a byte a weight: 16 levels between the least and the largest weight of each group.
+"""A linear layer with half a byte per weight: 16 levels between the smallest and the largest weight of each group.
 
-The result is that of a float layer whose weight is `(level - 8) * step + middle`, with a step and a middle, in the
-layer's dtype, for every GROUP weights of a row. PyTorch's kernel converts the levels to floats in registers and adds in
-float32, so a row's result does not depend on how many rows go beside it. (torchao's int4 layout for CPUs calls the same
-kernel.) It is made for few rows: it reads prompts about as fast as the float layer; and for bfloat16: in float32 it is
-slow.
+The result is that of a float layer whose weight is `(level - 8) * step + middle`. Every GROUP weights of a row have a
+step and a middle, in the layer's dtype. PyTorch's kernel converts the levels to floats in registers and adds in
+float32, so a row's result does not depend on the number of rows. (torchao's int4 layout for CPUs calls the same
+kernel.) The kernel is made for few rows in bfloat16. It reads prompts about as fast as the float layer. It is slow in
+float32.
 
-Shapes: K input features, N output features, G = K / GROUP groups a row.
+Shapes: K input features, N output features, G = K / GROUP groups per row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from toolkit.targets.fixed_linear import FixedLinear
 
 GROUP = 32
 LEVELS = 16
-ROWS_MULTIPLE = 16  # of N, for the kernel
+ROWS_MULTIPLE = 16  # the kernel needs N to be a multiple
 SMALLEST = 1e-30
 
 
 class Int4Linear(FixedLinear):
-    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU.
+    """Replaces an `nn.Linear` of bfloat16 or float32 on the CPU.
 
     levels [N, K/2] in the kernel's order; steps [G, N, 2]: step and middle.
     """
@@ -41,7 +41,7 @@ class Int4Linear(FixedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[N, K] as a float layer would hold it, rounded to the dtype; computed at every call."""
+        """The dequantised weight [N, K] in the layer's dtype; computed at every call."""
         one = torch.eye(self.in_features, dtype=self.steps.dtype)
         return int4_product(one, self.levels, self.steps).t().contiguous()
 
@@ -59,7 +59,7 @@ class Int4Linear(FixedLinear):
 
 
 def takes_int4(linear: nn.Linear) -> bool:
-    """Whether the kernel takes a layer of these sizes."""
+    """Whether the kernel supports the sizes of this layer."""
     return linear.out_features % ROWS_MULTIPLE == 0 and linear.in_features % GROUP == 0
 
 
@@ -72,7 +72,7 @@ def round_to_levels(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> levels [N, K] int32 in 0..15, and steps [G, N, 2] in the weight's dtype."""
     groups = weight.float().unflatten(1, (-1, GROUP))  # [N, G, GROUP]
     low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-    # Rounded to the dtype before they are used: the levels are those nearest under what will be multiplied by.
+    # Round steps to the dtype first, so that levels match the stored steps.
     step = ((high - low) / (LEVELS - 1)).clamp_min(SMALLEST).to(weight.dtype)
     middle = (low + LEVELS // 2 * step.float()).to(weight.dtype)
     levels = (groups - middle.float()[..., None]).div_(step.float()[..., None]).round_().add_(LEVELS // 2)

@@ -1,8 +1,8 @@
-"""A linear layer that keeps one byte a weight: int8 by output row, inputs in full precision.
+"""A linear layer with one byte per weight: int8 with a scale per output row, inputs in full precision.
 
-The result is that of a float layer whose weight is `qweight * scale`. bfloat16 layers compute it by our own product
-where this machine has it (blocked_product.py), others by PyTorch's int8 product, which torchao calls too. With both, a
-row's result does not depend on how many rows go beside it.
+The result is that of a float layer whose weight is `qweight * scale`. bfloat16 layers use our native product if this
+machine has it (blocked_product.py). Others use PyTorch's int8 product, which torchao calls too. With both, a row's
+result does not depend on the number of rows.
 
 Shapes: M rows, K input features, N output features.
 """
@@ -19,14 +19,14 @@ from toolkit.infer.cpu.joined_product import BlockedLinear
 DTYPES = (torch.bfloat16, torch.float32)
 LARGEST = 127
 SMALLEST = 1e-30
-BFLOAT16_MULTIPLE = 16  # of K: PyTorch's bfloat16 kernel reads beyond a row of another width
+BFLOAT16_MULTIPLE = 16  # PyTorch's bfloat16 kernel reads past the row's end if K is not a multiple
 
 
 class Int8Linear(BlockedLinear):
-    """Stands in for an `nn.Linear` of bfloat16 or float32 on the CPU: weight rounded to qweight [N, K] * scale [N].
+    """Replaces an `nn.Linear` of bfloat16 or float32 on the CPU: weight is rounded to qweight [N, K] * scale [N].
 
-    blocked: qweight lies in blocks, and scale is float32, of values that the layer's dtype has. Raises ValueError for
-    other dtypes.
+    blocked: qweight is in blocks, and scale is float32, with values that are exact in the layer's dtype. Raises
+    ValueError for other dtypes.
     """
 
     quantization = "int8"
@@ -39,7 +39,7 @@ class Int8Linear(BlockedLinear):
         if weight.dtype not in DTYPES:
             raise ValueError(f"a linear layer of {weight.dtype} was given; bfloat16 or float32 is needed")
         full = weight.float()
-        # Rounded to the dtype before it is used, so that both kernels multiply by the same scale.
+        # Round the scale to the dtype first, so that both kernels use the same scale.
         scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(weight.dtype)
         levels = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
         self.blocked, self._dtype = takes(weight), weight.dtype
@@ -48,7 +48,7 @@ class Int8Linear(BlockedLinear):
 
     @property
     def levels(self) -> Tensor:
-        """[N, K] int8."""
+        """The int8 weight [N, K], out of blocks."""
         return from_blocks(self.own_blocks(), self.out_features) if self.blocked else self.qweight
 
     @property

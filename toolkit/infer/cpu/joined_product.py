@@ -2,7 +2,7 @@
 
 One large product takes less time than several small ones. Without joining, a plain step of the demo target takes 1.05
 times as long, a chain's 1.05 to 1.08, a tree's 1.04 to 1.05 (in turns in one process, 2 threads of an AMD EPYC with
-AVX512). Only weights in blocks are joined (blocked_product.py).
+AVX512). Only weights in blocks can be joined (blocked_product.py).
 
 Shapes: K inputs, N outputs of a layer.
 """
@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from toolkit.infer.cpu.blocked_product import blocked_product, traceable_product
 from toolkit.targets.fixed_linear import FixedLinear
 
-# Layers of one module that its forward calls with the same tensor, the first one first.
+# Layers of one module that its forward calls with the same tensor, in the order of the calls.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class BlockedLinear(FixedLinear):
-    """A linear layer whose weight lies in blocks if `blocked` is true.
+    """A linear layer whose weight is in blocks if `blocked` is true.
 
     joined: the product that this layer is part of, if any; rows: the layer's outputs in it.
     """
@@ -36,7 +36,7 @@ class BlockedLinear(FixedLinear):
     @property
     @abstractmethod
     def blocks(self) -> Tensor:
-        """The blocks that hold the weight, as of `to_blocks`; with those of the other joined layers, if any."""
+        """The blocks of `to_blocks` that hold the weight; with those of the other joined layers, if any."""
 
     @property
     def block_scale(self) -> Tensor | None:
@@ -53,7 +53,7 @@ class BlockedLinear(FixedLinear):
         return self.blocks if self.joined is None else self.blocks[self.rows.start // width : self.rows.stop // width]
 
     def blocked_product(self, inputs: Tensor) -> Tensor:
-        """[..., K] -> [..., N]; of a layer whose weight lies in blocks."""
+        """[..., K] -> [..., N]; only if the weight is in blocks."""
         if self.joined is None:
             return traceable_product(inputs, self.blocks, self.block_scale, self.bias, self.out_features)
         product = self.joined(inputs, self.rows)
@@ -82,8 +82,11 @@ class JoinedProduct:
             self.outputs += layer.out_features
 
     def __call__(self, inputs: Tensor, rows: slice) -> Tensor | None:
-        """inputs [..., K] -> [..., sum of N], for the layer of these `rows`; None: that layer must multiply itself."""
-        if torch.compiler.is_compiling():  # each layer has the product in the graph, where equal ones are merged
+        """inputs [..., K] -> [..., sum of N], for the layer with these `rows`.
+
+        None: the layer must compute its own product.
+        """
+        if torch.compiler.is_compiling():  # the compiler merges equal products of the layers
             return traceable_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
         if rows.start == 0:
             product = blocked_product(inputs, self.blocks, self.scale, self.bias, self.outputs)
@@ -93,12 +96,12 @@ class JoinedProduct:
         if known is None or known[0] is not inputs:
             return None
         if rows.stop == self.outputs:
-            self._known = None  # of a long prompt it is megabytes
+            self._known = None  # for a long prompt it takes megabytes
         return known[1]
 
 
 def join_products(model: nn.Module) -> None:
-    """Join the layers of SAME_INPUT in every module of `model` that has them with blocks of one kind."""
+    """Join the layers of SAME_INPUT in every module of `model`, if their blocks are of one kind."""
     for parent in model.modules():
         for names in SAME_INPUT:
             layers = [getattr(parent, name, None) for name in names]
@@ -109,7 +112,7 @@ def join_products(model: nn.Module) -> None:
 
 
 def _fills_blocks(layer: BlockedLinear) -> bool:
-    """Whether the weight lies in whole blocks, without rows of padding at the end."""
+    """Whether the weight fills its blocks, without rows of padding at the end."""
     return layer.blocked and layer.joined is None and layer.out_features % layer.blocks.shape[2] == 0
 
 

@@ -1,8 +1,8 @@
 """Linear layers whose weight has the memory order that this CPU's matrix products read.
 
-A product of few rows (a decoding step, the nodes of a draft tree) spends much of its time on bringing the weight into
-that order. Packing does this once: bfloat16 in the blocks of our own product where this machine has it
-(blocked_product.py), all else as oneDNN packs it.
+A product of few rows (a decoding step, the nodes of a draft tree) spends much of its time on reordering the weight.
+Packing reorders it once. bfloat16 weights get the blocks of our native product if this machine has it
+(blocked_product.py). oneDNN packs all others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from toolkit.log import get_logger
 
 log = get_logger(__name__)
 
-# Rounding of a sum over a few thousand products, relative to the largest result.
+# Rounding error of a sum of a few thousand terms, relative to the largest result.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 class PackedLinear(BlockedLinear):
     """`nn.Linear` for inference on a CPU; `weight` is unpacked at every call.
 
-    packed: what the product reads. dense: the weight as it was, where it takes no memory of its own (an output matrix
-    tied to the embedding).
+    packed: the weight that the product reads. dense: the unpacked weight, kept only if it is tied to the embedding.
     """
 
     packed: Tensor
@@ -39,7 +38,7 @@ class PackedLinear(BlockedLinear):
         self.dense = linear.weight if keep_dense else None
         self.blocked = takes(linear.weight)
         self.register_buffer("packed", _pack(linear.weight, blocked=self.blocked), persistent=False)
-        # torch.compile takes no tensor in oneDNN's order: its programs are handed a number of the layer instead.
+        # torch.compile does not support tensors in oneDNN's order: its programs get the layer's number instead.
         number = next(_numbers)
         self.register_buffer("handle", torch.tensor(number), persistent=False)
         _layers[number] = self
@@ -77,7 +76,7 @@ _layers: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDicti
 
 
 def _packed_product(x: Tensor, handle: Tensor, _outputs: int) -> Tensor:
-    """The product of the layer whose number `handle` [] holds."""
+    """The product of the layer with the number `handle` []."""
     return _layers[int(handle)].product(x)
 
 
@@ -89,14 +88,15 @@ torch.library.register_fake("toolkit::packed_product", lambda x, _handle, output
 
 @torch.no_grad()
 def pack_linears(model: nn.Module, tied: Tensor | None = None) -> int:
-    """Replaces the linear layers of `model`, on a CPU and in one of TOLERANCE's dtypes, by packed ones.
+    """Replaces linear layers of `model` by packed ones, if they are on a CPU and have a dtype of TOLERANCE.
 
-    Returns how many. `tied`: a weight that stays in memory whatever happens (the token embedding's). A layer whose
-    packed product differs from its own stays as it is, as does all of a model where torch has no such products.
+    Returns how many. `tied`: a weight that stays in memory in any case (the token embedding's). A layer is not replaced
+    if PyTorch cannot pack it, or if its packed product is wrong.
     """
     count = 0
     for path, module in list(model.named_modules()):
-        # Subclasses may do more than multiply; a head's output matrix says that it takes its product from outside.
+        # Subclasses may do more than multiply. A head's OutputMatrix receives the product as an argument: it can be
+        # packed.
         plain = type(module) is nn.Linear or getattr(module, "takes_product", False)
         if not plain or not isinstance(module, nn.Linear):
             continue
@@ -111,7 +111,7 @@ def pack_linears(model: nn.Module, tied: Tensor | None = None) -> int:
 
 
 def _packed_or_own(linear: nn.Linear, keep_dense: bool = False) -> nn.Module:
-    """The packed layer; `linear` itself where it cannot be packed, or where its packed product is wrong."""
+    """The packed layer; `linear` itself if it cannot be packed, or if its packed product is wrong."""
     if not _packs(linear.weight):
         return linear
     packed = PackedLinear(linear, keep_dense=keep_dense)
@@ -119,7 +119,7 @@ def _packed_or_own(linear: nn.Linear, keep_dense: bool = False) -> nn.Module:
     expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
     allowed = TOLERANCE[linear.weight.dtype] * float(expected.abs().max())
     if not bool(((expected - got).abs() <= allowed).all()):
-        log.warning("the packed product of a layer (%s) differs from its own; it is not packed", packed.extra_repr())
+        log.warning("a linear layer (%s) is not packed: its packed product is wrong", packed.extra_repr())
         return linear
     return packed
 
@@ -137,5 +137,5 @@ def _packs(weight: Tensor) -> bool:
 def _pack(weight: Tensor, *, blocked: bool) -> Tensor:
     if blocked:
         return to_blocks(weight)
-    # No number of rows is named: what is best for one row is slow for the others.
+    # No batch size is given: packing for one row is slow for more rows.
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)

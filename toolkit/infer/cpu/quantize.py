@@ -1,8 +1,7 @@
-"""Fewer bytes per weight: the linear layers of a loaded model become int8 or int4, its output matrix int8; those of a
-draft head int8.
+"""Quantises linear layers: of a loaded model to int8 or int4 (its output matrix to int8), of a draft head to int8.
 
-The quantised model is then the target, whose tokens speculative decoding must reproduce. The token embedding is not
-rounded, also where the model ties it to the output matrix: a step reads one row of it.
+The quantised model is then the target: speculative decoding must reproduce its tokens. The token embedding is not
+rounded, even if the model ties it to the output matrix: a step reads only a few of its rows.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from toolkit.infer.cpu.int8_linear import DTYPES, Int8Linear
 from toolkit.infer.cpu.joined_product import join_products
 
 QUANTIZATIONS = ("int8", "int4")
-# Of the weights a step reads (all but the token embedding); below that the bytes would hardly change.
+# The least share of linear layers in the weights that a step reads (all but the token embedding). With less,
+# quantisation would save little memory.
 LEAST_SHARE = 0.5
 
 
 def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype, name: str) -> None:
     """Replaces every `nn.Linear` of `model`, which is on the CPU and in `dtype`, by an `Int8Linear`.
 
-    "int4": by an `Int4Linear`, but for the output matrix, in which every error is one of a token's score, and for
-    layers whose sizes its kernel does not take.
+    "int4": by an `Int4Linear` instead. Two kinds of layers become int8: the output matrix, whose errors change the
+    tokens' scores directly, and layers whose sizes the int4 kernel does not support.
 
-    Raises `TargetError` for an unknown quantization, another device or dtype, a family that keeps most of its weights
-    outside of linear layers (GPT-2, mixtures of experts), and a CPU whose products with int8 weights are wrong.
+    Raises `TargetError` for an unknown quantization, another device or dtype, a family with most of its weights outside
+    linear layers (GPT-2, mixtures of experts), and a CPU whose products with int8 or int4 weights are wrong.
     """
     if quantization not in QUANTIZATIONS:
         raise TargetError(f"`quantization` is {quantization!r}; one of {', '.join(QUANTIZATIONS)} is needed")
@@ -40,7 +40,7 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
             f"{model.device}; set `device` to cpu, or leave the quantization out"
         )
     embedding = model.get_input_embeddings()
-    # Subclasses may do more than multiply. A layer that is used in two places stays one layer.
+    # Subclasses may do more than multiply. A layer with two paths stays one layer.
     linears = {
         path: module for path, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear
     }
@@ -60,7 +60,7 @@ def quantize_model(model: PreTrainedModel, quantization: str, dtype: torch.dtype
 def quantize_head(head: nn.Module) -> None:
     """Replaces every linear layer of a draft head, which is on the CPU, by an `Int8Linear`.
 
-    The drafts change a little, the answers do not. Raises `TargetError` for another device or dtype.
+    The drafts change a little; the answers do not. Raises `TargetError` for another device or dtype.
     """
     weight = next(head.parameters())
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
@@ -72,7 +72,7 @@ def quantize_head(head: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.Linear, nn.Module]) -> None:
-    """The layers at these paths become those of `small`, and int8 ones where they are not in it."""
+    """Replaces the layers at these paths: by their entry in `small`, else by int8 layers."""
     check_int8_products(next(iter(linears.values())).weight.dtype)
     for path, module in linears.items():
         parent, _, own = path.rpartition(".")
@@ -83,7 +83,7 @@ def _replace(model: nn.Module, linears: Mapping[str, nn.Linear], small: dict[nn.
 
 
 def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
-    """The layers that become int4."""
+    """The layers that become int4, with their replacements."""
     check_int4_products(model.dtype)
     output = model.get_output_embeddings()
     layers = [one for one in model.modules() if type(one) is nn.Linear and one is not output and takes_int4(one)]
@@ -91,7 +91,7 @@ def _int4_for(model: PreTrainedModel) -> dict[nn.Linear, Int4Linear]:
 
 
 def check_int8_products(dtype: torch.dtype) -> None:
-    """Raises `TargetError` where products with int8 weights are wrong on this CPU with this PyTorch."""
+    """Raises `TargetError` if products with int8 weights are wrong on this CPU with this PyTorch."""
     layer = nn.Linear(96, 48, bias=False, dtype=dtype).requires_grad_(False)
     layer.weight.copy_(torch.linspace(-1, 1, 48 * 96).sin().view(48, 96))
     quantised = Int8Linear(layer)
@@ -106,7 +106,7 @@ def check_int8_products(dtype: torch.dtype) -> None:
 
 
 def check_int4_products(dtype: torch.dtype) -> None:
-    """Raises `TargetError` where this PyTorch has no products with int4 weights for CPUs, or wrong ones."""
+    """Raises `TargetError` if products with int4 weights are missing or wrong on this CPU with this PyTorch."""
     weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).to(dtype)
     levels, steps = round_to_levels(weight)
     step, middle = steps.double().transpose(0, 1).repeat_interleave(64 // steps.shape[0], dim=1).unbind(-1)

@@ -1,4 +1,4 @@
-// Vectors of LANES numbers of 32 bits, as this CPU has them: loads and stores of float32 and bfloat16, sums, exponentials.
+// Vectors of LANES numbers of 32 bits (AVX-512 or AVX2): loads and stores of float32 and bfloat16, sums, exponentials.
 
 #pragma once
 
@@ -44,8 +44,8 @@ inline Floats load(const bf16* from) {
 
 inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
 
-// Bits whose upper half is the nearest bfloat16, ties to even. (A NaN stays one: those that sums of bfloat16 products give
-// end in zeros.)
+// Bits whose upper half is the nearest bfloat16, ties to even. A NaN from sums of bfloat16 products stays a NaN: its
+// lower half is zeros.
 inline Words rounded(Floats values) {
   const Words bits = (Words)values;
   return bits + 0x7fff + ((bits >> 16) & 1);
@@ -56,7 +56,7 @@ inline void store(bf16* to, Floats values, int64_t count = LANES) {
   memcpy(to, &out, 2 * count);
 }
 
-// 2 * LANES numbers as two vectors: of bfloat16 every other one in each, which needs no shuffling.
+// 2 * LANES numbers as two vectors. For bfloat16, a has the even ones and b the odd ones, so that no shuffle is needed.
 inline void load(const float* from, Floats& a, Floats& b) {
   a = load(from);
   b = load(from + LANES);
@@ -95,9 +95,9 @@ inline float sum(Floats values) {
   return parts[0];
 }
 
-// e^x for x <= 0, within 2 units in the last place; 0 up to -87, nan for nan. (Cephes' polynomial on [-ln2/2, ln2/2].)
+// e^x for x <= 0, within 2 units in the last place (Cephes' polynomial, [-ln2/2, ln2/2]); 0 for x <= -87, NaN for NaN.
 inline Floats exponential(Floats x) {
-  const float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  const float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats whole = (x * 1.44269504f + ROUND) - ROUND;
   const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   Floats e = rest * 1.9875691500e-4f + 1.3981999507e-3f;
