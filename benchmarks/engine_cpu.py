@@ -217,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     longest = max(len(prompt) for prompt in prompts) + args.max_tokens
     shared = {
         **target, "directory": tokenizer.name_or_path, "draft": None, "shape": None, "lookup": None,
-        "quantization": None, "torch_compile": False, "threads": threads, "max_batch": max(args.batch),
-        "max_context": longest + SPARE_CONTEXT,
+        "quantization": None, "torch_compile": False, "threads": threads, "max_running_requests": max(args.batch),
+        "context_length": longest + SPARE_CONTEXT,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="engine-cpu-")))

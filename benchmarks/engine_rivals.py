@@ -40,8 +40,8 @@ class Vllm:
             model=settings["directory"],
             revision=None if os.path.isdir(settings["directory"]) else settings["revision"],
             dtype=settings["dtype"],
-            max_model_len=settings["max_context"],
-            max_num_seqs=settings["max_batch"],
+            max_model_len=settings["context_length"],
+            max_num_seqs=settings["max_running_requests"],
             speculative_config=head,
             generation_config="vllm",
             enable_prefix_caching=False,
@@ -107,7 +107,7 @@ class EagleOwn:
         ).eval()
         # It reads no more of its tokenizer than the id to stop at, and no token has this one.
         self._model.tokenizer = types.SimpleNamespace(eos_token_id=-1)
-        self._room = settings["max_context"] + nodes + 10  # so much it keeps free at the end
+        self._room = settings["context_length"] + nodes + 10  # so much it keeps free at the end
         self.version = f"SafeAILab/EAGLE with transformers {transformers.__version__}"
         self.weight_bits = 8 * self._model.base_model.dtype.itemsize
 
@@ -138,7 +138,7 @@ class LlamaCppPython:
 
         self._llm = llama_cpp.Llama(
             settings["gguf"],
-            n_ctx=settings["max_context"],
+            n_ctx=settings["context_length"],
             n_threads=settings["threads"],
             n_threads_batch=settings["threads"],
             verbose=False,
@@ -168,7 +168,10 @@ class LlamaCppServer:
 
         params = xllamacpp.CommonParams()
         params.model.path = settings["gguf"]
-        params.n_parallel, params.n_ctx = settings["max_batch"], settings["max_batch"] * settings["max_context"]
+        params.n_parallel, params.n_ctx = (
+            settings["max_running_requests"],
+            settings["max_running_requests"] * settings["context_length"],
+        )
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
         params.cache_prompt, params.cache_ram_mib, params.ui = False, 0, False
         self._server = xllamacpp.Server(params)

@@ -30,7 +30,10 @@ class Ours:
 
         names = ("target", "revision", "draft", "shape", "dtype", "torch_compile")
         options = {name: settings[name] for name in names}
-        options |= {"quantization": settings["quantization"] or "none", "max_running_requests": settings["max_batch"]}
+        options |= {
+            "quantization": settings["quantization"] or "none",
+            "max_running_requests": settings["max_running_requests"],
+        }
         self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
         self._parts: dict[str, float] = {}
@@ -42,13 +45,13 @@ class Ours:
         touched = self._step()
         rest, round_of = time.perf_counter() - began, None
         for request in touched:
-            if request.events and request.events[-1] is not self._last.get(request.id):
-                round_of = self._last[request.id] = request.events[-1]
+            if request.events and request.events[-1] is not self._last.get(request):
+                round_of = self._last[request] = request.events[-1]
         for part in ("draft", "verify", "commit") if round_of is not None else ():
             seconds = getattr(round_of, f"{part}_s")
             self._parts[part] += seconds
             rest -= seconds
-        started = {request.id for request in touched if request.output_ids} - self._started
+        started = {request for request in touched if request.output_ids} - self._started
         self._started |= started
         if started or any(not request.output_ids for request in touched):
             self._parts["prefill"] += rest
@@ -58,8 +61,8 @@ class Ours:
         from toolkit import SamplingParams
 
         self._parts = dict.fromkeys(("prefill", "draft", "verify", "commit"), 0.0)
-        self._last: dict[str, Any] = {}
-        self._started: set[str] = set()
+        self._last: dict[Any, Any] = {}
+        self._started: set[Any] = set()
         done = self._llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         return {
             "output_ids": [one.token_ids for one in done],

@@ -7,9 +7,9 @@ on-policy    trained on what the target answers to the first user turn of each c
 off-policy   trained on the answers that stand in the file, cut at the same length
 
 Both read the target's features of their text, stored once (not with train.data.features=online), and are taught by the
-target's law there: only the text differs. Both get the token map of the rollouts, and are judged where heads work:
-forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a chain of 4. Every
-line has a process of its own.
+target's distribution there: only the text differs. Both get the token map of the rollouts. They are judged where heads
+work: by the forecast on the held-out rollouts, and by the engine's accept_length on their prompts, greedy, with a chain
+of 4. Every line has a process of its own.
 Writes benchmarks/results/training-on-policy-<hardware>.json.
 """
 

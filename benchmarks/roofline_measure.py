@@ -189,7 +189,7 @@ def _start_eagle(bench: Bench, subject: Subject, stack: contextlib.ExitStack) ->
         "directory": eagle_target(target.tokenizer.name_or_path, folder / "target"),
         "eagle3": subject.draft.kind == "eagle3", "torch_dtype": str(target.dtype).removeprefix("torch."),
         "num_steps": tree.num_steps, "top_k": tree.top_k, "num_draft_tokens": tree.num_draft_tokens,
-        "max_context": max(map(len, subject.prompts)) + 4 * bench.args.rounds + 64,
+        "context_length": max(map(len, subject.prompts)) + 4 * bench.args.rounds + 64,
     }  # fmt: skip
     process = stack.enter_context(EngineProcess(settings, torch.get_num_threads(), bench.args.eagle_python))
     process.wait_until_loaded()

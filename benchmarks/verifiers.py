@@ -3,8 +3,9 @@
     python benchmarks/verifiers.py --draft runs/smollm2-135m/ckpt
 
 `target` offers the head's most probable tokens and lets the target draw; `rejection` and `block` draw the drafts from
-the head's own law. All write the target's law, so accept_length alone tells them apart, and it does not depend on what
-else the machine does. Every prompt is answered several times, by seeds of its own; a unit of the intervals is a prompt.
+the head's own distribution. All write the target's distribution, so accept_length alone tells them apart, and it does
+not depend on what else the machine does. Every prompt is answered several times, by seeds of its own. A unit of the
+intervals is a prompt.
 Writes benchmarks/results/acceptance-verifiers-<hardware>.json.
 """
 

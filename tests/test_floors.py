@@ -123,10 +123,10 @@ def test_imports_go_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_infer_is_a_stack() -> None:
-    """Each folder of infer/ imports only folders below it, so that any of them can be read without those above."""
+def upward_in_infer(trees: dict[str, ast.Module]) -> list[str]:
+    """Imports between folders of infer/ that go up or sideways."""
     wrong = []
-    for name, tree in modules().items():
+    for name, tree in trees.items():
         parts = name.split(".")
         if parts[1] != "infer" or len(parts) < 4:
             continue
@@ -134,17 +134,40 @@ def test_infer_is_a_stack() -> None:
             assert other in INFER, f"{name} imports toolkit.infer.{other}, which stands on no floor of infer/"
             if upward(parts[2], other, INFER, INFER_SIDEWAYS):
                 wrong.append(f"{name} imports toolkit.infer.{other}")
-    assert not wrong, "\n".join(sorted(wrong))
+    return sorted(wrong)
+
+
+def test_infer_is_a_stack() -> None:
+    """Each folder of infer/ imports only folders below it, so that any of them can be read without those above."""
+    up = "def f():\n    from toolkit.infer.engine.engine import Engine"
+    down = "import toolkit.infer.request.params\nimport toolkit.infer.cache.page_pool"
+    trees = {"toolkit.infer.cache.wrong": ast.parse(up), "toolkit.infer.cache.right": ast.parse(down)}
+    assert upward_in_infer(trees) == ["toolkit.infer.cache.wrong imports toolkit.infer.engine"], "the check finds it"
+    wrong = upward_in_infer(modules())
+    assert not wrong, "\n".join(wrong)
+
+
+def importers_of_cpu(trees: dict[str, ast.Module]) -> set[str]:
+    """Modules outside of infer/cpu/ that import from it."""
+    importers = set()
+    for name, tree in trees.items():
+        inside = name.startswith("toolkit.infer.cpu.")
+        if not inside and any(f"{one}.".startswith("toolkit.infer.cpu.") for one in names_imported(tree)):
+            importers.add(name)
+    return importers
 
 
 def test_native_cpu_code_has_one_door() -> None:
     """infer/cpu/ can be deleted, and no other file than its door has to change."""
-    importers = set()
-    for name, tree in modules().items():
-        inside = name.startswith("toolkit.infer.cpu.")
-        if not inside and any(f"{one}.".startswith("toolkit.infer.cpu.") for one in names_imported(tree)):
-            importers.add(name)
-    assert importers == {"toolkit.infer.engine.cpu_door"}
+    forms = {
+        "toolkit.targets.one": "from toolkit.infer import cpu",
+        "toolkit.bench.two": "import toolkit.infer.cpu.quantize",
+        "toolkit.infer.cpu.inside": "from toolkit.infer.cpu import quantize",
+        "toolkit.infer.load.other": "from toolkit.infer.engine import cpu_door",
+    }
+    found = importers_of_cpu({name: ast.parse(text) for name, text in forms.items()})
+    assert found == {"toolkit.targets.one", "toolkit.bench.two"}, "the check finds a second door"
+    assert importers_of_cpu(modules()) == {"toolkit.infer.engine.cpu_door"}
 
 
 def test_infer_has_no_loose_files() -> None:

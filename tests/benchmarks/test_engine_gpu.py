@@ -47,7 +47,7 @@ def test_the_whole_script(script, tmp_path, capsys) -> None:
             assert row["forced"] == ([1, 2] if drafts and accepted else None)
             assert row["speedup"] is not None and row["over"] in rows
             if engine in OURS:
-                assert set(row["parts"]) == PARTS and all(seconds >= 0 for seconds in row["parts"].values())
+                assert set(row["parts"]) == PARTS
                 met = {part for part, seconds in row["parts"].items() if seconds > 0}
                 assert met == PARTS if drafts else met >= {"verify", "sample", "host"} and "build" not in met
         assert f"eagle-own-tree, {name}" in record["left_out"]

@@ -13,7 +13,7 @@ import torch
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 SETTINGS = {"directory": "target", "revision": None, "dtype": "bfloat16"}
-SETTINGS |= {"max_context": 64, "max_batch": 2, "threads": 1}
+SETTINGS |= {"context_length": 64, "max_running_requests": 2, "threads": 1}
 
 
 def counted(prompt: list[int], count: int) -> list[int]:

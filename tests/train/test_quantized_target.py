@@ -18,7 +18,7 @@ def quantized(tiny_target_directory, request) -> Target:
 
 
 def test_the_teacher_is_the_quantised_target(quantized):
-    """Training must learn what the quantised target says: its choice, and its law on the draft vocabulary."""
+    """Training must learn what the quantised target says: its choice, and its distribution on the draft vocabulary."""
     token_map = TokenMap.from_ids(range(0, quantized.vocab_size, 2), quantized.vocab_size)
     hidden = torch.randn(20, quantized.hidden_size, generator=torch.Generator().manual_seed(5))
     logits = quantized.logits(hidden)

@@ -66,7 +66,7 @@ def offline_features(
     if missing:
         store.check_room(sum(len(text) - 1 for text in missing))
     if known:
-        check_agreement(store, target, known[len(known) // 2])
+        check_stored_features(store, target, known[len(known) // 2])
     accelerator.wait_for_everyone()  # no process writes before all have checked the free space
     shares = [missing[first :: accelerator.num_processes] for first in range(accelerator.num_processes)]
     write_features(store, target, shares[accelerator.process_index])
@@ -138,7 +138,7 @@ def features_of(target: Target, capture: AuxCapture, texts: Sequence[list[int]])
         yield features[row, : len(text) - 1].clone()  # a copy, which does not keep the padding in memory
 
 
-def check_agreement(store: FeatureStore, target: Target, text: list[int]) -> None:
+def check_stored_features(store: FeatureStore, target: Target, text: list[int]) -> None:
     """Compare the stored features of one text with the target's forward, to notice a target that was trained further
     under the same name and configuration. Position 0 is left out: it is an outlier in most models.
 

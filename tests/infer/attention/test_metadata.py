@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from toolkit.infer.attention import metadata as attention_plan
+from toolkit.infer.attention import metadata as attention_metadata
 from toolkit.infer.attention.metadata import prompt_metadata, tree_metadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
@@ -35,7 +35,7 @@ def make_cache(request, monkeypatch):
     through-pages: the ops that read the page tables, as a GPU has them.
     """
     if request.param == "through-pages":
-        monkeypatch.setattr(attention_plan, "ops_for", lambda device: replace(REFERENCE, paged_width=256))
+        monkeypatch.setattr(attention_metadata, "ops_for", lambda device: replace(REFERENCE, paged_width=256))
 
     def make(value_dim) -> KVCache:
         pool = PagePool(3, 40, contiguous=request.param == "contiguous", page_size=4)
@@ -104,8 +104,8 @@ def test_tree_plan(make_cache, window, softcap, sinks, value_dim, lengths, span)
     q = torch.randn(2, 6, 6, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, width, generator=generator) for width in (8, value_dim))
     table = cache.pool.table(0, 2, 10, q.device)
-    plan = tree_metadata(cache, table, torch.tensor(lengths), span, mask, depths)
-    out = plan.attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
+    metadata = tree_metadata(cache, table, torch.tensor(lengths), span, mask, depths)
+    out = metadata.attend(0, q, k, v, Scoring(0.3, window, softcap, sinks))
     for row, length in enumerate(lengths):
         for node in range(6):
             at = length + depths[row, node].item()

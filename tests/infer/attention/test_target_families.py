@@ -12,7 +12,7 @@ from toolkit.errors import TargetError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.infer.attention import metadata as attention_plan
+from toolkit.infer.attention import metadata as attention_metadata
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
@@ -317,7 +317,7 @@ def test_kernels_equal_the_reference_ops_in_bf16(family, small_target, monkeypat
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (14, 5, 40, 9, 17)]
     answers = []
     for ops in (REFERENCE, triton_ops()):
-        for module in (attention_plan, draft_tree, verifiers, head_drafter, sampler):
+        for module in (attention_metadata, draft_tree, verifiers, head_drafter, sampler):
             monkeypatch.setattr(module, "ops_for", lambda device, ops=ops: ops)
         head = build_head(target)
         head.head.to("cuda")

@@ -45,11 +45,11 @@ def forward(case, dtype, lengths, mask, drawn, *, ours: bool):
     )
     table = pool.table(0, rows, pool.pages_per_row, torch.device("cpu"))
     depths = torch.zeros(rows, nodes, dtype=torch.long)
-    plan = TreeMetadata(cache, table, torch.tensor(lengths), max(lengths) + nodes, mask, depths)
-    assert plan._row_attention is not None
+    metadata = TreeMetadata(cache, table, torch.tensor(lengths), max(lengths) + nodes, mask, depths)
+    assert metadata._row_attention is not None
     if not ours:
-        plan._row_attention = None
-    found = plan.attend(0, q, k, v, Scoring(0.2))
+        metadata._row_attention = None
+    found = metadata.attend(0, q, k, v, Scoring(0.2))
     return found, *(store.nan_to_num() for store in (cache.contiguous_keys[0], cache.contiguous_values[0]))
 
 

@@ -55,7 +55,7 @@ def test_a_product_is_the_exact_one_rounded_once(taken, outputs, inputs, bias):
 
 @only_here
 @pytest.mark.parametrize("outputs, inputs", [(1, 4), (31, 12), (97, 132), (97, 160)])
-def test_int8_layers_are_their_law(taken, outputs, inputs):
+def test_int8_layers_equal_levels_times_scales(taken, outputs, inputs):
     """Levels times scales, with biases, for every number of rows up to a tile and some."""
     torch.manual_seed(0)
     layer = Int8Linear(nn.Linear(inputs, outputs).bfloat16())

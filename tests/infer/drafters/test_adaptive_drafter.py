@@ -38,11 +38,11 @@ def plain(small_target) -> list[list[int]]:
     return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
 
 
-LOOK = "look"
+PROBE = "probe"
 
 
 class ScriptedChoice:
-    """Chooses what a test tells it; learns nothing. seen: what looks saw, by request."""
+    """Chooses what a test tells it; learns nothing. seen: the ranks of probes, by request."""
 
     widest = 3
 
@@ -51,7 +51,7 @@ class ScriptedChoice:
 
     def choose(self, requests):
         arm = next(self.arms)
-        self.probe_due = arm == LOOK
+        self.probe_due = arm == PROBE
         return None if self.probe_due else arm
 
     def probed(self, requests, ranks) -> None:
@@ -66,7 +66,7 @@ PATTERNS = {
     "never": [None],
     "every other": [None, DraftShape.chain(2)],
     "long pauses": [None] * 7 + [MOST] + [None] * 5 + [DraftShape.chain(4), DraftShape(2, 3, 6)],
-    "looks": [LOOK, None, None, LOOK, MOST, LOOK, LOOK, None, None, None, None, None, DraftShape.chain(2)],
+    "probes": [PROBE, None, None, PROBE, MOST, PROBE, PROBE, None, None, None, None, None, DraftShape.chain(2)],
     "all shapes": [DraftShape.chain(1), MOST, None, DraftShape.chain(3), DraftShape(4, 2, 5), None, None],
 }
 
@@ -94,16 +94,16 @@ def test_choices_change_no_token(small_target, build, plain, monkeypatch, name, 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("shape", [DraftShape.chain(4), MOST])
 @pytest.mark.parametrize("catch_up", [3, 64])
-@pytest.mark.parametrize(("drafted", "looks"), [((), ()), ((0, 2, 3, 9), ()), ((2, 9), (1, 3, 12))])
+@pytest.mark.parametrize(("drafted", "probes"), [((), ()), ((0, 2, 3, 9), ()), ((2, 9), (1, 3, 12))])
 def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
-    small_target, build, monkeypatch, name, shape, catch_up, drafted, looks
+    small_target, build, monkeypatch, name, shape, catch_up, drafted, probes
 ):
     """Its cache is kept warm: after plain steps (and some drafted ones between) it proposes what a head proposes that
     has just read the whole text as a prompt. Equal tokens alone would not show a head that reads the wrong features."""
     monkeypatch.setattr(head_drafter, "CATCH_UP", catch_up)
     engine = Engine(small_target, build(name), MOST, max_running_requests=4, adaptive=True)
     engine.drafter.chooser = ScriptedChoice(
-        MOST if step in drafted else LOOK if step in looks else None for step in range(14)
+        MOST if step in drafted else PROBE if step in probes else None for step in range(14)
     )
     params = SamplingParams(max_tokens=90, ignore_eos=True)
     requests = []
@@ -127,13 +127,13 @@ def test_the_head_drafts_after_a_pause_as_if_there_had_been_none(
 
 
 @pytest.mark.parametrize("name", [*HEADS, "ngram"])
-def test_a_look_sees_what_drafts_would_have_got(small_target, build, name):
+def test_a_probe_sees_what_drafts_would_have_got(small_target, build, name):
     """In a second engine the same text is drafted for at every position: the accepted ranks must be those seen.
 
     (An n-gram that is not found says nothing of one row alone: no rank is seen, and nothing is drafted.)"""
     wide, params = DraftShape(1, 3, 4), SamplingParams(max_tokens=40, ignore_eos=True)
     engine = Engine(small_target, build(name), wide, max_running_requests=1, adaptive=True)
-    engine.drafter.chooser = chooser = ScriptedChoice([None] * 9 + [LOOK])
+    engine.drafter.chooser = chooser = ScriptedChoice([None] * 9 + [PROBE])
     request = engine.generate([[5, 6, 7, 8, 5, 6]], params)[0]
     engine.close()
     ranks = {}  # by the place of the token in the text

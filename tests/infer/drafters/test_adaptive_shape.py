@@ -19,7 +19,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
 TREE = DraftShape(5, 4, 16)
-LOOK_COST, READ_COST = 0.1, 0.018  # a look, and each position a row that it reads, measured in plain rounds
+PROBE_COST, READ_COST = 0.1, 0.018  # a probe, and each position a row that it reads, measured in plain rounds
 
 
 def usual_costs(arm: Arm, batch: int) -> tuple[float, float]:
@@ -41,7 +41,7 @@ class World:
     random: random.Random = field(default_factory=lambda: random.Random(0))
     seconds: float = 0.0
     tokens: float = 0.0
-    looking: float = 0.0  # of the seconds
+    probing: float = 0.0  # of the seconds
     unread: int = 0
 
     def play(self, chooser: AdaptiveShape, rounds: int, requests: list[Request] | None = None) -> Counter[Arm]:
@@ -69,8 +69,8 @@ class World:
         wide = DraftShape(1, chooser.widest, chooser.widest + 1)
         found = [[(self.ranks(wide) or [chooser.widest])[0] for _ in range(seen)] for _ in requests]
         chooser.probed(requests, found)
-        cost = LOOK_COST + READ_COST * self.unread
-        self.seconds, self.looking, self.unread = self.seconds + cost, self.looking + cost, 0
+        cost = PROBE_COST + READ_COST * self.unread
+        self.seconds, self.probing, self.unread = self.seconds + cost, self.probing + cost, 0
 
     def length(self, arm: Arm) -> float:
         """Tokens a row in the mean."""
@@ -116,11 +116,11 @@ def test_a_useless_head_costs_less_than_three_percent_of_128_rounds(most, costs,
     chooser, world, requests = AdaptiveShape(most), World(best, costs=costs), [new_request() for _ in range(batch)]
     world.play(chooser, 128, requests)
     assert world.seconds < 1.03 * world.tokens
-    before = world.looking
+    before = world.probing
     world.seconds = world.tokens = 0.0
     world.play(chooser, 2872, requests)
     assert world.seconds < 1.03 * world.tokens
-    assert world.looking - before > 2872 / PROBE_GAP * LOOK_COST * 0.9
+    assert world.probing - before > 2872 / PROBE_GAP * PROBE_COST * 0.9
 
 
 @pytest.mark.parametrize("best", [0.3, 0.5, 0.7])
@@ -142,8 +142,8 @@ def test_new_requests_do_not_pay_for_the_start_again(batch):
     assert world.seconds < 1.03 * world.tokens
 
 
-def test_requests_that_join_one_by_one_are_looked_at_together():
-    """16 rows of 128 tokens, a new one every 8 rounds: a look for each would cost half as much again."""
+def test_requests_that_join_one_by_one_are_probed_together():
+    """16 rows of 128 tokens, a new one every 8 rounds: a probe for each would cost half as much again."""
     chooser, world, requests = AdaptiveShape(TREE), World(0.0, costs=dear_costs), [new_request() for _ in range(16)]
     for joined in range(100):
         requests[joined % 16] = new_request()
@@ -155,7 +155,7 @@ def test_requests_that_join_one_by_one_are_looked_at_together():
 def test_a_good_head_drafts_from_the_first_rounds_on(batch):
     """Small shapes first, in doublings: after 25 rounds it is at most 20 % behind the best shape."""
     chooser, world, requests = AdaptiveShape(TREE), World(0.8, other=0.5), [new_request() for _ in range(batch)]
-    assert world.play(chooser, 25, requests)[None] <= (12 if batch == 1 else 3)  # alone, one bad look may come first
+    assert world.play(chooser, 25, requests)[None] <= (12 if batch == 1 else 3)  # alone, one bad probe may come first
     world.seconds = world.tokens = 0.0
     assert world.play(chooser, 40, requests)[None] <= 1
     assert world.seconds / world.tokens < 1.2 * sum(usual_costs(TREE, batch)) / world.length(TREE)
@@ -195,15 +195,15 @@ def test_it_follows_a_text_that_changes():
 
 
 def test_nothing_is_chosen_anew_while_nothing_is_learnt(monkeypatch):
-    """Of a head that is left alone a choice stands for some rounds, but not past a look or with other rows; what trials
-    may cost grows by every round."""
+    """Of a head that is left alone a choice stands for some rounds, but not past a probe or with other rows. What
+    trials may cost grows by every round."""
     chooser, world, picked = AdaptiveShape(DraftShape.chain(4)), World(best=0.0), []
     pick = chooser._pick
     monkeypatch.setattr(chooser, "_pick", lambda requests: picked.append(chooser._rounds) or pick(requests))
     requests = [new_request()]
     world.play(chooser, 300, requests)
     assert chooser._chosen is None
-    while chooser._unread:  # until behind a look
+    while chooser._unread:  # until after a probe
         world.play(chooser, 1, requests)
     world.play(chooser, 1, requests)
     picked.clear()

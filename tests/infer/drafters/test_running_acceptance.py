@@ -75,8 +75,8 @@ def test_rows_with_shapes_of_their_own():
     assert acceptance.expected([short], [TREE])[0] == pytest.approx(2, abs=0.1)
 
 
-def test_looks_count_for_the_first_level_and_all_widths():
-    """The right token was second of four in every look: a chain gets nothing, a tree of width 2 its first level and,
+def test_probes_count_for_the_first_level_and_all_widths():
+    """The right token was second of four in every probe: a chain gets nothing, a tree of width 2 its first level and,
     where nobody ever was, as much on the next."""
     acceptance, request = RunningAcceptance([1, 2, 4], 4), new_request()
     acceptance.expected([request], SHAPES)

@@ -28,7 +28,7 @@ def sampled(seed: int, count: int, tokens: int) -> tuple[list[list[int]], list[S
 
 @pytest.fixture(scope="module")
 def trained_draft(small_target, small_draft) -> DraftCheckpoint:
-    """A head that has learnt the small target's law from what it wrote at temperature 0.5."""
+    """A head that has learnt the small target's distribution from what it wrote at temperature 0.5."""
     token_map = TokenMap.from_ids(range(24), 24)
     torch.manual_seed(5)
     head = Eagle3Head(Eagle3Config.from_dict({**small_draft.head.config.to_dict(), "draft_vocab_size": 24}))

@@ -96,13 +96,14 @@ def test_one_read_a_round(small_target, build, monkeypatch, name, shape, setting
     """
     draft = None if name == "none" else build(name)
     longest = check_one_read_a_round(small_target, monkeypatch, draft, shape, settings, scattered=scattered)
-    assert longest > 0 or name != "eagle3" or settings == "cut"
+    if name != "mtp-three-layers":  # its drafts may all be wrong
+        assert (longest > 0) == (draft is not None)
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "auto"])
 @pytest.mark.parametrize("settings", ["drawn", "cut"])
 def test_one_read_with_drawn_drafts(small_target, small_draft, monkeypatch, verify, settings):
-    """The head's law, the rule and the draw behind what it kept; under auto beside rows that state a seed."""
+    """The head's distribution, the rule and the draw after what it kept; under auto beside rows that state a seed."""
     monkeypatch.setattr("secrets.randbits", lambda _bits: 5)
     seeds = (None, 1, 1) if verify == "auto" else (1, 1, 1)
     check_one_read_a_round(small_target, monkeypatch, small_draft, "3,1,4", settings, verify, seeds=seeds)

@@ -30,8 +30,8 @@ def in_bf16(target: Target, draft: DraftCheckpoint | None, device: str) -> tuple
     return Target(model.to(device), target.tokenizer, target.name), head
 
 
-def partings(target: Target, draft: Any, shape: str, capture: Any) -> tuple[list[Divergence], int]:
-    """Where answers of recorded rounds part from those of eager ones, judged; and how many drafts were accepted."""
+def divergences_and_accepted(target: Target, draft: Any, shape: str, capture: Any) -> tuple[list[Divergence], int]:
+    """Where answers of recorded rounds diverge from those of eager ones, and how many drafts were accepted."""
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in LENGTHS]
     params = [SamplingParams(max_tokens=TOKENS + i, ignore_eos=True) for i in range(len(prompts))]
@@ -59,7 +59,7 @@ def partings(target: Target, draft: Any, shape: str, capture: Any) -> tuple[list
 def test_graphs_equal_eager_rounds_but_for_near_ties(small_target, build, recording, device, name, shape):
     """On a GPU with real graphs, on kernels; on a CPU by replay."""
     target, draft = in_bf16(small_target, None if name == "none" else build(name), device)
-    found, accepted = partings(target, draft, shape, recording if device == "cpu" else None)
+    found, accepted = divergences_and_accepted(target, draft, shape, recording if device == "cpu" else None)
     print(f"{device}, {name} {shape}: {len(found)} of {len(LENGTHS)} answers part at near-ties")
     assert all(one.near_tie for one in found), found
     assert draft is None or accepted > 0
@@ -69,5 +69,5 @@ def test_graphs_equal_eager_rounds_but_for_near_ties(small_target, build, record
 def test_a_wrong_round_is_no_near_tie(small_target, build, recording, monkeypatch):
     """Else the test above would say nothing."""
     wrong_lengths(monkeypatch)
-    found, _ = partings(*in_bf16(small_target, build("eagle3"), "cpu"), "3,3,8", recording)
+    found, _ = divergences_and_accepted(*in_bf16(small_target, build("eagle3"), "cpu"), "3,3,8", recording)
     assert not all(one.near_tie for one in found)

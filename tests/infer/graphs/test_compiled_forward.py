@@ -73,8 +73,8 @@ def answers(engine: Engine) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("name, shape", [("none", ""), ("eagle3", "3,3,8"), ("mtp-three-layers", "3,1,4")])
 def test_compiled_rounds_write_what_eager_rounds_write(own_target, build, name, shape):
-    """Features reach the head by hooks on the compiled layers, and every stage of the head attends by its own plan:
-    one wrong plan, layer number or row would show in tokens or in what is accepted."""
+    """Features reach the head by hooks on the compiled layers, and every stage of the head attends with its own
+    metadata: wrong metadata, a wrong layer number or row would show in tokens or in what is accepted."""
     draft = None if name == "none" else build(name)
     compiled = answers(engine_with(own_target, draft, shape, CompileSettings(4, "aot_eager")))
     assert compiled == answers(engine_with(own_target, draft, shape, None))

@@ -78,7 +78,7 @@ def test_the_best_of_rows_that_are_no_numbers() -> None:
 
 
 def test_the_engine_writes_the_same_tokens_on_kernels() -> None:
-    """A plan that hands a kernel another table, length, mask or depth than the reference path uses writes other tokens.
+    """A kernel that gets another table, length, mask or depth than the reference path writes other tokens.
 
     Windows, soft caps, grouped heads, chunks of prompts, kept pages, a chain and trees, two ragged rows.
     """

@@ -50,14 +50,14 @@ def test_accepted_path_equals_following_children():
     for _ in range(200):
         tree = random_tree(3, 9, 12, chance)
         choices = torch.tensor([[chance.choice(row) for _ in row] for row in tree.tokens.tolist()])
-        found = read_result(follow(tree, choices))
+        result = read_result(follow(tree, choices))
         for row in range(3):
             path = by_hand(tree.tokens[row].tolist(), tree.parents[row].tolist(), choices[row].tolist())
-            assert found.accepted[row] == len(path) - 1
-            assert found.path[row, : len(path)].tolist() == path
-            assert found.tokens[row, : len(path)].tolist() == [choices[row, node] for node in path]
-            assert found.path_nodes[row] == path
-            assert found.path_tokens[row] == [choices[row, node] for node in path]
+            assert result.accepted[row] == len(path) - 1
+            assert result.path[row, : len(path)].tolist() == path
+            assert result.tokens[row, : len(path)].tolist() == [choices[row, node] for node in path]
+            assert result.path_nodes[row] == path
+            assert result.path_tokens[row] == [choices[row, node] for node in path]
             deepest = max(deepest, len(path) - 1)
     assert deepest >= 3
 
@@ -89,8 +89,8 @@ def test_padding_nodes_are_never_accepted():
 
 def test_plain_step_commits_the_choice():
     """A tree of one node: the target's choice and nothing else."""
-    found = read_result(follow(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]])))
-    assert found.accepted == [0, 0] and found.tokens.tolist() == [[7], [8]]
+    result = read_result(follow(root_only(torch.tensor([4, 5])), torch.tensor([[7], [8]])))
+    assert result.accepted == [0, 0] and result.tokens.tolist() == [[7], [8]]
 
 
 def test_ranks_of_accepted_nodes():
@@ -113,9 +113,9 @@ def test_ranks_of_accepted_nodes():
         is_chain=False,
     )
     choices = torch.tensor([[3, 0, 0, 6, 0, 0, 8], [3, 0, 0, 7, 0, 0, 0]])
-    found = read_result(follow(tree, choices))
-    assert found.accepted == [2, 1]
-    assert found.ranks == [[2, 1], [1]] and found.offered == [6, 4] and found.depth_offered == [2, 2]
+    result = read_result(follow(tree, choices))
+    assert result.accepted == [2, 1]
+    assert result.ranks == [[2, 1], [1]] and result.offered == [6, 4] and result.depth_offered == [2, 2]
 
 
 def test_a_path_in_a_tree_of_fewer_nodes_than_levels():
@@ -124,5 +124,5 @@ def test_a_path_in_a_tree_of_fewer_nodes_than_levels():
     tokens, parents = torch.tensor([[6, 7, 8, 9, 10, 11]]), torch.tensor([[-1, -1, 0, 0, 1, 1]])
     scores = torch.tensor([[-0.1, -0.2, -0.9, -3.0, -4.0, -5.0]])
     tree = rerank(roots, tokens, parents, levels, scores, [3], 4)
-    found = read_result(follow(tree, torch.tensor([[7, 1, 2]])))
-    assert (found.path_nodes, found.path_tokens, found.ranks) == ([[0, 2]], [[7, 2]], [[1]])
+    result = read_result(follow(tree, torch.tensor([[7, 1, 2]])))
+    assert (result.path_nodes, result.path_tokens, result.ranks) == ([[0, 2]], [[7, 2]], [[1]])

@@ -68,8 +68,8 @@ def test_settings_outside_their_range_are_refused():
         SamplingParams(seed=2**64)
 
 
-def test_law_of_sampled_continuations(small_target, small_draft):
-    """G-test of two-token continuations over 3000 seeds, drafted by a tree, against the exact law of the target.
+def test_distribution_of_sampled_continuations(small_target, small_draft):
+    """G-test of two-token continuations over 3000 seeds, drafted by a tree, against the target's exact distribution.
 
     Seeds are fixed, so the outcome is too; were they fresh, chance alone would fail this once in 1e5 runs.
     """
@@ -79,7 +79,7 @@ def test_law_of_sampled_continuations(small_target, small_draft):
     nexts = torch.softmax(
         model(input_ids=torch.tensor([[*prompt, t] for t in range(24)])).logits[:, -1].double() / temperature, -1
     )
-    law = (first[:, None] * nexts).flatten()
+    probs = (first[:, None] * nexts).flatten()
     engine = Engine(small_target, small_draft, DraftShape.parse("2,4,12"), max_running_requests=64)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=3, ignore_eos=True) for i in range(runs)]
     counts = torch.zeros(24 * 24, dtype=torch.float64)
@@ -89,9 +89,9 @@ def test_law_of_sampled_continuations(small_target, small_draft):
         accepted += request.token_from_draft[1]
     engine.close()
     assert accepted > runs / 20  # the second token was often a draft, or the test would say nothing
-    common = law * runs >= 5
+    common = probs * runs >= 5
     seen = torch.cat((counts[common], counts[~common].sum()[None]))
-    wanted = torch.cat((law[common], law[~common].sum()[None])) * runs
+    wanted = torch.cat((probs[common], probs[~common].sum()[None])) * runs
     g = 2 * torch.where(seen > 0, seen * (seen / wanted).log(), 0.0).sum().item()
     freedom = len(seen) - 1
     # Wilson-Hilferty: the chi-square quantile at 1 - 1e-5 (z = 4.265).
@@ -105,19 +105,19 @@ PROMPTS = [[3, 4, 5], [8, 9, 10, 11, 12], [20]]
 def check_against_hugging_face(target, request) -> None:
     """Every entry equals the log-softmax of one forward over prompt and answer, to 1e-4."""
     ids = torch.tensor([request.prompt_ids + request.output_ids])
-    law = target.model(input_ids=ids).logits[0].log_softmax(dim=-1)[len(request.prompt_ids) - 1 :]
+    logprobs = target.model(input_ids=ids).logits[0].log_softmax(dim=-1)[len(request.prompt_ids) - 1 :]
     assert [entry.token_id for entry in request.logprobs] == request.output_ids
     for place, entry in enumerate(request.logprobs):
-        assert entry.logprob == pytest.approx(law[place, entry.token_id].item(), abs=1e-4)
-        best = law[place].topk(request.params.logprobs)
+        assert entry.logprob == pytest.approx(logprobs[place, entry.token_id].item(), abs=1e-4)
+        best = logprobs[place].topk(request.params.logprobs)
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [token for token, _ in entry.top] == best.indices.tolist()
 
 
 @pytest.mark.parametrize("shape", [None, "4,1,5", "4,4,16"])
 def test_logprobs_equal_a_hugging_face_forward(small_target, small_draft, shape, monkeypatch):
-    """The entries are those of the accepted nodes, of the raw law (temperature and penalties do not show), and each
-    row gets as many as it asked for; logits scored in parts must not shift them."""
+    """The entries are those of the accepted nodes, of the raw distribution (temperature and penalties do not show).
+    Each row gets as many as it asked for; logits scored in parts must not shift them."""
     engine = Engine(small_target, small_draft, DraftShape.parse(shape or "1,1,2"), max_running_requests=3)
     params = [
         SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2),

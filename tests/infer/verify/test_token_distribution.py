@@ -18,17 +18,17 @@ from toolkit.infer.verify.token_distribution import (
 
 
 def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The law after top-k, top-p and min-p by plain sorting, in float64."""
-    law = torch.softmax(logits.double(), dim=-1)
+    """The distribution after top-k, top-p and min-p by plain sorting, in float64."""
+    probs = torch.softmax(logits.double(), dim=-1)
     if top_k:
-        law[law < law.sort(descending=True).values[min(top_k, len(law)) - 1]] = 0
-        law /= law.sum()
+        probs[probs < probs.sort(descending=True).values[min(top_k, len(probs)) - 1]] = 0
+        probs /= probs.sum()
     if top_p < 1:
-        ordered = law.sort(descending=True).values
-        law[law < ordered[int((ordered.cumsum(0) < top_p).sum())]] = 0
-        law /= law.sum()
-    law[law < min_p * law.max()] = 0
-    return law / law.sum()
+        ordered = probs.sort(descending=True).values
+        probs[probs < ordered[int((ordered.cumsum(0) < top_p).sum())]] = 0
+        probs /= probs.sum()
+    probs[probs < min_p * probs.max()] = 0
+    return probs / probs.sum()
 
 
 def columns(settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,8 +89,8 @@ def never_outside(size: int, first: int) -> None:
         assert drawn_with(logits, k, p, floor, u).tolist() == [first, first + 9]
 
 
-def test_law_equals_brute_force():
-    """The verifiers' p and q: written out, every setting must give the law that `draw` draws from."""
+def test_distribution_equals_brute_force():
+    """The verifiers' p and q: as `probs`, every setting must give the distribution that `draw` draws from."""
     logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(3)) * 2
     settings = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (300, 0.99, 0.0), (0, 1.0, 0.2), (0, 0.999, 0.05)]
     got = weights_left(logits, *columns(settings), widths_for(1500, 300, True, torch.device("cpu")))
@@ -118,7 +118,7 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
         assert torch.equal(alone.draw(logits[here], positions[here]), together.draw(logits, positions)[here])
 
 
-def test_every_request_has_its_own_law():
+def test_every_request_has_its_own_distribution():
     """A batch of requests: the temperature and filters of one must not reach another's nodes."""
     params = [SamplingParams(temperature=0.5, top_k=3, seed=0), SamplingParams(temperature=2.0, seed=4)]
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(4))

@@ -55,15 +55,15 @@ def test_block_by_hand():
     assert block(chain(p, q, [0, 2], [0.99, 0.24]))[0].tolist() == [2]
 
 
-def test_equal_laws_keep_every_draft():
+def test_equal_distributions_keep_every_draft():
     """A head that is the target: no draft is lost to rounding, whatever the coins, and 0 / 0 is no rejection."""
-    law = torch.softmax(torch.randn(500, 4, 50, generator=torch.Generator().manual_seed(0)), dim=-1)
-    q = law.clone()
+    probs = torch.softmax(torch.randn(500, 4, 50, generator=torch.Generator().manual_seed(0)), dim=-1)
+    q = probs.clone()
     q[:, -1] = 0
-    drafts = torch.multinomial(law.flatten(0, 1), 1, generator=torch.Generator().manual_seed(1)).view(500, 4)
+    drafts = torch.multinomial(probs.flatten(0, 1), 1, generator=torch.Generator().manual_seed(1)).view(500, 4)
     drafted = torch.tensor([True, True, True, False]).expand(500, 4)
     for rule in (rejection, block):
-        chains = DrawnChains(law, q, drafts, drafted, torch.full((500, 4), 1 - 2.0**-53, dtype=torch.float64))
+        chains = DrawnChains(probs, q, drafts, drafted, torch.full((500, 4), 1 - 2.0**-53, dtype=torch.float64))
         assert rule(chains)[0].tolist() == [3] * 500
         assert torch.equal(settle(rule, chains, torch.rand(500, 4).double())[:, :3], drafts[:, :3])
 
@@ -83,7 +83,7 @@ def test_proposal_is_scattered_to_target_ids():
 
 
 def test_what_does_not_go_together_is_refused(small_target, small_draft):
-    """Trees, and drafts without a law: each message says what to do instead."""
+    """Trees, and drafts without a distribution: each message says what to do instead."""
     for name in DRAWING:
         with pytest.raises(
             DraftShapeError, match=r"`verify` is \w+, .* a chain.*tree 4x3/12.*4,1,5.*`verify` to target"
@@ -143,16 +143,16 @@ def test_auto_keeps_seeds_and_draws_for_the_rest(small_target, small_draft, monk
     engine.close()
     assert [one.output_ids for one in kept] == [one.output_ids for one in alone] == plain
     assert summarise(event for one in kept for event in one.events).accepted > 0
-    follow = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify="target")
-    followed = follow.generate([PROMPTS[i % 4] for i in range(60)], free)
-    follow.close()
-    lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, followed)]
+    by_target = Engine(small_target, small_draft, DraftShape.chain(4), max_running_requests=8, verify="target")
+    of_target = by_target.generate([PROMPTS[i % 4] for i in range(60)], free)
+    by_target.close()
+    lengths = [summarise(event for one in some for event in one.events).accept_length for some in (beside, of_target)]
     assert lengths[0] > lengths[1]
 
 
-def test_auto_costs_no_more_than_follow_where_nothing_draws(small_target, small_draft, monkeypatch):
-    """Greedy requests and those that state a seed: no law of the head is made, and nodes are looked at in parts; beside
-    one that draws, all at once."""
+def test_auto_costs_no_more_than_target_where_nothing_draws(small_target, small_draft, monkeypatch):
+    """Greedy requests and those that state a seed: the head's distribution is not computed; nodes are scored in parts.
+    Beside one that draws, all at once."""
     monkeypatch.setattr("toolkit.infer.verify.verifiers.LOGIT_ROWS", 4)
     widths, made = [], []
     sample, draw = Sampler.__call__, DrawnTokens.__init__
@@ -197,7 +197,7 @@ def test_a_seed_writes_the_same_tokens_again(small_target, small_draft, verify):
 
 @pytest.mark.parametrize("name", ["eagle2", "mtp-three-layers"])
 def test_heads_that_share_the_output_matrix_draw_too(small_target, shared_draft, name):
-    """Several MTP layers draft one level each; every level keeps its law."""
+    """Several MTP layers draft one level each; every level keeps its distribution."""
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=0)
     engine = Engine(small_target, shared_draft(name, [0, *range(4, 24)]), DraftShape.chain(4), verify="block")
     got = engine.generate(PROMPTS, params)
@@ -206,8 +206,8 @@ def test_heads_that_share_the_output_matrix_draw_too(small_target, shared_draft,
     assert summarise(event for request in got for event in request.events).accepted > 0
 
 
-def two_token_law(target, prompt: list[int], params: SamplingParams) -> Tensor:
-    """Exact law of the answer's second and third token [V, V], the first one summed over; presence penalty included."""
+def two_token_distribution(target, prompt: list[int], params: SamplingParams) -> Tensor:
+    """Exact distribution of the answer's second and third token [V, V], summed over the first; with the penalty."""
     vocab, model = target.vocab_size, target.model
 
     def after(texts: list[list[int]], penalised: list[list[int]]) -> Tensor:
@@ -224,10 +224,10 @@ def two_token_law(target, prompt: list[int], params: SamplingParams) -> Tensor:
 
 
 @pytest.mark.parametrize("verify", [*DRAWING, "auto"])
-def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
+def test_distribution_of_an_engine(small_target, small_draft, monkeypatch, verify):
     """G-test of the second and third token over 3000 seeds, in an engine with a head of 20 of the 24 tokens.
 
-    Some of the tokens are drafts; a presence penalty makes the law depend on what was drafted before. Under auto these
+    Some of the tokens are drafts; a presence penalty makes the distribution depend on earlier drafts. Under auto these
     requests state no seed, and as many that do run beside them. Seeds are fixed, so the outcome is too; were they
     fresh, chance alone would fail this once in 1e5 runs.
     """
@@ -237,7 +237,7 @@ def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
     stated = [SamplingParams(**settings, seed=i) for i in range(runs)]
     free = SamplingParams(**settings)
     params = [one for each in stated for one in (free, each)] if verify == "auto" else stated
-    law = two_token_law(small_target, PROMPTS[0], SamplingParams(**settings)).flatten()
+    probs = two_token_distribution(small_target, PROMPTS[0], SamplingParams(**settings)).flatten()
     engine = Engine(small_target, small_draft, DraftShape.chain(2), max_running_requests=64, verify=verify)
     counts = torch.zeros(24 * 24, dtype=torch.float64)
     accepted = 0
@@ -248,9 +248,9 @@ def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
         accepted += request.token_from_draft[1] + request.token_from_draft[2]
     engine.close()
     assert accepted > runs / 20
-    common = law * runs >= 5
+    common = probs * runs >= 5
     seen = torch.cat((counts[common], counts[~common].sum()[None]))
-    wanted = torch.cat((law[common], law[~common].sum()[None])) * runs
+    wanted = torch.cat((probs[common], probs[~common].sum()[None])) * runs
     g = 2 * torch.where(seen > 0, seen * (seen / wanted).log(), 0.0).sum().item()
     freedom = len(seen) - 1
     # Wilson-Hilferty: the chi-square quantile at 1 - 1e-5 (z = 4.265).
@@ -258,7 +258,7 @@ def test_law_of_an_engine(small_target, small_draft, monkeypatch, verify):
     assert g < limit, f"G = {g:.1f} over {freedom} degrees of freedom, limit {limit:.1f}"
 
 
-def test_rows_without_drafts_have_a_law_of_their_own():
+def test_rows_without_drafts_have_a_distribution_of_their_own():
     """A chain of no valid draft: the token is drawn from p, by either rule."""
     p = torch.softmax(torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(5)), dim=-1)
     tree = chain_tree(torch.tensor([1, 1]), torch.tensor([[2, 3], [2, 3]]), [0, 2])

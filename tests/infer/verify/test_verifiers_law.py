@@ -1,4 +1,4 @@
-"""The law of what is written, under every verifier: G-test and distance against the exact one, by simulation.
+"""The distribution of what is written, under every verifier: G-test and distance against the exact one, by simulation.
 
 The simulation runs the engine's own functions over tens of thousands of seeds at once, without a model: p and q are
 tables over 8 tokens that depend on the two tokens before, q over a draft vocabulary of 5. Chains are ragged and several
@@ -47,13 +47,13 @@ class Tables:
         self.head = self.target[..., KEPT] + noise * torch.randn(VOCAB + 1, VOCAB + 1, len(KEPT), generator=generator)
 
     def joint(self, params: SamplingParams) -> Tensor:
-        """The exact law of WRITTEN tokens, [V ** WRITTEN] fp64."""
-        p = one_law(self.target, params).double()
+        """The exact distribution of WRITTEN tokens, [V ** WRITTEN] fp64."""
+        p = one_distribution(self.target, params).double()
         return (p[START, START][:, None, None] * p[START, :-1][:, :, None] * p[:-1, :-1]).flatten()
 
 
-def one_law(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law of logits [..., V] under the settings of `params`."""
+def one_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution of logits [..., V] under the settings of `params`."""
     return RowDistributions([params], logits.device).probs(logits.flatten(0, -2)[None]).view(logits.shape)
 
 
@@ -96,12 +96,12 @@ def simulate(
         tokens = verifier.choose(
             distributions, torch.stack(logits, dim=1), roots + torch.arange(STEPS + 1), tree, every
         )
-        found = read_result(follow(tree, tokens))
-        accepted = torch.tensor(found.accepted)
+        result = read_result(follow(tree, tokens))
+        accepted = torch.tensor(result.accepted)
         first = accepted if first is None else first
-        for step in range(found.tokens.shape[1]):
+        for step in range(result.tokens.shape[1]):
             place = (length + step).clamp(max=text.shape[1] - 1)
-            text[every, place] = torch.where(step <= accepted, found.tokens[:, step], text[every, place])
+            text[every, place] = torch.where(step <= accepted, result.tokens[:, step], text[every, place])
         length = (length + accepted + 1).clamp(max=2 + WRITTEN)
     assert first is not None and int(length.min()) == 2 + WRITTEN
     return text[:, 2 : 2 + WRITTEN], first
@@ -132,8 +132,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize("verifier", [REJECTION, BLOCK], ids=lambda v: v.name)
 @pytest.mark.parametrize("params", SETTINGS, ids=["whole", "filtered"])
-def test_law_is_exact(verifier, params):
-    """G-test of all 512 continuations, and their distance to the law against that of an exact sampler.
+def test_distribution_is_exact(verifier, params):
+    """G-test of all 512 continuations, and their distance to the distribution against that of an exact sampler.
 
     The distance of 40 exact samples of the same size gives mean and deviation; the verifier's must lie within 4.75
     deviations of the mean (a sum over hundreds of cells is close to normal).
@@ -156,15 +156,15 @@ def test_law_is_exact(verifier, params):
 
 
 def expected_kept(tables: Tables, params: SamplingParams) -> tuple[float, float, float]:
-    """Drafts kept of a chain of STEPS, in the mean, by enumeration: rejection, block, and following with best drafts.
+    """Drafts kept of a chain of STEPS, in the mean, by enumeration: rejection, block, and `target` with best drafts.
 
-    rejection: every draft passes with min(1, p/q). block: P(at least i | X^i) = w_i. follow: p of the head's best.
+    rejection: every draft passes with min(1, p/q). block: P(at least i | X^i) = w_i. target: p of the head's best.
     """
-    p, small = one_law(tables.target, params).double(), one_law(tables.head, params).double()
+    p, small = one_distribution(tables.target, params).double(), one_distribution(tables.head, params).double()
     q = torch.zeros_like(p)
     q[..., KEPT] = small
     paths = [(START, START, 1.0, 1.0, 1.0)]  # two tokens, chance that each is kept, chance to be drafted, w
-    by_rejection = by_block = by_following = 0.0
+    by_rejection = by_block = by_target = 0.0
     for _ in range(STEPS):
         grown = []
         for a, b, kept, drafted, w in paths:
@@ -179,9 +179,9 @@ def expected_kept(tables: Tables, params: SamplingParams) -> tuple[float, float,
     for _ in range(STEPS):
         best = int(q[a, b].argmax())
         kept *= p[a, b, best].item()
-        by_following += kept
+        by_target += kept
         a, b = b, best
-    return by_rejection, by_block, by_following
+    return by_rejection, by_block, by_target
 
 
 def test_block_keeps_more_drafts_than_rejection():
@@ -190,7 +190,7 @@ def test_block_keeps_more_drafts_than_rejection():
     Means of 60,000 runs lie within 4.9 standard errors of the expectation with probability 1 - 1e-6.
     """
     params, tables = SETTINGS[0], Tables()
-    *wanted, by_following = expected_kept(tables, params)
+    *wanted, by_target = expected_kept(tables, params)
     means, errors = [], []
     for verifier, mean in zip((REJECTION, BLOCK), wanted, strict=True):
         kept = simulate(verifier, params, tables, ragged=False)[1].double()
@@ -199,7 +199,7 @@ def test_block_keeps_more_drafts_than_rejection():
         means.append(kept.mean().item())
         errors.append(error)
     assert means[1] - means[0] > 4.9 * math.hypot(*errors)
-    assert means[0] > by_following  # on distributions as flat as these a drawn draft is better than the best one
+    assert means[0] > by_target  # on distributions as flat as these a drawn draft is better than the best one
 
 
 # -- what is wrong must fail ------------------------------------------------------------------------------------------

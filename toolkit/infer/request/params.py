@@ -71,7 +71,7 @@ class SamplingParams:
         self._set("logit_bias", tuple(sorted((int(token), float(value)) for token, value in bias)))
         self._set("stop_ids", tuple(int(token) for token in self.stop_ids))
         self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        self._check_law()
+        self._check_distribution()
         self._check_end()
 
     def seeded(self) -> SamplingParams:
@@ -107,7 +107,7 @@ class SamplingParams:
             whole = isinstance(value, int) and not isinstance(value, bool)
             self._need(whole or (optional and value is None), name, "it must be a whole number")
 
-    def _check_law(self) -> None:
+    def _check_distribution(self) -> None:
         self._need(
             self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
             "temperature",
