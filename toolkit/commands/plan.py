@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.plan.gpus import gpu_named
@@ -74,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     request = _request(args)
     from toolkit.plan.make_plan import make_plan  # loads torch
 
-    print(make_plan(request))
+    with errors_with_flags():
+        text = make_plan(request)
+    print(text)
     return 0
 
 
