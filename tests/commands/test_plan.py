@@ -62,9 +62,10 @@ def test_plan_without_a_head_and_published(tiny_target_directory, capsys):
     assert "plain decoding" in said and "speculative" not in said and "--max-running-requests" in said
 
 
-def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys):
+@pytest.mark.parametrize("kind", [[], ["--head", "eagle2"]])
+def test_plan_of_a_head_yet_to_come(tiny_target_directory, capsys, kind):
     """There is nothing to export; its place on the line is named."""
-    words = ["--concurrency", "256", "--accept-lengths", "1:1.9", "--gpu-bandwidth", "0.01"]
+    words = [*kind, "--concurrency", "256", "--accept-lengths", "1:1.9", "--gpu-bandwidth", "0.01"]
     assert main(["plan", str(tiny_target_directory), *WORK, *words]) == 0
     said = capsys.readouterr().out
     assert "--speculative-draft-model-path HEAD" in said and "exported" not in said

@@ -1,7 +1,7 @@
 """The draft directory: a self-describing checkpoint of a draft head. `toolkit serve --draft DIR` needs nothing else.
 
 config.json        the head's shapes in the keys that vLLM and SGLang read, and a `toolkit` block that says which kind
-                   of head it is (heads/registry.py), what it reads of the target, and where it came from
+                   of head it is (head_kinds.py), what it reads of the target, and where it came from
 model.safetensors  the head's tensors; with d2t (offsets) and t2d (bool) where the head has a token map
 measured.json      what `toolkit bench` measured with it (optional)
 """
@@ -56,7 +56,7 @@ class DraftCheckpoint:
 
     @property
     def kind(self) -> str:
-        """Its name in heads/registry.py."""
+        """Its name in head_kinds.py."""
         return self.head.config.kind
 
 
