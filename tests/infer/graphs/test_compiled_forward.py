@@ -143,7 +143,7 @@ def test_layers_that_come_out_different_are_refused(own_target):
         raise NotImplementedError("no such instruction")
 
     torch.compiler.reset()
-    with pytest.raises(CompileError, match="logits differ.* leave --torch-compile out"):
+    with pytest.raises(CompileError, match="logits differ.* leave it out"):
         engine_with(own_target, None, "", CompileSettings(4, wrong))
     torch.compiler.reset()
     with pytest.raises(CompileError, match="LlamaModel cannot be compiled .*no such instruction"):
@@ -227,5 +227,5 @@ def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
 
 def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
     forward = SimpleNamespace(target=SimpleNamespace(device=CUDA))
-    with pytest.raises(CompileError, match="target on cuda, where only recorded rounds run compiled layers"):
+    with pytest.raises(CompileError, match="target on cuda, where only recorded rounds are compiled"):
         CompiledForward(CompileSettings(), forward, None, dynamic=True)

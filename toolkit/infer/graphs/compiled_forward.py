@@ -68,8 +68,8 @@ class CompiledForward:
         device = forward.target.device
         if dynamic and device.type != "cpu":
             raise CompileError(
-                f"torch_compile is given with a target on {device}, where only recorded rounds run compiled layers: "
-                "leave --torch-compile out, or use --device cpu (serve and chat record rounds: --cuda-graph-max-bs)"
+                f"`torch_compile` is given with a target on {device}, where only recorded rounds are compiled: leave "
+                "it out, set `device` to cpu, or set `cuda_graph_max_bs`"
             )
         self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
         self._body = self._compile(forward.states, dynamic=None if dynamic else False)
@@ -84,7 +84,7 @@ class CompiledForward:
             with torch.inference_mode():
                 forward.compare_logits(self.running)
         except ValueError as error:
-            raise CompileError(f"torch_compile: {error}; leave --torch-compile out") from error
+            raise CompileError(f"`torch_compile`: {error}; leave it out") from error
 
     def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
         """dynamic None: in the sizes that are marked so."""
