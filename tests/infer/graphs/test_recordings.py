@@ -79,7 +79,7 @@ def test_a_failure_tells_its_cause_and_leaves_the_stream(device, fails_in) -> No
         if len(runs) == fails_in:
             raise RuntimeError("somebody read a number")
 
-    with pytest.raises(EngineError, match="somebody read a number.* --cuda-graph-max-bs") as found:
+    with pytest.raises(EngineError, match="somebody read a number.*leave `cuda_graph_max_bs` out") as found:
         CudaCapture()(run)
     assert isinstance(found.value, BrokenCaptureError) == (fails_in > WARM_UPS)
     assert device.current is device.default

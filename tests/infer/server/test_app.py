@@ -336,7 +336,7 @@ def test_metrics(scripted, tiny_target, running):
 def test_port_in_use_is_a_clear_error():
     """Found before the model is loaded."""
     with listen("127.0.0.1", 0) as taken:
-        with pytest.raises(AddressError, match="--port"):
+        with pytest.raises(AddressError, match="try another host or port"):
             listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(AddressError, match="0-65535"):
         listen("127.0.0.1", 99999)
