@@ -100,8 +100,11 @@ class DraftHead(nn.Module, ABC):
         return hidden
 
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix."""
-        raise NotImplementedError(f"the target's output matrix scores the states of {type(self).__name__}")
+        """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix.
+
+        Only of heads with an output matrix (`config.own_vocabulary`); the target's matrix scores the states of others.
+        """
+        raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
 
     @abstractmethod
     def warm_start(self) -> WarmStart:

@@ -1,8 +1,6 @@
 """One product for linear layers that read the same input: q, k and v; gate and up.
 
-One large product takes less time than several small ones. Without joining, a plain step of the demo target takes 1.05
-times as long, a chain's 1.05 to 1.08, a tree's 1.04 to 1.05 (in turns in one process, 2 threads of an AMD EPYC with
-AVX512). Only weights in blocks can be joined (blocked_product.py).
+One large product takes less time than several small ones. Only weights in blocks can be joined (blocked_product.py).
 
 Shapes: K inputs, N outputs of a layer.
 """

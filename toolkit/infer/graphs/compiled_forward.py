@@ -35,7 +35,7 @@ from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
 
 Options = dict[str, str | int | bool | Callable[..., Any]]  # of torch.compile
-SIZES = 256  # limit of programs per layer class; Dynamo's default of 8 is too low for one program per size
+SIZES = 256  # limit of programs per compiled function; Dynamo's default of 8 is too low for one program per size
 DEFAULT_ROWS = 32
 # Example sizes for "several". Dynamo treats equal sizes as one symbol, so they differ.
 SEVERAL_ROWS, SEVERAL_TOKENS = 2, 5
@@ -87,7 +87,7 @@ class CompiledForward:
             raise CompileError(f"`torch_compile`: {error}; leave it out") from error
 
     def _compile(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
-        """dynamic None: in the sizes that are marked so."""
+        """dynamic None: only the sizes that `_run_body` marks are dynamic."""
         backend = self.settings.backend
         options = self.settings.options if backend == "inductor" else None
         return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, options=options)
@@ -175,7 +175,7 @@ _regions: set[type] = set()
 def mark_region(kind: type[nn.Module]) -> None:
     """Mark the forward of a layer class as one region of the programs that call it. Eager calls stay as they are.
 
-    The class, because regions made of instances run all of them with the weights of the first (torch 2.13).
+    The class is marked, not each layer: with torch 2.13 all marked layers ran with the weights of the first one.
     """
     if kind not in _regions:
         _regions.add(kind)
