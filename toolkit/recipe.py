@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 
 from toolkit.log import get_logger
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
-from toolkit.train_settings import HeadName, Shapes, Some, TrainSettings, not_in_fingerprint
+from toolkit.train_settings import HeadName, Shapes, Some, TrainSettings, setting
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -30,65 +30,82 @@ DEMO_RECIPE = REPOSITORY / "recipes" / "smollm2-135m.yaml"  # of a clone; an ins
 class TargetSettings:
     """The model whose output must be reproduced: demo name, hub id, directory or GGUF file."""
 
-    model: str
-    revision: str | None = None
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    quantization: Literal["int8", "int4"] | None = None  # in all stages, since drafts must match the quantized target
+    model: str = field(metadata={"meaning": "smollm2-135m (the demo target), a hub id, a directory or a .gguf file"})
+    revision: str | None = setting(None, "revision of a model on a hub; null: main")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "auto: that of the target's config; stages on a CPU take float32 where it is faster"
+    )
+    quantization: Literal["int8", "int4"] | None = setting(
+        None, "bits of the target's linear layers (CPU), in all stages: drafts must match the quantized target"
+    )
 
 
 @dataclass(frozen=True)
 class PromptSettings:
     """The origin of user turns: `sources` (files or hub:org/name), self-synthesis by the target, or both."""
 
-    sources: tuple[str, ...] = ()
-    limit: PositiveInt | None = None  # maximum number of conversations from the sources
-    synthesize: NonNegativeInt = 0  # number of accepted prompts from self-synthesis
-    systems: tuple[str, ...] = ()  # system prompts that steer self-synthesis, in turn; "" is the template's default
-    temperature: NonNegativeFloat = 1.0
-    top_p: Share = 0.95
-    max_tokens: PositiveInt = 96
-    max_running_requests: PositiveInt = not_in_fingerprint(64, "prompts.batch_size")
-    min_words: PositiveInt = 3
+    sources: tuple[str, ...] = setting((), "files of conversations, or datasets on a hub (hub:org/name)")
+    limit: PositiveInt | None = setting(None, "conversations from the sources at most; null: all")
+    synthesize: NonNegativeInt = setting(0, "prompts that the target writes itself")
+    systems: tuple[str, ...] = setting(
+        (), 'system prompts that steer these prompts, used in turn; "" is the default of the chat template'
+    )
+    temperature: NonNegativeFloat = setting(1.0, "temperature of these prompts")
+    top_p: Share = setting(0.95, "nucleus of these prompts")
+    max_tokens: PositiveInt = setting(96, "tokens of such a prompt at most; longer ones are rejected")
+    max_running_requests: PositiveInt = setting(
+        64, "prompts that are written at once", former="prompts.batch_size", not_in_fingerprint=True
+    )
+    min_words: PositiveInt = setting(3, "shorter prompts are rejected")
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the target answers the prompts. `held_out` is the share of conversations excluded from training."""
+    """How the target answers the prompts."""
 
-    temperature: NonNegativeFloat = 0.0
-    top_p: Share = 1.0
-    max_tokens: PositiveInt = 160
-    max_running_requests: PositiveInt = not_in_fingerprint(64, "rollouts.batch_size")
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # above 0: training is evaluated on it
-    # Store the hidden states computed while answering, for train.data.features: offline.
-    keep_features: bool = not_in_fingerprint(False)
-    torch_compile: bool = not_in_fingerprint(False)  # compiled layers, on a CPU
+    temperature: NonNegativeFloat = setting(0.0, "temperature of the answers; 0 is greedy")
+    top_p: Share = setting(1.0, "nucleus of the answers")
+    max_tokens: PositiveInt = setting(160, "tokens of an answer at most")
+    max_running_requests: PositiveInt = setting(
+        64, "answers that are written at once", former="rollouts.batch_size", not_in_fingerprint=True
+    )
+    held_out: Annotated[float, Field(gt=0, lt=1)] = setting(
+        0.05, "share of the conversations that are not trained on; the training is evaluated on them"
+    )
+    keep_features: bool = setting(
+        False,
+        "store the hidden states computed while answering, for train.data.features: offline",
+        not_in_fingerprint=True,
+    )
+    torch_compile: bool = setting(False, "answer by compiled layers, on a CPU", not_in_fingerprint=True)
 
 
 @dataclass(frozen=True)
 class TokenMapSettings:
     """Size of the draft vocabulary: a number of ids, or the share of response tokens that it must cover."""
 
-    size: PositiveInt | None = 8192
-    coverage: Share | None = None
+    size: PositiveInt | None = setting(8192, "ids of the draft vocabulary; null under coverage")
+    coverage: Share | None = setting(
+        None, "share of the response tokens that the draft vocabulary covers; needs size: null"
+    )
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How acceptance is measured. A shape is "num_steps,top_k,num_draft_tokens".
-
-    prompts None: the 40 built-in prompts. Of several prompt files, each is one task.
-    """
+    """How acceptance and speed are measured."""
 
     __pydantic_config__ = STRICT
-    prompts: Annotated[tuple[str, ...], Some] | None = None
-    limit: PositiveInt | None = None
-    max_tokens: PositiveInt = 96
-    temperature: NonNegativeFloat = 0.0
-    # Also measured; each is written to its own record, such as acceptance-T1.json.
-    further_temperatures: tuple[NonNegativeFloat, ...] = ()
-    shapes: Shapes = ("4,1,5", "4,4,16")
-    warmup: NonNegativeInt = 2  # prompts decoded before timing starts
+    prompts: Annotated[tuple[str, ...], Some] | None = setting(
+        None, "prompt files, each of several files a task; null: the 40 built-in prompts"
+    )
+    limit: PositiveInt | None = setting(None, "prompts to measure, evenly over the tasks; null: all")
+    max_tokens: PositiveInt = setting(96, "tokens of an answer at most")
+    temperature: NonNegativeFloat = setting(0.0, "temperature of the answers; 0 is greedy")
+    further_temperatures: tuple[NonNegativeFloat, ...] = setting(
+        (), "also measured; each is written to its own record, such as acceptance-T1.json"
+    )
+    shapes: Shapes = setting(("4,1,5", "4,4,16"), 'draft shapes, each "num_steps,top_k,num_draft_tokens"')
+    warmup: NonNegativeInt = setting(2, "prompts decoded before timing starts")
 
     def __post_init__(self) -> None:
         others = self.further_temperatures
@@ -99,13 +116,13 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline run. run_dir: relative to the working directory; the default is runs/<name>."""
+    """A pipeline run."""
 
     __pydantic_config__ = STRICT
-    name: str
+    name: str = field(metadata={"meaning": "name of the run"})
     target: TargetSettings
-    seed: NonNegativeInt = 0
-    run_dir: str = ""
+    seed: NonNegativeInt = setting(0, "seed of every stage")
+    run_dir: str = setting("", "the run folder, relative to the working directory; empty: runs/<name>")
     prompts: PromptSettings = field(default_factory=PromptSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     token_map: TokenMapSettings = field(default_factory=TokenMapSettings)
@@ -169,7 +186,7 @@ def result_settings(section: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             found |= result_settings(value)
         elif not key.metadata.get("not_in_fingerprint"):
-            name = key.metadata.get("former", key.name).rpartition(".")[2]
+            name = (key.metadata.get("former") or key.name).rpartition(".")[2]
             found[name] = list(value) if isinstance(value, tuple) else value
     return found
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_yaml import Rule, check
 
+T = TypeVar("T")
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def not_in_fingerprint(default: Any, former: str | None = None) -> Any:
-    """Return a field that does not affect the result of its stage. former: its dotted name before it was renamed."""
-    return field(default=default, metadata={"not_in_fingerprint": True, "former": former})
+def setting(default: T, meaning: str, *, former: str | None = None, not_in_fingerprint: bool = False) -> T:
+    """Return a field with its meaning, which docs/recipe.md prints.
 
-
-def renamed(default: Any, former: str) -> Any:
-    """Return a field whose dotted name was `former`. Errors name the new one; fingerprints keep the last part of the
-    former one, so that older run folders stay valid."""
-    return field(default=default, metadata={"former": former})
+    former: its dotted name before it was renamed. Errors name the new one; fingerprints keep the last part of the
+        former one, so that older run folders stay valid.
+    not_in_fingerprint: it does not affect the result of its stage.
+    """
+    metadata = {"meaning": meaning, "former": former, "not_in_fingerprint": not_in_fingerprint}
+    key: Any = field(default=default, metadata=metadata)
+    return key
 
 
 def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
@@ -35,6 +37,7 @@ def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
             raise ValueError(f"it must {needed}")
         return value
 
+    checked.__doc__ = needed  # for docs/recipe.md
     return AfterValidator(checked)
 
 
@@ -50,14 +53,25 @@ Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
 class HeadSettings:
     """The draft head and the weights it starts from."""
 
-    kind: HeadName = renamed("eagle3", "train.head")
-    layers: PositiveInt = 1  # mtp: one layer for each step, the last one repeats; eagle3, eagle2: decoder layers
-    aux_layer_ids: tuple[int, ...] | None = None  # null: (2, n/2, n-3)
-    fc_norm: bool = False  # eagle3: a norm for each feature before fc (EAGLE-3.1)
-    norm_output: bool = False  # eagle3: the next step reads the state after the last norm (EAGLE-3.1)
-    sliding_window: PositiveInt | None = None  # positions that its attention sees, in training and serving; null: all
-    lm_head: Literal["random", "target", "frozen"] | None = None  # eagle3: initial lm_head and norm; null: as init
-    init: Literal["target", "copied", "random"] = "target"  # copied: as target, without the regression for fc
+    kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
+    layers: PositiveInt = setting(
+        1, "mtp: one layer for each step, the last one repeats; eagle3, eagle2: decoder layers of the head"
+    )
+    aux_layer_ids: tuple[int, ...] | None = setting(
+        None, "eagle3: the three hidden states of the target that the head reads; null: (2, n/2, n-3) of n layers"
+    )
+    fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
+    norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
+    sliding_window: PositiveInt | None = setting(
+        None, "positions that the head's attention sees, in training and serving; null: all"
+    )
+    lm_head: Literal["random", "target", "frozen"] | None = setting(
+        None, "eagle3: initial output matrix and norm; frozen: the target's, not trained; null: as `init`"
+    )
+    init: Literal["target", "copied", "random"] = setting(
+        "target",
+        "initial weights. target: the target's own, and a regression for fc; copied: the same without the regression",
+    )
 
     @property
     def stages(self) -> int:
@@ -69,90 +83,121 @@ class HeadSettings:
 class UnrollSettings:
     """The unroll of the head (training-time test of EAGLE-3, arXiv 2503.01840) and its loss."""
 
-    ttt_steps: PositiveInt = 4  # steps of the training-time test, K
-    # shares of the training with 1, 2, .. steps; then ttt_steps
-    curriculum: tuple[PositiveFloat, ...] = renamed((), "train.ttt_curriculum")
-    step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # step k has weight step_decay^k
-    loss: LossName = "soft_cross_entropy"  # against the target's distribution on the draft vocabulary
-    token_weight: NonNegativeFloat = 0.1  # eagle2: weight of `loss`, as in EAGLE
-    feature_weight: NonNegativeFloat = 1.0  # eagle2: weight of the distance to the target's last hidden state
-    anchors: PositiveInt | None = None  # roots of a row in later steps, drawn for every micro-batch; null: all
-    checkpointing: bool = not_in_fingerprint(False)  # backward computes the steps again: slower, less memory
-    mask_shift: Literal[0, 1] = 0  # 1 shifts the loss mask, to measure what the exact mask is worth
+    ttt_steps: PositiveInt = setting(4, "steps of the training-time test, K: the depth that the head learns to draft")
+    curriculum: tuple[PositiveFloat, ...] = setting(
+        (), "shares of the training with 1, 2, ... steps; the rest has ttt_steps", former="train.ttt_curriculum"
+    )
+    step_decay: Annotated[float, Field(gt=0, le=1)] = setting(0.8, "the loss of step k has weight step_decay^k")
+    loss: LossName = setting(
+        "soft_cross_entropy", "the loss, against the target's distribution on the draft vocabulary"
+    )
+    token_weight: NonNegativeFloat = setting(0.1, "eagle2: weight of `loss`, as in EAGLE")
+    feature_weight: NonNegativeFloat = setting(1.0, "eagle2: weight of the distance to the target's last hidden state")
+    anchors: PositiveInt | None = setting(
+        None, "roots of a row in later steps, drawn for every micro-batch, for long contexts; null: all"
+    )
+    checkpointing: bool = setting(
+        False, "backward computes the steps again: slower, less memory", not_in_fingerprint=True
+    )
+    mask_shift: Literal[0, 1] = setting(0, "1 shifts the loss mask, to measure what the exact mask is worth")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Optimizer and learning rate; the schedule counts optimizer steps."""
 
-    # muon: Muon for matrices, AdamW for lm_head and norms
-    name: Literal["muon", "adamw"] = renamed("muon", "train.optimizer")
-    learning_rate: PositiveFloat = 1.5e-3  # of AdamW
-    muon_learning_rate: PositiveFloat = 0.02
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.04
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    # with AdamW (null: 0.5); Muon's updates have a fixed norm
-    max_grad_norm: PositiveFloat | None = renamed(None, "train.clip")
+    name: Literal["muon", "adamw"] = setting(
+        "muon", "muon: Muon for matrices, AdamW for lm_head and norms; adamw: AdamW for all", former="train.optimizer"
+    )
+    learning_rate: PositiveFloat = setting(1.5e-3, "the highest learning rate of AdamW")
+    muon_learning_rate: PositiveFloat = setting(0.02, "the highest learning rate of Muon")
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.04, "share of the steps in which the learning rate rises"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "the learning rate after the warm-up")
+    weight_decay: NonNegativeFloat = setting(0.0, "decoupled weight decay of both optimizers")
+    betas: tuple[Beta, Beta] = setting((0.9, 0.95), "decay of AdamW's two moments")
+    max_grad_norm: PositiveFloat | None = setting(
+        None, "adamw: longest gradient (null: 0.5); Muon's updates have a fixed norm", former="train.clip"
+    )
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """The data of a step. Lengths in tokens, batches in sequences."""
 
-    max_length: Annotated[int, Field(ge=3)] = 512  # at least 3: one id is predicted from two
-    global_batch: PositiveInt = 8  # over all processes and accumulation steps
-    micro_batch: PositiveInt = not_in_fingerprint(8)  # of one forward of one process
-    pack: bool = not_in_fingerprint(False)  # pack sequences of a micro-batch into rows; none attends to another
-    # online: the target's forward computes the features in each step; offline: they are read from disk.
-    features: Literal["online", "offline"] = not_in_fingerprint("online")
+    max_length: Annotated[int, Field(ge=3)] = setting(512, "tokens of a sequence; longer rollouts are cut")
+    global_batch: PositiveInt = setting(8, "sequences of an optimizer step, over all processes and accumulation steps")
+    micro_batch: PositiveInt = setting(8, "sequences of one forward of one process", not_in_fingerprint=True)
+    pack: bool = setting(
+        False, "pack sequences of a micro-batch into rows; none attends to another", not_in_fingerprint=True
+    )
+    features: Literal["online", "offline"] = setting(
+        "online",
+        "online: the target's forward computes the features in each step; offline: they are read from disk",
+        not_in_fingerprint=True,
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
     """Forecasts of accept_length, and its measurement by the engine ("real"). Intervals in optimizer steps."""
 
-    eval_every: PositiveInt = 25
-    real_every: PositiveInt | None = 200  # null: no measurement by the engine
-    real_prompts: PositiveInt = 8  # number of held-out conversations, the first ones
-    real_max_tokens: PositiveInt = 48
-    real_shapes: Shapes | None = None  # "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps
-    real_temperatures: Annotated[Temperatures, EachOnce] = (0.0, 1.0)
-    patience: PositiveInt | None = None  # stop after this many measurements (else forecasts) without improvement
+    eval_every: PositiveInt = setting(25, "optimizer steps between forecasts of accept_length")
+    real_every: PositiveInt | None = setting(200, "optimizer steps between measurements by the engine; null: none")
+    real_prompts: PositiveInt = setting(8, "held-out conversations that the engine answers, the first ones")
+    real_max_tokens: PositiveInt = setting(48, "tokens of each of these answers at most")
+    real_shapes: Shapes | None = setting(
+        None, 'draft shapes, each "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps'
+    )
+    real_temperatures: Annotated[Temperatures, EachOnce] = setting((0.0, 1.0), "temperatures of these answers")
+    patience: PositiveInt | None = setting(
+        None, "stop after this many measurements (else forecasts) without improvement; null: never"
+    )
 
 
 @dataclass(frozen=True)
 class OnPolicySettings:
     """Fresh rollouts, which the engine writes with the head in training as its drafter."""
 
-    # optimizer steps between fresh rollouts; null: never
-    every: PositiveInt | None = renamed(None, "train.rollout_every")
-    # rollouts of each interval; null: every * global_batch, each trained on once
-    prompts: PositiveInt | None = renamed(None, "train.rollout_prompts")
-    temperatures: Temperatures = renamed((0.0, 0.7, 1.0), "train.rollout_temperatures")  # used in turn
+    every: PositiveInt | None = setting(
+        None, "optimizer steps between fresh rollouts; null: never", former="train.rollout_every"
+    )
+    prompts: PositiveInt | None = setting(
+        None,
+        "rollouts of each interval; null: every * global_batch, each trained on once",
+        former="train.rollout_prompts",
+    )
+    temperatures: Temperatures = setting(
+        (0.0, 0.7, 1.0), "temperatures of the fresh rollouts, used in turn", former="train.rollout_temperatures"
+    )
 
 
 @dataclass(frozen=True)
 class TrackingSettings:
     """Where metrics are logged, in addition to metrics.jsonl."""
 
-    wandb: bool = not_in_fingerprint(False)
-    wandb_project: str = not_in_fingerprint("toolkit")
-    tensorboard: bool = not_in_fingerprint(False)
+    wandb: bool = setting(False, "log to Weights & Biases", not_in_fingerprint=True)
+    wandb_project: str = setting("toolkit", "the project there", not_in_fingerprint=True)
+    tensorboard: bool = setting(False, "write TensorBoard events to the run folder", not_in_fingerprint=True)
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Training of a draft head."""
 
-    epochs: PositiveFloat = 3.0
-    max_steps: PositiveInt | None = None
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: fp32 on CPUs that multiply it faster, else bf16
-    # replicated: each process holds the full target; sharded: each process holds a part of every layer.
-    target: Literal["replicated", "sharded"] = not_in_fingerprint("replicated")
-    save_every: PositiveInt = not_in_fingerprint(50)
-    keep_states: PositiveInt = not_in_fingerprint(2)
+    epochs: PositiveFloat = setting(3.0, "passes over the training rollouts")
+    max_steps: PositiveInt | None = setting(None, "end after this many optimizer steps; null: after the epochs")
+    precision: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "auto: fp32 on CPUs that multiply it faster, else bf16"
+    )
+    target: Literal["replicated", "sharded"] = setting(
+        "replicated",
+        "replicated: each process holds the full target; sharded: each process holds a part of every layer",
+        not_in_fingerprint=True,
+    )
+    save_every: PositiveInt = setting(50, "optimizer steps between training states", not_in_fingerprint=True)
+    keep_states: PositiveInt = setting(2, "training states that are kept, the newest ones", not_in_fingerprint=True)
     head: HeadSettings = field(default_factory=HeadSettings)
     unroll: UnrollSettings = field(default_factory=UnrollSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
