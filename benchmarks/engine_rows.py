@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.near_tie import Divergence
 from toolkit.bench.table import decimal, equal_text
 
@@ -19,7 +19,8 @@ DEFINITIONS = {
     "context": "tokens of the longest prompt and its answer",
     "tokens": "tokens written in `seconds`, over all repeats; the same number for every engine of a batch size",
     "seconds": "from the call with token ids to the whole answer: prefill and first token are in it",
-    "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts",
+    "speedup": "seconds of our plain decoding / seconds, same batch; 95 % bootstrap interval over groups of prompts, "
+    f"null below {LEAST_GROUPS} groups",
     "accept_length": "tokens committed per verify step, bonus included; vllm counts truncated steps too",
     "decode_speedup": "without prefill on both sides, and against `over`, our plain row of the same settings; null for "
     "engines that do not tell prefill apart",
@@ -117,7 +118,7 @@ def _speed(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     seconds = sum(run.reply["seconds"] for run in mine)
     tokens = sum(len(written) for run in mine for written in run.reply["output_ids"])
     speedup = sum(run.reply["seconds"] for run in plain) / seconds
-    interval = ratio_interval(_by_group(plain), _by_group(mine))
+    interval = ratio_interval(_by_group(plain), _by_group(mine), least_units=LEAST_GROUPS)
     return {
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit import __version__
-from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import make_record
 from toolkit.bench.rows import number
@@ -50,7 +50,8 @@ RANDOM = "random head"
 TURN = 16  # tokens a row in one engine's turn
 WARMUP_TOKENS = 16
 DEFINITIONS = {
-    "ratio": "seconds of decoding / plain decoding's for the same prompts, and its 95 % bootstrap interval over groups",
+    "ratio": "seconds of decoding / plain decoding's for the same prompts; 95 % bootstrap interval over groups, null "
+    f"below {LEAST_GROUPS} groups",
     "processor_ratio": "as ratio, in processor time of all threads: with one thread, other programs hardly show",
     "whole_ratio": "as ratio, with the reading of the prompts",
     "drafted_steps": "share of verify steps in which anything was drafted",
@@ -138,8 +139,8 @@ def row_of(entrant: Entrant, plain: Entrant, draft: str, shape: DraftShape, batc
     stats = summarise(events)
     tokens = sum(len(request.output_ids) - 1 for request in entrant.requests)
     seconds, whole = entrant.decoding(), entrant.whole()
-    interval = ratio_interval(seconds, plain.decoding())
-    processor_interval = ratio_interval(entrant.processor, plain.processor)
+    interval = ratio_interval(seconds, plain.decoding(), least_units=LEAST_GROUPS)
+    processor_interval = ratio_interval(entrant.processor, plain.processor, least_units=LEAST_GROUPS)
     return {
         "engine": entrant.name,
         "version": __version__,

@@ -1,17 +1,37 @@
-"""Where the records of benchmarks lie."""
+"""Where the records of benchmarks lie, and how the record of a run gets there.
+
+    python benchmarks/results_folder.py runs/smollm2-135m/bench/acceptance.json acceptance-smollm2-135m
+
+copies a record to benchmarks/results/acceptance-smollm2-135m-<machine>.json, without its answers: only rows are cited.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.records import machine_name, write_record
+from toolkit.bench.records import machine_name, read_record, write_record
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def leave(record: dict[str, Any], name: str, out: Path | None = None) -> None:
-    """Write a record as `out`, or where nobody named a file as <name>-<hardware>.json of the results; say where."""
+    """Write a record as `out`, or where nobody named a file as <name>-<machine>.json of the results; say where."""
     out = out or RESULTS / f"{name}-{machine_name(record['hardware'])}.json"
     write_record(out, record)
     print(f"written: {out}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("name", help="of the file, before the machine's name")
+    args = parser.parse_args()
+    leave({key: value for key, value in read_record(args.record).items() if key != "answers"}, args.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,7 +35,7 @@ from rich.table import Table
 from time_left import TimeLeft
 
 from toolkit import __version__
-from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
 from toolkit.bench.prompts import BUILTIN, builtin_prompts
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.side_by_side import BenchError, rotated
@@ -52,13 +52,12 @@ from toolkit.threads import physical_cores, users_threads
 
 OURS, COMPILED = "ours", "ours-compiled"
 WARMUP_TOKENS = 4
-LEAST_QUEUES = 5
 DEFINITIONS = {
     "weight_bits": "bits per weight as the engine holds them",
     "tokens": "tokens written in `seconds`, stop ids included, over all queues and repeats",
     "seconds": "from the call with token ids to the last answer of a queue; building an engine or a model is not in it",
     "ratio": "the row's time for as many tokens as ours wrote / our time; 95 % bootstrap interval over queues, "
-    f"each with all its repeats; null below {LEAST_QUEUES} queues, whose spread says little",
+    f"each with all its repeats; null below {LEAST_GROUPS} queues, whose spread says little",
     "equal": "answers with the very tokens of ours (another dtype parts at near-ties, and then writes another text)",
     "peak_memory_bytes": "null: all engines are in one process",
 }
@@ -161,11 +160,9 @@ def race(
 def interval_of(seconds: Sequence[float], ours: Sequence[Turn]) -> tuple[float, float] | None:
     """Of the ratio of all seconds to ours. Queues are drawn, each with all its repeats: those are no new prompts."""
     queues = sorted({turn.queue for turn in ours})
-    if len(queues) < LEAST_QUEUES:
-        return None
     pairs = [(mine, own.seconds, own.queue) for mine, own in zip(seconds, ours, strict=True)]
     sums = [[sum(pair[side] for pair in pairs if pair[2] == queue) for queue in queues] for side in (0, 1)]
-    return ratio_interval(*sums)
+    return ratio_interval(*sums, least_units=LEAST_GROUPS)
 
 
 def rows_of(turns: dict[str, list[Turn]], batch: int, targets: dict[str, Target], context: int) -> list[dict[str, Any]]:

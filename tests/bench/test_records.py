@@ -4,7 +4,16 @@ import pytest
 
 import toolkit
 from toolkit.bench import records
-from toolkit.bench.records import RECORD_KEYS, RecordError, command_line, make_record, read_record, write_record
+from toolkit.bench.records import (
+    RECORD_KEYS,
+    RecordError,
+    command_line,
+    hardware,
+    machine_name,
+    make_record,
+    read_record,
+    write_record,
+)
 
 
 def test_record_has_the_keys_every_record_has(tmp_path):
@@ -17,6 +26,34 @@ def test_record_has_the_keys_every_record_has(tmp_path):
     assert record["versions"]["torch"] and record["versions"]["toolkit"] == toolkit.__version__
     write_record(tmp_path / "r.json", record)
     assert read_record(tmp_path / "r.json", "acceptance") == json.loads(json.dumps(record))
+
+
+def test_rows_and_answers_have_a_line_each(tmp_path):
+    """Records lie in the repository: a number a line made 60 thousand lines of them."""
+    rows = [{"task": "all", "accept_rate": [0.5, 0.25]}, {"task": "Mathé", "accept_rate": []}]
+    record = make_record("acceptance", "c", {"shapes": ["4,1,5"]}, rows, answers=[{"steps": [1, 2, 3]}] * 3, note=None)
+    write_record(tmp_path / "r.json", record)
+    lines = (tmp_path / "r.json").read_text(encoding="utf-8").splitlines()
+    assert '    {"task": "all", "accept_rate": [0.5, 0.25]},' in lines and '  "note": null' in lines
+    assert sum('"steps"' in line for line in lines) == 3 and '    "shapes": ["4,1,5"]' in lines
+    assert read_record(tmp_path / "r.json") == json.loads(json.dumps(record))
+
+
+def test_machines_are_told_apart_by_their_instructions(monkeypatch):
+    """Two machines called AMD EPYC, one without AVX-512, differ by half in speed: one record must not replace the
+    other's."""
+    known = {"gpus": [], "cpu": "AMD EPYC"}
+    flags = {"avx2": ["avx2"], "avx512": ["avx2", "avx512f", "avx512_bf16"], "amx": ["avx2", "avx512f", "amx_tile"]}
+    for name, present in flags.items():
+        assert machine_name({**known, "cpu_flags": present}) == f"amd-epyc-{name}"
+    assert machine_name(known) == machine_name({**known, "cpu_flags": []}) == "amd-epyc"
+    xeon = {"gpus": [], "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": ["amx_tile"]}
+    assert machine_name(xeon) == "intel-xeon-platinum-8481c-amx"
+    assert machine_name({**xeon, "cpu": "Intel(R) Xeon(R) Processor"}) == "intel-xeon-amx"
+    assert machine_name({**xeon, "gpus": ["NVIDIA H100 80GB HBM3"]}) == "nvidia-h100-80gb-hbm3"
+    cpu = {"model name": "Abacus", "flags": "fpu amx_tile avx512f sse avx2 avx512_vnni"}
+    monkeypatch.setattr(records, "cpu_info", lambda: cpu)
+    assert hardware()["cpu_flags"] == ["avx2", "avx512f", "avx512_vnni", "amx_tile"]
 
 
 def test_commit_is_null_outside_a_checkout(tmp_path, monkeypatch):

@@ -211,11 +211,11 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
         )
 
     parts = {"prefill": 1.0, "draft": 0.0, "verify": 2.0, "commit": 0.5}
-    runs = [run("ours-plain", place, 4.0, [[7, place]]) for place in range(3)]
+    runs = [run("ours-plain", place, 4.0, [[7, place]]) for place in range(5)]
     for one in runs:
         one.reply["parts"] = parts
-    runs += [run("tie", place, 2.0, [[7, 9 if place == 1 else place]]) for place in range(3)]
-    runs += [run("wrong", place, 8.0, [[8, place]]) for place in range(3)]
+    runs += [run("tie", place, 2.0, [[7, 9 if place == 1 else place]]) for place in range(5)]
+    runs += [run("wrong", place, 8.0, [[8, place]]) for place in range(5)]
 
     def judge(_reference: str, place: int, plain: list[int], other: list[int]) -> Divergence | None:
         if plain == other:
@@ -225,12 +225,12 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
     entrants = [
         rows.Entrant(name, None, "ours-plain", "ours-plain", "1", 16.0) for name in ("ours-plain", "tie", "wrong")
     ]
-    plain, tie, wrong = rows.rows_of(entrants, runs, [[1], [1, 2], [1]], 2, judge)
+    plain, tie, wrong = rows.rows_of(entrants, runs, [[1], [1, 2], [1], [1], [1]], 2, judge)
     assert (plain["speedup"], plain["tokens_equal"], plain["context"]) == (1.0, True, 4)
-    assert plain["parts"]["host"] == 3 * 0.5 and plain["host_share"] == pytest.approx(1 / 3)
+    assert plain["parts"]["host"] == 5 * 0.5 and plain["host_share"] == pytest.approx(1 / 3)
     assert (tie["speedup"], tie["interval"], tie["tokens_per_s"]) == (2.0, [2.0, 2.0], 1.0)
     assert (tie["tokens_equal"], tie["near_ties"], tie["unequal"]) == (True, 1, 0)
-    assert (wrong["speedup"], wrong["tokens_equal"], wrong["unequal"]) == (0.5, False, 3)
+    assert (wrong["speedup"], wrong["tokens_equal"], wrong["unequal"]) == (0.5, False, 5)
     assert tie["decode_speedup"] is None and plain["decode_speedup"] == 1.0
 
 

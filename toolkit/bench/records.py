@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -18,9 +19,10 @@ import torch
 
 from toolkit import __version__
 from toolkit.threads import cpu_info
-from toolkit.weights import read_json, write_json
+from toolkit.weights import atomic_write, read_json
 
 RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "datasets")
 
 
@@ -55,9 +57,13 @@ def command_line() -> str:
 
 
 def write_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, atomically. Raises `RecordError` when a required key is missing."""
+    """Write a record as JSON, atomically: one line for each row, answer, cell or setting.
+
+    Raises `RecordError` when a required key is missing.
+    """
     _check(record, str(path))
-    write_json(path, record)
+    with atomic_write(path) as temporary:
+        temporary.write_text(_text(record), encoding="utf-8")
 
 
 def read_record(path: str | Path, what: str | None = None) -> dict[str, Any]:
@@ -71,6 +77,25 @@ def read_record(path: str | Path, what: str | None = None) -> dict[str, Any]:
     if what is not None and record["what"] != what:
         raise RecordError(f"{path} is a record of {record['what']!r}; expected a record of {what!r}")
     return record
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    """Return a record as JSON text. Entries of its lists and objects have a line each."""
+    parts = []
+    for key, value in record.items():
+        if isinstance(value, Mapping) and value:
+            entries = [f"{_line(name)}: {_line(entry)}" for name, entry in value.items()]
+            text = "{\n    " + ",\n    ".join(entries) + "\n  }"
+        elif isinstance(value, list) and value:
+            text = "[\n    " + ",\n    ".join(map(_line, value)) + "\n  ]"
+        else:
+            text = _line(value)
+        parts.append(f"  {_line(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _check(record: Any, where: str) -> None:
@@ -100,21 +125,35 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return CPU model, usable cores, torch threads, memory in bytes, and names of GPUs of this machine."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """Return CPU model, its flags of `CPU_FLAGS`, usable cores, torch threads, memory in bytes, and names of GPUs."""
+    cpu = cpu_info()
+    flags = cpu.get("flags", "").split()
     return {
-        "cpu": cpu_info().get("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 
 def machine_name(hardware: Mapping[str, Any]) -> str:
-    """Return the GPU of a record's hardware, else the CPU, as part of a file name."""
-    name = (hardware["gpus"] or [hardware["cpu"]])[0]
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """Return the machine of a record's hardware as part of a file name: its GPU, else its CPU.
+
+    The same CPU name can stand for machines of different speed, so the widest instructions are part of the name:
+    amd-epyc-avx2, amd-epyc-avx512, intel-xeon-amx. Records of before 2026-11-24 have no flags, and no such part.
+    """
+    if hardware["gpus"]:
+        return _file_name(hardware["gpus"][0])
+    cpu = re.sub(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*", " ", hardware["cpu"].lower())
+    flags = hardware.get("cpu_flags", ())
+    widest = (("amx_tile", "amx"), ("avx512f", "avx512"), ("avx2", "avx2"))
+    return _file_name(" ".join([cpu, *(name for flag, name in widest if flag in flags)][:2]))
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def versions() -> dict[str, str | None]:

@@ -90,6 +90,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     memory = hardware.get("memory_bytes")
     machine = ", ".join(filter(None, (
         hardware.get("cpu"),
+        " ".join(hardware.get("cpu_flags") or ()),
         f"{hardware['cores']} cores" if hardware.get("cores") else None,
         f"{hardware['torch_threads']} torch threads" if hardware.get("torch_threads") else None,
         f"{memory / 2**30:.0f} GiB" if memory else None,
