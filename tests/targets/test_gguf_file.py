@@ -58,6 +58,13 @@ def test_an_unknown_text_splitting_rule_is_warned_of(tiny_gguf_q8, monkeypatch):
     assert len(messages) == 1 and "'newest-rule' is not supported" in messages[0]
 
 
+def test_a_conversion_shows_no_bar_of_tensors(tiny_gguf, own_cache, capsys):
+    """Our line says what happens and how long it takes; a count of tensors says nothing to a newcomer."""
+    converted_gguf(tiny_gguf)
+    error = capsys.readouterr().err
+    assert "it/s" not in error and "%" not in error
+
+
 def test_the_second_load_converts_nothing(tiny_gguf, own_cache, monkeypatch):
     """Conversion takes a minute for a real model; it must happen once a file, whatever the file is called."""
     first = converted_gguf(tiny_gguf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from toolkit.log import progress
+from toolkit.log import Progress
 
 
 @contextmanager
@@ -14,20 +14,15 @@ def progress_bar(what: str, unit: str, total: int | None = None, note: str = "")
 
     The callback's third argument is a count, shown beside the bar with `note`.
     """
-    bar = progress(total, what, unit)
-    first = True
+    with Progress(total, what, unit) as bar:
+        first = True
 
-    def show(done: int, total: int, count: int | None = None) -> None:
-        nonlocal first
-        if first:
-            bar.initial = bar.n = max(0, done - 1)
-            first = False
-        bar.total = total
-        if count is not None:
-            bar.set_postfix_str(f"{count} {note}", refresh=False)
-        bar.update(done - bar.n)
+        def show(done: int, total: int, count: int | None = None) -> None:
+            nonlocal first
+            if first:
+                bar.done = max(0, done - 1)
+                first = False
+            bar.total = total
+            bar.update(done - bar.done, None if count is None else f"{count:,} {note}")
 
-    try:
         yield show
-    finally:
-        bar.close()

