@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,14 +119,6 @@ def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(run_command, "run", interrupted)
     assert cli.main(["run", "r.yaml"]) == 130
     assert "files written so far are kept" in capsys.readouterr().err
-
-
-def test_readme_lists_every_command() -> None:
-    """The list is a copy of `toolkit --help`: a command added or reworded must appear in README too."""
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    listed = re.search(r"```text\nusage: toolkit .*?```", readme, re.DOTALL)
-    assert listed is not None, "README.md has no copy of `toolkit --help`"
-    assert listed.group() == f"```text\n{cli.overview()}```", "paste `toolkit --help` into README.md again"
 
 
 def test_readmes_two_commands_are_in_its_first_screen() -> None:

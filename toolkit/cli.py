@@ -7,8 +7,9 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from toolkit import __version__
 from toolkit.errors import exit_status
@@ -72,9 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
-    command = importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")
+    command = _module(name)
+    _, parse = command_parser(name)
+    return command.run(parse(arguments))
+
+
+def command_parser(name: str) -> tuple[argparse.ArgumentParser, Callable[[Sequence[str]], argparse.Namespace]]:
+    """Return the parser of a command, and its method that parses a command line."""
+    command = _module(name)
     parser = argparse.ArgumentParser(prog=f"toolkit {name}", description=command.HELP)
     subcommands = command.add_arguments(parser)
     # Overrides may be given before or after options; argparse does not support that together with subcommands.
-    parse = parser.parse_intermixed_args if subcommands is None else parser.parse_args
-    return command.run(parse(arguments))
+    return parser, parser.parse_intermixed_args if subcommands is None else parser.parse_args
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"toolkit.commands.{name.replace('-', '_')}")

@@ -33,7 +33,7 @@ class TargetSettings:
     model: str = field(metadata={"meaning": "smollm2-135m (the demo target), a hub id, a directory or a .gguf file"})
     revision: str | None = setting(None, "revision of a model on a hub; null: main")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "auto: that of the target's config; stages on a CPU take float32 where it is faster"
+        "auto", "auto: that of the target's config; training on a CPU takes float32 where that is faster"
     )
     quantization: Literal["int8", "int4"] | None = setting(
         None, "bits of the target's linear layers (CPU), in all stages: drafts must match the quantized target"

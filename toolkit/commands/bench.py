@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
         f"(default: {' '.join(defaults.shapes)})",
     )
     group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")
-    group.add_argument("--temperature", type=float, help="default: 0, greedy")
-    group.add_argument("--seed", type=int, help="default: 0")
+    group.add_argument("--temperature", type=float, help="temperature of the answers (default: 0, greedy)")
+    group.add_argument("--seed", type=int, help="seed of the answers (default: 0)")
     group.add_argument(
         "--batch",
         "--max-running-requests",

@@ -19,9 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--text", nargs="+", action="extend", metavar="FILE", help="text, .json or .jsonl files, .gz or not"
     )
-    group.add_argument("--roles", nargs="+", default=["assistant"], help="turns counted in files of conversations")
     group.add_argument(
-        "--tokenizer", metavar="MODEL", help="target's name, hub id, directory or .gguf (default: recipe's)"
+        "--roles", nargs="+", default=["assistant"], help="turns counted in files of conversations (default: assistant)"
+    )
+    group.add_argument(
+        "--tokenizer", metavar="MODEL", help="target's name, hub id, directory or .gguf (default: the recipe's target)"
     )
     group.add_argument(
         "--vocab-size",

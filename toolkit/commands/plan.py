@@ -45,21 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     head.add_argument("--accept-lengths", metavar="N:A,...", help="accept_length by tokens drafted: 1:1.7,2:2.18")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--engine", default="sglang", choices=("sglang", "vllm"), help="default: sglang")
+    engine.add_argument(
+        "--engine", default="sglang", choices=("sglang", "vllm"), help="the engine of the deployment (default: sglang)"
+    )
     engine.add_argument("--layout", metavar="L", help="tp8 or dp16: consider only such decoding engines")
     engine.add_argument(
         "--step-ms", metavar="B:MS,...", help="measured plain decode steps of --layout, by requests a rank: 1:7.1,32:9"
     )
-    engine.add_argument("--weight-bits", type=float, metavar="N", help="of the layers' weights (default: its config's)")
+    engine.add_argument(
+        "--weight-bits", type=float, metavar="N", help="bits of the layers' weights (default: its config's)"
+    )
     engine.add_argument("--no-overlap", action="store_true", help="the engine schedules and computes in turn")
     parser.epilog = "Only chains are planned. The model is in toolkit/plan/step_time.py, its queue in deployment.py."
 
 
 def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("GPUs")
-    group.add_argument("--gpu", default="H100", metavar="NAME", help="A100, H20, H100, H200, B200, L40S, or any other")
-    group.add_argument("--gpus", type=int, default=8, metavar="N", help="default: 8")
-    group.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    group.add_argument(
+        "--gpu", default="H100", metavar="NAME", help="A100, H20, H100, H200, B200, L40S, or any other (default: H100)"
+    )
+    group.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs in all (default: 8)")
+    group.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a machine (default: 8)")
     for name, unit in FIGURES.items():
         group.add_argument(f"--gpu-{name}", type=float, metavar="X", help=f"{unit} (default: the table's)")
 

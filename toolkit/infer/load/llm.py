@@ -119,11 +119,15 @@ def _short(value: Any) -> str:
 class Completion:
     """The answer to one prompt.
 
+    prompt_ids: the ids of the prompt.
     text: without special tokens, truncated before the stop string; with a raw prompt, its continuation.
     token_ids: including the stop id that ended the answer.
-    finish_reason: "stop" or "length". stop_reason: the stop id or stop string.
-    logprobs: one per token; None if not requested. from_draft: per token, whether it was an accepted draft.
-    events: the verify steps. first_token_s, seconds: from submission to the first and to the last token.
+    finish_reason: "stop" or "length".
+    stop_reason: the stop id or stop string.
+    logprobs: one per token; None if not requested.
+    from_draft: per token, whether it was an accepted draft.
+    events: the verify steps.
+    first_token_s, seconds: from submission to the first and to the last token.
     """
 
     prompt_ids: list[int]

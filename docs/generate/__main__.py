@@ -1,0 +1,60 @@
+"""Write what is generated in docs/. With --check: write nothing, and exit 1 if a file in docs/ differs from it.
+
+A whole page is in PAGES. A block inside a page written by hand is in BLOCKS; it stands on any page between
+`<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import commands
+import python_api
+import recipe
+
+DOCS = Path(__file__).resolve().parents[1]
+PAGES: dict[str, Callable[[], str]] = {
+    "recipe.md": recipe.page,
+    "commands.md": commands.page,
+}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "serve flags": commands.serve_flags,
+    "api": python_api.block,
+}
+BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def generated() -> dict[Path, str]:
+    """The text of every generated file, and of every page with a generated block. Raises KeyError: unknown block."""
+    texts = {DOCS / name: page() for name, page in PAGES.items()}
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if path not in texts and BLOCK.search(text):
+            texts[path] = BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n{block[3]}", text)
+    return texts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python docs/generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    status = 0
+    for path, text in generated().items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            print(f"docs/{path.name} is not what `python docs/generate` writes; type it and commit the result")
+            status = 1
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"docs/{path.name}")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
