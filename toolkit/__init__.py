@@ -3,11 +3,12 @@
 Each of these words has one meaning in code, messages and files:
 
 target          the model whose output must be reproduced exactly
-draft head      the small module we train
+draft head      the small module we train; it proposes tokens, and the target accepts or replaces them
 aux_layer_ids   indices into the target's `hidden_states`: id k is the input of layer k, the output of layer k-1.
                 Default (2, n//2, n-3). Only exporters convert to other conventions
 token map       the target ids that the draft vocabulary keeps, ascending and unique; `d2t` contains offsets
                 (target = draft + d2t[draft]), `t2d` is a bool mask over the target's vocabulary
+verify step     one forward of the target over the draft tree of a request; requests that run together share the forward
 draft tree      root and drafted nodes: `num_steps` levels, `top_k` branching, `num_draft_tokens` verified nodes,
                 INCLUDING the root; a chain is `top_k=1`
 accept_length   tokens committed per verify step, the target's own bonus token included, so at least 1. The token of
@@ -15,6 +16,7 @@ accept_length   tokens committed per verify step, the target's own bonus token i
                 tree, its three parameters, temperature, number of verify steps
 accept_rate[i]  share of the verify steps that reached depth i and accepted it (conditional); the share of all verify
                 steps is called unconditional
+forecast        accept_length computed during training from held-out rollouts, without running the engine
 rollout         an answer written by the target itself (on-policy), with its provenance: target, temperature, seed,
                 draft used
 """

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import commands
+import drawing
+import glossary
 import python_api
 import recipe
 
@@ -19,10 +21,12 @@ DOCS = Path(__file__).resolve().parents[1]
 PAGES: dict[str, Callable[[], str]] = {
     "recipe.md": recipe.page,
     "commands.md": commands.page,
+    "floors.svg": drawing.page,
 }
 BLOCKS: dict[str, Callable[[], str]] = {
     "serve flags": commands.serve_flags,
     "api": python_api.block,
+    "glossary": glossary.block,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
