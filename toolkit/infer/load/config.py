@@ -86,8 +86,9 @@ class EngineConfig:
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
         "how drafts are accepted at a temperature above 0; with each the answers follow the target's distribution. "
-        "target: a seed writes the tokens that it writes without drafts. rejection and block: drafts are drawn from "
-        "the head's distribution (chains only), and the tokens of a seed depend on the drafts. auto (the default): "
+        "target: a seed writes the tokens that it writes without drafts (in bfloat16 up to near-ties). rejection and "
+        "block: drafts are drawn from the head's distribution (chains only), and the tokens of a seed depend on the "
+        "drafts. auto (the default): "
         "block, which keeps most drafts, for chains of a head and requests that state no seed; target for the rest, "
         "and with `cuda_graph_max_bs`",
     )

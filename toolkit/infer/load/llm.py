@@ -153,7 +153,8 @@ class Completion:
 
 
 class LLM:
-    """An engine in this process: a target, with or without a draft. The answers are exactly those of the target.
+    """An engine in this process: a target, with or without a draft. Drafts do not change the answers in float32; in
+    bfloat16 an answer is equal, or first parts from plain decoding at a near-tie.
 
         with LLM(draft="runs/smollm2-135m/ckpt") as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)

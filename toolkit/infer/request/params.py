@@ -33,8 +33,8 @@ class SamplingParams:
         2407.01082). Tokens exactly as probable as the last kept one are kept too.
     seed: seed of the request's random draws; None: each request gets its own random seed. A draw is a pure function of
         (seed, index of the token in the sequence, logits), so speculative and plain decoding with one seed write the
-        same tokens. (With verify="rejection" and "block" the tokens also depend on the drafts; only their distribution
-        is that of plain decoding.)
+        same tokens in float32; in bfloat16 they may part where two draws are nearly equal. (With verify="rejection" and
+        "block" the tokens also depend on the drafts; only their distribution is that of plain decoding.)
 
     End of the answer:
     max_tokens: maximum number of output tokens. The answer also ends at the target's context limit.
