@@ -13,10 +13,11 @@ import pytest
 
 from toolkit.commands import chat
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.load import load_engine
+from toolkit.infer.load import chat_session, load_engine
 from toolkit.infer.load.chat_session import ChatSession, ChatSessionError
 from toolkit.infer.load.load_engine import closing
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError
+from toolkit.infer.request.request import VerifyEvent
 
 
 class Terminal(io.StringIO):
@@ -137,6 +138,62 @@ def test_painter_marks_drafts_and_disarms_control_characters():
     assert out.getvalue() == f"own {chat.GREEN}drafted{chat.END}\ufffd]0;title\ufffd\n"
 
 
+def test_the_plain_speed_is_measured_and_stated_only_then(conversation, engine, monkeypatch):
+    """A guessed plain speed would make any head look good; timing it must leave no trace in the conversation."""
+    assert conversation.plain_tokens_per_s is None
+    exchange, _ = ask(conversation, "hello")  # a fixed shape: every step drafts
+    assert conversation.plain_tokens_per_s is None
+    assert "plain" not in chat.summary(exchange, "chain 4 (4,1,5)", 0.0, conversation.plain_tokens_per_s)
+    conversation.time_plain_steps()
+    assert conversation.plain_tokens_per_s > 0 and len(conversation.messages) == 2 and not engine.has_work()
+    monkeypatch.setattr(chat_session, "TIMED_SECONDS", 0.0)  # a large model: no more steps than are needed
+    conversation._plain_steps.clear()
+    conversation.time_plain_steps()
+    assert len(conversation._plain_steps) == chat_session.LEAST_STEPS and not engine.has_work()
+
+
+def test_plain_steps_of_answers_count_for_the_plain_speed(conversation):
+    """Adaptive drafting with a poor head decodes plainly: its own steps are the best measurement there is."""
+    step = VerifyEvent(0, 0, 0, 1, False, 0.001, 0.018, 0.001, batch=1)
+    drafted = VerifyEvent(4, 4, 1, 2, False, 0.5, 0.5, 0.0, batch=1)
+    conversation._learn_plain([step, drafted, step, step])
+    assert conversation.plain_tokens_per_s == pytest.approx(50.0)
+
+
+def test_the_status_shows_the_speed_so_far(conversation):
+    """Tokens a second are counted from the first token on: the prompt's seconds are not the answer's."""
+    seen = []
+    conversation.ask(
+        "hello", lambda *_: None, lambda: False, lambda request: seen.append(chat.status_of(request, 33.14))
+    )
+    assert seen[0].startswith("1 tokens, - tokens/s") or re.match(r"\d+ tokens, \d+\.\d tokens/s", seen[0])
+    assert re.fullmatch(r"24 tokens, \d+\.\d tokens/s, accept_length \d\.\d\d, plain decoding 33\.1 tokens/s", seen[-1])
+
+
+def test_status_line_stays_below_the_answer(monkeypatch):
+    """The last line is kept out of the scrolling region, redrawn seldom, and given back whatever happens."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(chat.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    out, times = Terminal(), iter([0.0, 0.1, 0.3])
+    with pytest.raises(BrokenPipeError), chat.StatusLine(out, lambda: next(times)) as status:
+        for text in ("one", "two", "three " * 20):
+            status.show(lambda text=text: text)
+        raise BrokenPipeError
+    written = out.getvalue()
+    assert "\x1b[1;23r" in written and written.endswith("\x1b7\x1b[r\x1b[24;1H\x1b[2K\x1b8")
+    assert "one" in written and "two" not in written and ("three " * 20)[:39] + chat.END in written
+
+
+def test_no_terminal_gets_no_status(monkeypatch):
+    """A pipe or a dumb terminal would show the codes as text."""
+    monkeypatch.setenv("TERM", "xterm")
+    for out, term in ((io.StringIO(), "xterm"), (Terminal(), "dumb")):
+        monkeypatch.setenv("TERM", term)
+        with chat.StatusLine(out) as status:
+            status.show(lambda: pytest.fail("computed for nothing"))
+        assert out.getvalue() == ""
+
+
 def talk(text):
     asked, resets = [], []
     chat.talk(asked.append, lambda: resets.append(1), io.StringIO(text))
@@ -204,11 +261,16 @@ def test_one_shot_prints_the_answer_alone_on_stdout(tiny_draft_directory, capsys
     assert "\x1b" not in drafted.out and drafted.out.endswith("\n")
     # A random head is soon known to be useless: then nothing is drafted, and there is no accept_length.
     assert re.search(
-        r"accept_length (\d\.\d\d over \d+|- over 0) verify steps, adaptive up to chain 4 \(4,1,5\), temperature 0; 12",
+        r"\[12 tokens, \d+ of them drafted, \d+\.\d tokens/s, cut at the token limit, "
+        r"accept_length (\d\.\d\d over \d+|- over 0) verify steps, adaptive up to chain 4 \(4,1,5\), temperature 0; "
+        r"plain decoding \d+\.\d tokens/s here\]",
         drafted.err,
     )
+    assert "\x1b" not in drafted.err
     assert run([*arguments, "--shape", "4,1,5"]) == 0
-    assert re.search(r"accept_length \d\.\d\d over [1-9]\d* verify steps, chain 4", capsys.readouterr().err)
+    fixed = capsys.readouterr().err
+    assert re.search(r"accept_length \d\.\d\d over [1-9]\d* verify steps, chain 4", fixed)
+    assert re.search(r"; plain decoding \d+\.\d tokens/s here", fixed)  # a fixed shape runs no plain step of its own
     assert run([*arguments, "--no-draft"]) == 0
     plain = capsys.readouterr()
-    assert plain.out == drafted.out and "plain decoding, 12 tokens" in plain.err
+    assert plain.out == drafted.out and re.search(r"\[plain decoding, 12 tokens, \d+\.\d tokens/s, cut", plain.err)

@@ -1,12 +1,14 @@
-"""`toolkit chat`: talk to a target in the terminal; drafted tokens are marked."""
+"""`toolkit chat`: talk to a target in the terminal; drafted tokens are marked, and their speed is shown."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,9 +18,12 @@ from toolkit.terminal import DIM, END, GREEN, UNDERLINE, UNPRINTABLE
 if TYPE_CHECKING:
     from toolkit.infer.load.chat_session import Exchange
     from toolkit.infer.load.load_engine import LoadedEngine
+    from toolkit.infer.request.acceptance import AcceptanceStats
+    from toolkit.infer.request.request import Request
 
 HELP = "talk to a target in the terminal, drafted tokens shown in green"
 
+STATUS_EVERY_S = 0.2
 COMMANDS_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
@@ -66,12 +71,20 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     )
     painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
     shape = loaded.shape_name
+    if shape is not None:
+        conversation.time_plain_steps()
 
     def answer(text: str) -> None:
-        with interrupts() as interrupted:
-            exchange = conversation.ask(text, painter.write, interrupted)
+        with interrupts() as interrupted, StatusLine(sys.stdout) as status:
+            exchange = conversation.ask(
+                text,
+                painter.write,
+                interrupted,
+                lambda request: status.show(lambda: status_of(request, conversation.plain_tokens_per_s)),
+            )
         painter.end()
-        print(summary(exchange, shape, args.temperature), file=sys.stderr, flush=True)
+        plain = None if shape is None else conversation.plain_tokens_per_s
+        print(summary(exchange, shape, args.temperature, plain), file=sys.stderr, flush=True)
 
     if args.prompt is not None:
         answer(args.prompt)
@@ -156,6 +169,41 @@ class Painter:
         self._at_line_start = True
 
 
+class StatusLine:
+    """The last line of the terminal, while an answer is written above it. Shows nothing where there is no terminal.
+
+    The lines above become the scrolling region (DECSTBM), so that the answer never scrolls the status away.
+    """
+
+    def __init__(self, stdout: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stdout, self._clock = stdout, clock
+        self._on = stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._columns, self._rows = shutil.get_terminal_size()
+        self._drawn_at: float | None = None
+
+    def __enter__(self) -> StatusLine:
+        if self._on:
+            # A new line and back: the cursor is then above the last line. Setting the region moves it; \x1b8 restores.
+            self._write(f"\n\x1b[1A\x1b7\x1b[1;{self._rows - 1}r\x1b8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on:
+            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+
+    def show(self, text: Callable[[], str]) -> None:
+        """Draw the text, at most every STATUS_EVERY_S seconds; only then it is computed."""
+        now = self._clock()
+        if self._on and (self._drawn_at is None or now - self._drawn_at >= STATUS_EVERY_S):
+            self._drawn_at = now
+            line = text()[: self._columns - 1]
+            self._write(f"\x1b7\x1b[{self._rows};1H\x1b[2K{DIM}{line}{END}\x1b8")
+
+    def _write(self, codes: str) -> None:
+        self._stdout.write(codes)
+        self._stdout.flush()
+
+
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Inside, Ctrl-C sets a flag and does not raise: an engine step always completes."""
@@ -167,18 +215,42 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def summary(exchange: Exchange, shape: str | None, temperature: float) -> str:
-    """The line printed after an answer."""
-    count = exchange.answer.n_tokens
-    speed = f"{count} tokens in {exchange.seconds:.1f} s, {count / max(exchange.seconds, 1e-9):.1f} tokens/s"
+def status_of(request: Request, plain_tokens_per_s: float | None) -> str:
+    """The status line of an answer that is being written."""
+    from toolkit.infer.load.chat_session import tokens_per_s
+    from toolkit.infer.request.acceptance import summarise
+
+    since = 0.0 if request.first_token_at is None else time.perf_counter() - request.first_token_at
+    facts = [f"{len(request.output_ids)} tokens", _speed(tokens_per_s(len(request.output_ids), since))]
+    if request.speculative:
+        facts += [_accept_length(summarise(request.events)), *_plain(plain_tokens_per_s)]
+    return ", ".join(facts)
+
+
+def summary(exchange: Exchange, shape: str | None, temperature: float, plain_tokens_per_s: float | None) -> str:
+    """The line printed after an answer. shape: None for plain decoding."""
     ending = {"length": ", cut at the token limit", "abort": ", stopped"}.get(str(exchange.answer.finish_reason), "")
+    count, speed = exchange.answer.n_tokens, _speed(exchange.tokens_per_s)
     if shape is None:
-        parts = f"plain decoding, {speed}{ending}"
+        parts = f"plain decoding, {count} tokens, {speed}{ending}"
     else:
-        stats = exchange.stats
-        length = f"{stats.accept_length:.2f}" if stats.verify_steps else "-"
-        parts = (
-            f"accept_length {length} over {stats.verify_steps} verify steps, {shape}, temperature {temperature:g}; "
-            f"{speed}, {exchange.answer.n_from_draft} of them drafted{ending}"
+        of_drafts = (
+            f"{_accept_length(exchange.stats)} over {exchange.stats.verify_steps} verify steps, {shape}, "
+            f"temperature {temperature:g}"
         )
+        beside = "".join(f"; {fact} here" for fact in _plain(plain_tokens_per_s))
+        parts = f"{count} tokens, {exchange.answer.n_from_draft} of them drafted, {speed}{ending}, {of_drafts}{beside}"
     return f"{DIM}[{parts}]{END}" if sys.stderr.isatty() else f"[{parts}]"
+
+
+def _speed(tokens_per_s: float | None) -> str:
+    return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
+def _accept_length(stats: AcceptanceStats) -> str:
+    return f"accept_length {stats.accept_length:.2f}" if stats.verify_steps else "accept_length -"
+
+
+def _plain(tokens_per_s: float | None) -> list[str]:
+    """The plain speed, if it was measured."""
+    return [] if tokens_per_s is None else [f"plain decoding {_speed(tokens_per_s)}"]

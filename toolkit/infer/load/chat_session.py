@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from toolkit.infer.engine.engine_thread import Update
@@ -13,7 +15,11 @@ from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import Request
+from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+
+# Plain steps that are timed at the start, at most in about so many seconds. The first steps of a process are slow.
+TIMED_STEPS, TIMED_SECONDS, SLOW_STEPS = 12, 2.0, 2
+LEAST_STEPS, RECENT_STEPS = 3, 64  # plain steps that a plain speed is stated from
 
 
 class ChatSessionError(ValueError):
@@ -22,12 +28,22 @@ class ChatSessionError(ValueError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn. seconds: for prompt and answer together. stats: the acceptance statistics."""
+    """One turn. decode_s: seconds from the answer's first token to its last. stats: the acceptance statistics."""
 
     text: str
     answer: Answer
-    seconds: float
+    decode_s: float
     stats: AcceptanceStats
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second after the first one, which comes with the prompt; None for an answer of one token."""
+        return tokens_per_s(self.answer.n_tokens, self.decode_s)
+
+
+def tokens_per_s(n_tokens: int, decode_s: float) -> float | None:
+    """Speed of an answer so far. decode_s: seconds since its first token. None below two tokens."""
+    return (n_tokens - 1) / decode_s if n_tokens > 1 and decode_s > 0 else None
 
 
 class ChatSession:
@@ -51,6 +67,7 @@ class ChatSession:
         self._context_length = context_length
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self._start)
+        self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of each
         try:
             require_chat_template(tokenizer)
             self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
@@ -61,13 +78,42 @@ class ChatSession:
         """Remove all messages except the system message."""
         self.messages = list(self._start)
 
-    def ask(self, text: str, show: Callable[[str, bool], None], interrupted: Callable[[], bool]) -> Exchange:
+    @property
+    def plain_tokens_per_s(self) -> float | None:
+        """Measured speed of plain decoding in this process, from its latest plain steps; None if there are too few."""
+        return 1 / median(self._plain_steps) if len(self._plain_steps) >= LEAST_STEPS else None
+
+    def time_plain_steps(self) -> None:
+        """Write a few tokens without drafts, for `plain_tokens_per_s`. They are not part of the conversation.
+
+        Measures nothing if the chat template rejects a greeting, or the context is too short for one.
+        """
+        params = SamplingParams(max_tokens=TIMED_STEPS + SLOW_STEPS + 1, ignore_eos=True)
+        try:
+            ids = chat_ids(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])
+            request = self._engine.add_request(ids, params, speculative=False)
+        except (ChatPromptError, PromptTooLongError):
+            return
+        began = time.perf_counter()
+        while not request.finished:
+            self._engine.step()
+            if time.perf_counter() - began > TIMED_SECONDS and len(request.events) >= SLOW_STEPS + LEAST_STEPS:
+                self._engine.abort(request)
+        self._learn_plain(request.events[SLOW_STEPS:])
+
+    def ask(
+        self,
+        text: str,
+        show: Callable[[str, bool], None],
+        interrupted: Callable[[], bool],
+        on_step: Callable[[Request], None] | None = None,
+    ) -> Exchange:
         """Answer `text`. Call show(piece, from_draft) for each new piece; stop if interrupted() between steps.
 
-        The conversation keeps the shown part of a stopped answer. Raises ChatSessionError.
+        on_step: called after each step. The conversation keeps the shown part of a stopped answer.
+        Raises ChatSessionError.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        began = time.perf_counter()
         request = self._submit(messages)
         answer = Answer(self._detokenizer.stream())
         written: list[str] = []
@@ -83,13 +129,24 @@ class ChatSession:
                 for piece, from_draft in answer.feed_pieces(update):
                     written.append(piece)
                     show(piece, from_draft)
+                if on_step is not None:
+                    on_step(request)
         finally:
             if request.finish_reason is None:  # show() raised, e.g. into a closed pipe
                 self._engine.abort(request)
         whole = "".join(written)
         self.messages = [*messages, {"role": "assistant", "content": whole}]
         stats = summarise(events_of_answer(request.events, answer.n_tokens))
-        return Exchange(whole, answer, time.perf_counter() - began, stats)
+        self._learn_plain(request.events[SLOW_STEPS:])
+        decode_s = 0.0
+        if request.first_token_at is not None and request.finished_at is not None:
+            decode_s = request.finished_at - request.first_token_at
+        return Exchange(whole, answer, decode_s, stats)
+
+    def _learn_plain(self, events: Sequence[VerifyEvent]) -> None:
+        """Keep the seconds of the plain steps among `events`; a step of several requests is not one of this chat."""
+        plain = [event for event in events if event.offered == 0 and event.batch == 1]
+        self._plain_steps += [event.draft_s + event.verify_s + event.commit_s for event in plain]
 
     def _submit(self, messages: list[dict[str, str]]) -> Request:
         try:
