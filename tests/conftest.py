@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -119,6 +119,14 @@ def tiny_target_directory(tiny_target: Target, tmp_path_factory: pytest.TempPath
     tiny_target.model.save_pretrained(directory)
     tiny_target.tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_path_factory):
+    """The tiny draft as `toolkit run` leaves one on disk; it names the tiny target's directory as its target."""
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    directory = tmp_path_factory.mktemp("tiny-draft")
+    return save_draft(directory, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta)
 
 
 @pytest.fixture

@@ -315,4 +315,4 @@ def test_tests_mirror_the_package() -> None:
     tests = PACKAGE.parent / "tests"
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
     without = {str(folder) for folder in folders if not (PACKAGE / folder).is_dir()}
-    assert without <= {"benchmarks", "docs", "peers"}, without
+    assert without <= {"benchmarks", "docs", "examples", "peers"}, without

@@ -31,6 +31,27 @@ def test_mt_bench_rows_are_read(tmp_path):
     assert (second.question_id, second.task, second.turns) == ("b", "alpaca", ("one", "two"))
 
 
+def test_conversations_are_read_with_their_system_message(tmp_path):
+    """A head trained on chats is measured on other chats of the same file, under the same system prompt."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "an answer that the target replaces"},
+        {"role": "user", "content": "two"},
+    ]
+    share_gpt = {"id": "b", "category": "math", "conversations": [{"from": "human", "value": "three"}]}
+    first, second = read_prompts(write(tmp_path / "chats.jsonl", {"messages": messages}, share_gpt))
+    assert (first.question_id, first.task, first.turns, first.system) == (
+        "chats-1",
+        "chats",
+        ("one", "two"),
+        "Be brief.",
+    )
+    assert (second.question_id, second.task, second.turns, second.system) == ("b", "math", ("three",), None)
+    with pytest.raises(DataError, match="none of the 1 messages is a user message"):
+        read_prompts(write(tmp_path / "bad.jsonl", {"messages": messages[:1]}))
+
+
 def test_line_separators_inside_a_string_do_not_end_the_row(tmp_path):
     """str.splitlines would cut this row in two and blame the user's file."""
     path = tmp_path / "p.jsonl"

@@ -62,6 +62,15 @@ def test_later_turns_follow_plain_decodings_answer_in_every_mode(scripted, words
         assert asked[mode, 1] == "u:p|a:abc|u:q|a:"
 
 
+def test_every_turn_follows_the_system_message(scripted, words):
+    """Left out, the prompts would not be those that the chats have."""
+    modes, _ = two_engines(scripted)
+    asked = [Prompt("0", "task", ("one", "two"), system="Be brief.")]
+    rounds = run_side_by_side(modes, words, asked, SAMPLING)
+    found = [text(answer.question.prompt_ids) for each in rounds for answer in each.answers]
+    assert len(found) == 6 and all("Be brief." in one and one.index("Be brief.") < one.index("one") for one in found)
+
+
 def test_a_batch_holds_prompts_of_different_numbers_of_turns(scripted, words):
     modes, _ = two_engines(scripted)
     seen = []

@@ -22,7 +22,7 @@ def test_a_foreign_head(make_eagle3, publish, tiny_target_directory):
     directory = publish("specforge", make_eagle3(fc_norm=True))
     report = inspect_head(directory, str(tiny_target_directory))
     said = rows(report)
-    assert "written by SpecForge or SGLang" in report.title and said["files"] == "config.json, model.safetensors"
+    assert "in the form of SpecForge or SGLang" in report.title and said["files"] == "config.json, model.safetensors"
     assert said["aux_layer_ids"].startswith("[2, 3, 4]") and said["variants"] == "fc_norm"
     assert said["draft vocabulary"].startswith("160 of") and "it names none" in said["needs"]
     assert any("as SGLang, SpecForge and ModelOpt mean it" in line for line in report.read)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, save_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
@@ -127,14 +127,6 @@ def running(served):
 @pytest.fixture(scope="session", name="running")
 def running_fixture():
     return running
-
-
-@pytest.fixture(scope="session")
-def tiny_draft_directory(tiny_target, tiny_draft, tiny_target_directory, tmp_path_factory):
-    """The tiny draft on disk; it names the tiny target's directory as its target."""
-    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
-    directory = tmp_path_factory.mktemp("tiny-draft")
-    return save_draft(directory, tiny_draft.head.state_dict(), tiny_draft.head.config, tiny_draft.token_map, meta)
 
 
 class OracleDrafter:

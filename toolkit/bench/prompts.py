@@ -1,16 +1,18 @@
-"""Benchmark prompts: files in MT-bench's format, or the forty built-in prompts.
+"""Benchmark prompts: files in MT-bench's format, files of conversations, or the forty built-in prompts.
 
-One JSON object per line: `{"question_id": 7, "category": "math", "turns": ["first user turn", "second user turn"]}`.
+One JSON object per line: `{"question_id": 7, "category": "math", "turns": ["first user turn", "second user turn"]}`,
+or a conversation (`messages`, or ShareGPT's `conversations`), whose system message and user turns are taken.
 Other keys (`reference`, ...) are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.conversations import conversation_from_row
 from toolkit.jsonl import DataError, read_rows
 
 BUILTIN = "built-in"
@@ -18,11 +20,12 @@ BUILTIN = "built-in"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to answer turn by turn. `task` is the row's `category`."""
+    """One conversation to answer turn by turn. `task` is the row's `category`. system: the system message, if any."""
 
     question_id: str
     task: str
     turns: tuple[str, ...]
+    system: str | None = None
 
 
 def builtin_prompts() -> list[Prompt]:
@@ -38,7 +41,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
     for number, row in read_rows(path):
-        prompt = _prompt(row, f"{path}:{number}", Path(path).stem)
+        where, stem = f"{path}:{number}", Path(path).stem
+        holds_messages = "messages" in row or "conversations" in row
+        prompt = _conversation(row, where, stem, number) if holds_messages else _prompt(row, where, stem)
         if prompt.question_id in seen:
             raise DataError(
                 f"{path}:{number}: question_id {prompt.question_id} was already used in line "
@@ -51,15 +56,28 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
+def _conversation(row: Mapping[str, Any], where: str, default_task: str, number: int) -> Prompt:
+    conversation = conversation_from_row(row, where, f"{default_task}-{number}")
+    first = conversation.messages[0]
+    system = first["content"] if first["role"] == "system" else None
+    turns = tuple(one["content"] for one in conversation.messages if one["role"] == "user")
+    return Prompt(conversation.id, _task(row, where, default_task), turns, system)
+
+
 def _prompt(row: Mapping[str, Any], where: str, default_task: str) -> Prompt:
-    identity, turns, task = row.get("question_id"), row.get("turns"), row.get("category") or default_task
+    identity, turns = row.get("question_id"), row.get("turns")
     if not isinstance(identity, int | str):
         raise DataError(f"{where}: question_id is {identity!r}; expected a number or a string")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise DataError(f'{where}: turns is {turns!r}; expected a list of user turns that are not empty: ["..."]')
+    return Prompt(str(identity), _task(row, where, default_task), tuple(turns))
+
+
+def _task(row: Mapping[str, Any], where: str, default: str) -> str:
+    task = row.get("category") or default
     if not isinstance(task, str):
         raise DataError(f"{where}: category is {task!r}; expected a string")
-    return Prompt(str(identity), task, tuple(turns))
+    return task
 
 
 def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
@@ -77,7 +95,7 @@ def read_prompt_files(paths: Sequence[str | Path]) -> list[Prompt]:
     if len(set(names)) < len(names):
         raise DataError(f"two of the files {', '.join(map(str, files))} would be one task; rename one of them")
     return [
-        Prompt(f"{name}/{prompt.question_id}", name, prompt.turns)
+        replace(prompt, question_id=f"{name}/{prompt.question_id}", task=name)
         for name, file in zip(names, files, strict=True)
         for prompt in read_prompts(file)
     ]

@@ -88,7 +88,7 @@ def run_side_by_side(
 
 def _warm_up(modes: Sequence[Mode], tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> None:
     for prompt in prompts:
-        ids = tuple(prompt_ids(tokenizer, [_user(prompt.turns[0])]))
+        ids = tuple(prompt_ids(tokenizer, [*_system(prompt), _user(prompt.turns[0])]))
         for mode in modes:
             _answer(mode, [Question(prompt, 0, ids, sampling.params(prompt, 0))], limit=WARMUP_TOKENS)
 
@@ -97,7 +97,7 @@ def _answer_group(
     modes: Sequence[Mode], tokenizer: Any, group: Sequence[Prompt], sampling: Sampling, place: int
 ) -> Iterator[Round]:
     """Answer all turns of a group in every mode. `place` is the number of earlier turns, which sets the mode order."""
-    histories: dict[str, list[dict[str, str]]] = {prompt.question_id: [] for prompt in group}
+    histories = {prompt.question_id: _system(prompt) for prompt in group}
     for turn in range(max(len(prompt.turns) for prompt in group)):
         questions = []
         for prompt in (prompt for prompt in group if turn < len(prompt.turns)):
@@ -117,6 +117,10 @@ def rotated(modes: Sequence[Mode], place: int) -> list[Mode]:
     """Return the order of the modes for group number `place`."""
     first = place % len(modes)
     return [*modes[first:], *modes[:first]]
+
+
+def _system(prompt: Prompt) -> list[dict[str, str]]:
+    return [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
 
 
 def _user(text: str) -> dict[str, str]:

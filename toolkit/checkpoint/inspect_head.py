@@ -66,7 +66,7 @@ def inspect_head(directory: Path, target: str | None = None) -> Report:
     """
     files = read_checkpoint(directory)
     found = recognise(files.config, files.tensors)
-    report = Report(f"{directory}: {found.head} draft head, written by {found.writer}")
+    report = Report(f"{directory}: {found.head} draft head, in the form of {found.writer}")
     report.rows = [("format", found.format), ("files", ", ".join(("config.json", *files.weights)))]
     facts = facts_for(files, target)
     try:

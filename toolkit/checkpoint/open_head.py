@@ -107,7 +107,7 @@ def import_head(
 def _read(
     found: Recognised, files: CheckpointFiles, resolver: Resolver, facts: TargetFacts | None
 ) -> tuple[HeadConfig, dict[str, torch.Tensor], TokenMap, torch.Tensor | None]:
-    resolver.note("format", found.format, f"by its contents; written by {found.writer}")
+    resolver.note("format", found.format, f"by its contents; in the form of {found.writer}")
     read = FORMATS[found.head].read
     assert read is not None, f"{found.head} checkpoints of other projects are not recognised"
     return read(files.config, files.tensors, resolver, facts)

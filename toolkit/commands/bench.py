@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
         "--prompts",
         nargs="+",
         metavar="FILE",
-        help="prompts in MT-bench's field style, each of several files a task (default: the 40 built-in ones)",
+        help="prompts in MT-bench's form or conversations (messages), each of several files a task (default: the 40 "
+        "built-in ones)",
     )
     group.add_argument("--limit", type=int, metavar="N", help="measure N prompts, evenly over the tasks")
     group.add_argument(
