@@ -29,7 +29,9 @@ def main() -> None:
     words = [str(RECIPE), "name=mtp", f"run_dir={args.out}", "train.head.kind=mtp", *BRIEFLY, *args.settings]
     words += ["--until", "train"]  # the stages measure and report are left out
     print("$ toolkit run", shlex.join(words), flush=True)
-    subprocess.run([sys.executable, "-m", "toolkit", "run", *words], check=True)
+    status = subprocess.run([sys.executable, "-m", "toolkit", "run", *words]).returncode
+    if status:
+        sys.exit(status)
 
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     with LLM(draft=f"{args.out}/ckpt", shape="3,1,4") as llm:  # a chain: three drafts a step, one after the other

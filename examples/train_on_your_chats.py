@@ -58,7 +58,9 @@ def main() -> None:
     settings += ["prompts.synthesize=0", f"prompts.sources=[{train}]", f"bench.prompts=[{test}]"]
     settings += [*(FEW_CHATS if args.chats is None else []), *args.settings]
     print("$ toolkit", shlex.join(["run", str(RECIPE), *settings]), flush=True)
-    subprocess.run([sys.executable, "-m", "toolkit", "run", str(RECIPE), *settings], check=True)
+    status = subprocess.run([sys.executable, "-m", "toolkit", "run", str(RECIPE), *settings]).returncode
+    if status:
+        sys.exit(status)
 
     rows = json.loads((args.out / "report.json").read_text(encoding="utf-8"))["rows"]
     for row in (row for row in rows if row["task"] == "all"):

@@ -16,7 +16,7 @@ from toolkit.targets.demo import DEMO_NAME, demo_directory
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Sizes with which a training takes seconds.
 SMALL = ["rollouts.max_tokens=16", "train.max_steps=6", "train.evaluation.eval_every=6", "train.unroll.ttt_steps=3"]
-TINY = ["token_map.size=128", "train.data.max_length=128", "prompts.max_tokens=16"]
+TINY = ["token_map.size=128", "train.data.max_length=128"]
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
@@ -96,9 +96,11 @@ def test_export_to_vllm_without_a_head(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_mtp(target: str, place: Path) -> None:
     """A head of another kind, from training to decoding."""
-    sizes = [*SMALL, "prompts.synthesize=8", "prompts.min_words=1", f"target.model={target}"]
+    rows = [{"prompt": f"count {number} apples and write about rivers"} for number in range(12)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = [*SMALL, "prompts.synthesize=0", "prompts.sources=[prompts.jsonl]", f"target.model={target}"]
     out = run("mtp.py", *sizes, *(TINY if target != DEMO_NAME else []), place=place)
-    assert "mtp.py" in out and out.count("[accept_length") == 3
+    assert "6 steps" in out and out.count("[accept_length") == 3
 
 
 def test_offline_batch(target: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
