@@ -18,7 +18,9 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import PromptTooLongError
 
-README = Path(__file__).resolve().parents[3] / "README.md"
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EXAMPLE = re.compile(r"```python\n(from toolkit import LLM.*?)```", re.DOTALL)
 TEXTS = ["the quick brown fox", "seven wizards count", "rivers, trains", "the weather in spring"]
 
 
@@ -202,15 +204,13 @@ def test_what_is_no_prompt(tiny_target, prompts, says):
         read_offline_prompts(prompts, tiny_target.tokenizer)
 
 
-def test_the_readme_example_runs(tiny_draft_directory, tmp_path, monkeypatch, capsys):
-    """It is the first thing that somebody copies; only the draft directory's place is made up here."""
-    code = re.search(r"```python\n(from toolkit import LLM.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None, "README.md has no example of `from toolkit import LLM`"
+@pytest.mark.parametrize("code", [code for page in PAGES for code in EXAMPLE.findall(page.read_text("utf-8"))])
+def test_the_examples_run(tiny_draft_directory, tmp_path, monkeypatch, code):
+    """They are the first thing that somebody copies; only the draft directory's place is made up here."""
     (tmp_path / "runs" / "smollm2-135m").mkdir(parents=True)
     (tmp_path / "runs" / "smollm2-135m" / "ckpt").symlink_to(tiny_draft_directory)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code.group(1), "README.md", "exec"), {})
-    assert capsys.readouterr().out.count("accept_length") == 2
+    exec(compile(code, "example", "exec"), {})
 
 
 def test_an_absent_name_is_an_attribute_error():
