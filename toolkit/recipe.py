@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 
 from toolkit.log import get_logger
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
-from toolkit.train_settings import HeadName, Shapes, Some, TrainSettings, setting
+from toolkit.train_settings import EachOnce, HeadName, ShapeOrAdaptive, Some, TrainSettings, setting
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -104,8 +104,17 @@ class BenchSettings:
     further_temperatures: tuple[NonNegativeFloat, ...] = setting(
         (), "also measured; each is written to its own record, such as acceptance-T1.json"
     )
-    shapes: Shapes = setting(("4,1,5", "4,4,16"), 'draft shapes, each "num_steps,top_k,num_draft_tokens"')
+    shapes: Annotated[tuple[ShapeOrAdaptive, ...], Some, EachOnce] = setting(
+        ("adaptive", "4,1,5", "4,4,16"),
+        'what is measured beside plain decoding: draft shapes, each "num_steps,top_k,num_draft_tokens", and adaptive, '
+        "which drafts in every step at most the largest of them, as `toolkit serve` does",
+    )
     warmup: NonNegativeInt = setting(2, "prompts decoded before timing starts")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether adaptive drafting is measured."""
+        return "adaptive" in self.shapes
 
     def __post_init__(self) -> None:
         others = self.further_temperatures

@@ -45,6 +45,9 @@ HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(
 Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
 Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
+ShapeOrAdaptive = Annotated[
+    str, needs(re.compile(r"adaptive|\d+,\d+,\d+").fullmatch, 'be "adaptive" or "num_steps,top_k,num_draft_tokens"')
+]
 Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
 

@@ -29,19 +29,22 @@ def test_a_whole_measurement_on_a_tiny_target(tiny_target, tiny_draft, tmp_path,
         tiny_draft,
         PROMPTS,
         SHAPES,
+        adaptive=True,
         max_tokens=12,
         temperature=temperature,
         command="test",
         config=EngineConfig(verify="target", max_running_requests=batch),
     )
     whole = [row for row in record["rows"] if row["task"] == "all"]
-    assert [(row["shape"], row["num_draft_tokens"]) for row in whole] == [("chain", 3), ("tree", 6)]
-    assert len(record["rows"]) == 6 and len(record["answers"]) == 8
+    assert [(row["shape"], row["num_draft_tokens"]) for row in whole] == [("adaptive", 6), ("chain", 3), ("tree", 6)]
+    assert len(record["rows"]) == 9 and len(record["answers"]) == 12
     for row in whole:
         assert row["tokens_equal"] is True and row["unequal"] == 0 and row["answers"] == 4 and row["prompts"] == 3
-        assert row["accept_length"] >= 1 and row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0
-        assert row["temperature"] == temperature and row["verify_steps"] > 0
-    assert record["target"]["dtype"] == "float32" and record["settings"]["shapes"] == ["2,1,3", "3,2,6"]
+        assert row["tokens_per_s"] > 0 and row["plain_tokens_per_s"] > 0 and row["temperature"] == temperature
+    for row in whole[1:]:
+        assert row["accept_length"] >= 1 and row["verify_steps"] > 0 and row["drafted_share"] == 1
+    assert whole[0]["drafted_share"] < 1, "adaptive drafting begins with plain steps"
+    assert record["target"]["dtype"] == "float32" and record["settings"]["shapes"] == ["adaptive", "2,1,3", "3,2,6"]
     write_record(tmp_path / "acceptance.json", record)
     assert read_record(tmp_path / "acceptance.json", "acceptance") == json.loads(json.dumps(record, allow_nan=False))
     print_acceptance(record)
@@ -76,8 +79,15 @@ def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):
         )
 
     before = hooks()
-    measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1], max_tokens=4, warmup=0)
+    measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1], adaptive=True, max_tokens=4, warmup=0)
     assert hooks() == before
+
+
+def test_adaptive_drafting_alone_goes_as_far_as_the_engine_does(tiny_target, tiny_draft):
+    """`bench.shapes=[adaptive]`: what serve does with a head that was never measured."""
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], [], adaptive=True, max_tokens=4, warmup=0)
+    assert [(row["shape"], row["num_draft_tokens"]) for row in record["rows"]] == [("adaptive", 5)] * 2
+    assert measured_summary(record)["best_shape"] == measured_summary(record)["adaptive_shape"] == "4,1,5"
 
 
 def test_an_engine_that_writes_something_else_is_caught(tiny_target, tiny_draft, monkeypatch):
@@ -101,6 +111,12 @@ def test_summary_for_the_draft_directory_names_the_best_shape(record):
     summary = measured_summary(record)
     assert summary["best_shape"] == "4,4,16" and len(summary["rows"]) == 2
     assert DraftShape.parse(summary["best_shape"]).name == "tree 4x4/16"
+    assert "adaptive_shape" not in summary
+    adaptive = {"shape": "adaptive", "num_steps": 7, "num_draft_tokens": 32, "speedup": 9.9}
+    record["rows"].insert(0, record["rows"][0] | adaptive | {"top_k": 8})
+    summary = measured_summary(record)
+    assert (summary["best_shape"], summary["adaptive_shape"]) == ("4,4,16", "7,8,32")
+    assert len(summary["rows"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,22 @@ def test_a_row_per_shape_and_task_with_the_records_keys(two_tasks):
     assert whole["tokens_equal"] is True and whole["near_ties"] == whole["unequal"] == 0
 
 
+def test_adaptive_rows_come_first_and_say_how_often_they_drafted(two_tasks):
+    """Its accept_length leaves plain steps out: without their share, a head that drafts rarely would look good."""
+    plain, speculative = two_tasks
+    idle = VerifyEvent(0, 0, 0, 1, False, 0.0, 0.4, 0.02, 1)
+    chosen = [answer("1", "math", range(10, 19), [step(2), idle, idle, idle]), answer("2", "coding", range(10, 19))]
+    adaptive = [Round("adaptive", (one,), 0.5, 2.0, 8) for one in chosen]
+    most = DraftShape(4, 4, 16)
+    rows = tabulate([*rounds_of(plain, speculative), *adaptive], [CHAIN], BF16_TARGET, 0.0, adaptive=most)["rows"]
+    assert [(row["shape"], row["task"]) for row in rows[:4]] == [
+        ("adaptive", "all"), ("adaptive", "math"), ("adaptive", "coding"), ("chain", "all"),
+    ]  # fmt: skip
+    assert (rows[0]["num_steps"], rows[0]["top_k"], rows[0]["num_draft_tokens"]) == (4, 4, 16)
+    assert (rows[0]["drafted_share"], rows[0]["accept_length"], rows[0]["speedup"]) == (0.25, 3.0, 1.0)
+    assert rows[2]["drafted_share"] is None and rows[3]["drafted_share"] == 1.0
+
+
 def test_speed_is_decode_tokens_over_decode_seconds(two_tasks):
     """16 decoded tokens in 2 s against 4 s; with 0.5 s of prefill a prompt, 18 tokens in 3 s against 5 s."""
     whole = tabulate(rounds_of(*two_tasks), [CHAIN], BF16_TARGET, 0.0)["rows"][0]

@@ -44,6 +44,14 @@ def test_modes_are_interleaved_in_rotating_order(scripted, words):
     assert log == names + names[1:] + names[:1] + names[2:] + names[:2]
 
 
+def test_adaptive_drafting_chooses_for_itself(scripted, words):
+    """Setting its shape before each prompt would make it forget what it has learned of the machine."""
+    engine = scripted(lambda ids, shape: PLAIN_RUNS)
+    mode = Mode(engine, TREE, adaptive=True)
+    (done,) = run_side_by_side([mode], words, prompts(("p",)), SAMPLING, warmup=0)
+    assert done.mode == "adaptive" and engine.shape is None and done.answers[0].output_ids == (97, 98, 99)
+
+
 def test_warm_up_comes_first_and_is_not_in_the_result(scripted, words):
     """Caches that fill in the first run would count against the first mode."""
     modes, log = two_engines(scripted)

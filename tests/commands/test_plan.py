@@ -19,6 +19,7 @@ def test_plan_of_a_head_with_measured_chains(tiny_draft_directory, tiny_target_d
     head = tmp_path / "head"
     shutil.copytree(tiny_draft_directory, head)
     rows = [{"top_k": 1, "num_steps": 2, "accept_rate": [0.9, 0.8], "temperature": 0.0, "verify_steps": 9}]
+    rows.append(rows[0] | {"shape": "adaptive", "num_steps": 7})  # its accept_rate is of the steps that it chose
     write_json(head / "measured.json", {"rows": rows})
     typed = ["plan", str(tiny_target_directory), *WORK, "--concurrency", "4", "--draft", str(head)]
     typed += ["--gpu-bandwidth", "0.01"]  # so slow that a tiny model is worth drafting for

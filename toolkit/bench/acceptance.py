@@ -7,12 +7,12 @@ timing each engine step, equality from a comparison with the tokens of plain dec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.answers import ResumeLog, Sampling
+from toolkit.bench.answers import ADAPTIVE, ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
@@ -21,6 +21,7 @@ from toolkit.bench.rows import ALL, best_row, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
@@ -33,7 +34,9 @@ from toolkit.weights import sha256_file
 ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
 
 DEFINITIONS = {
-    "accept_length": "tokens committed per verify step, bonus token included; truncated steps are not counted",
+    "accept_length": "tokens committed per verify step that drafted, bonus token included; truncated steps are not "
+    "counted, nor plain steps, of which adaptive drafting and n-gram lookup have some",
+    "drafted_share": "share of all steps in which something was drafted; the other steps decode plainly",
     "interval": f"95 % percentile bootstrap over prompts (all turns of a prompt together), {RESAMPLES} resamples",
     "accept_rate": "share of the verify steps that reached depth i and accepted it (conditional)",
     "accept_rate_unconditional": "share of all verify steps that offered depth i and accepted it",
@@ -53,6 +56,7 @@ def measure_acceptance(
     prompts: Sequence[Prompt],
     shapes: Sequence[DraftShape],
     *,
+    adaptive: bool = False,
     max_tokens: int = 96,
     temperature: float = 0.0,
     seed: int = 0,
@@ -65,9 +69,11 @@ def measure_acceptance(
     keep: Path | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every shape against plain decoding.
+    """Measure every shape against plain decoding, and with `adaptive` also what `toolkit serve` does as it starts:
+    adaptive drafting up to the smallest shape that all of `shapes` fit in.
 
-    Returns a record of kind "acceptance": for every shape one row over all prompts (task "all") and one row per task.
+    Returns a record of kind "acceptance": for adaptive drafting and for every shape one row over all prompts (task
+    "all") and one row per task.
 
     Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
@@ -83,12 +89,13 @@ def measure_acceptance(
     chosen = limited(list(prompts), limit)
     if not chosen:
         raise DataError("the list of prompts is empty; at least one prompt is required")
+    most = adaptive_limit(shapes) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     token_map = None if config.token_map is None else Path(config.token_map)
     settings = {
         "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
-        "shapes": [shape.as_text() for shape in shapes],
+        "shapes": [*([ADAPTIVE] if adaptive else []), *(shape.as_text() for shape in shapes)],
         "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
         "prompts": prompts_from,
         "max_tokens": max_tokens,
@@ -104,42 +111,67 @@ def measure_acceptance(
     kept = None if keep is None else _resume_log(keep, target, draft, chosen, settings)
     sampling = Sampling(max_tokens, temperature, seed)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    with _modes(target, draft, shapes, config) as modes:
+    with _modes(target, draft, shapes, most, config) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
+    judged: Any = {"adaptive": most, "method": draft.kind, "check_tokens": check_tokens, "verify": verify}
     return make_record(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(rounds, shapes, target, temperature, method=draft.kind, check_tokens=check_tokens, verify=verify),
+        **tabulate(rounds, shapes, target, temperature, **judged),
         target=_describe_target(target),
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
     )
 
 
+def adaptive_limit(shapes: Sequence[DraftShape]) -> DraftShape:
+    """The largest shape of adaptive drafting beside these shapes; without any, the engine's default."""
+    return DraftShape.covering(shapes) if shapes else DEFAULT_SHAPE
+
+
 @contextmanager
-def _modes(target: Target, draft: Draft, shapes: Sequence[DraftShape], config: EngineConfig) -> Iterator[list[Mode]]:
-    """Yield plain decoding and every shape. Plain decoding has its own engine, without the cost of a head."""
-    # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
-    options = replace(config, adaptive=False, prefix_cache=False)
-    speculative = build_engine(replace(options, shape=shapes[0].as_text()), target, draft).engine
-    plain = build_engine(replace(options, verify="target"), target).engine
-    try:
-        yield [Mode(plain, None), *(Mode(speculative, shape) for shape in shapes)]
-    finally:
-        speculative.close()
-        plain.close()
+def _modes(
+    target: Target, draft: Draft, shapes: Sequence[DraftShape], most: DraftShape | None, config: EngineConfig
+) -> Iterator[list[Mode]]:
+    """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
+
+    Plain decoding has its own engine, without the cost of a head, and so has adaptive drafting.
+    """
+    with ExitStack() as engines:
+
+        def engine(draft: Draft | None, shape: DraftShape | None, **options: Any) -> Engine:
+            # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
+            options |= {"prefix_cache": False, "shape": None if shape is None else shape.as_text()}
+            return engines.enter_context(closing(build_engine(replace(config, **options), target, draft).engine))
+
+        modes = [Mode(engine(None, None, verify="target", adaptive=False), None)]
+        if most is not None:
+            modes.append(Mode(engine(draft, most, adaptive=True), most, adaptive=True))
+        if shapes:
+            speculative = engine(draft, shapes[0], adaptive=False)
+            modes += [Mode(speculative, shape) for shape in shapes]
+        yield modes
 
 
 def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of measured.json in a draft directory: the best shape, and the "all" row of every shape."""
-    best = best_row(record)
+    """Return the content of measured.json in a draft directory: the best shapes, and the "all" row of every setting.
+
+    best_shape: the fastest one drafted in every step. adaptive_shape: the largest one of adaptive drafting, if that was
+    measured.
+    """
+    rows = [row for row in record["rows"] if row["task"] == ALL]
+    fixed = [row for row in rows if row["shape"] != ADAPTIVE]
+    adaptive = next((row for row in rows if row["shape"] == ADAPTIVE), None)
+    shapes = {"best_shape": _as_text(best_row({"rows": fixed or rows}))}
+    if adaptive is not None:
+        shapes["adaptive_shape"] = _as_text(adaptive)
     kept = ("date", "commit", "hardware", "versions", "settings", "target")
-    return {
-        "best_shape": f"{best['num_steps']},{best['top_k']},{best['num_draft_tokens']}",
-        **{key: record[key] for key in kept if key in record},
-        "rows": [row for row in record["rows"] if row["task"] == ALL],
-    }
+    return {**shapes, **{key: record[key] for key in kept if key in record}, "rows": rows}
+
+
+def _as_text(row: dict[str, Any]) -> str:
+    return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
 
 
 def _resume_log(

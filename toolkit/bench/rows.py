@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.answers import PLAIN, LoggedAnswer, Round
+from toolkit.bench.answers import ADAPTIVE, PLAIN, LoggedAnswer, Round
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
@@ -30,25 +30,31 @@ def tabulate(
     method: str = "eagle3",
     check_tokens: bool = True,
     verify: str = "target",
+    adaptive: DraftShape | None = None,
 ) -> dict[str, Any]:
-    """Return the rows, one entry per answer, and all divergences of finished rounds."""
+    """Return the rows, one entry per answer, and all divergences of finished rounds.
+
+    adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured.
+    """
     plain = {_key(answer): answer for answer in _answers(rounds, PLAIN)}
+    modes = {} if adaptive is None else {ADAPTIVE: _shape_keys(adaptive) | {"shape": ADAPTIVE}}
+    modes |= {shape.name: _shape_keys(shape) for shape in shapes}
     rows, answers, divergences = [], [], []
-    for shape in shapes:
+    for mode, keys in modes.items():
         judged: dict[Key, Divergence | None] = {}
-        for answer in _answers(rounds, shape.name):
+        for answer in _answers(rounds, mode):
             if check_tokens:
                 judged[_key(answer)] = _judge(target, plain[_key(answer)], answer, temperature)
-            answers.append(_answer_entry(shape, answer))
+            answers.append(_answer_entry(mode, answer))
         divergences += [
-            {"shape": shape.name, "question_id": key[0], "turn": key[1], **asdict(found)}
+            {"shape": mode, "question_id": key[0], "turn": key[1], **asdict(found)}
             for key, found in judged.items()
             if found is not None
         ]
         tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
         for task in (ALL, *tasks):
-            row = {"method": method, **_shape_keys(shape), "temperature": temperature, "verify": verify, "task": task}
-            rows.append({**row, **_row(rounds, shape, task, judged if check_tokens else None)})
+            row = {"method": method, **keys, "temperature": temperature, "verify": verify, "task": task}
+            rows.append({**row, **_row(rounds, mode, task, judged if check_tokens else None)})
     return {"rows": rows, "answers": answers, "divergences": divergences}
 
 
@@ -67,11 +73,10 @@ def _judge(target: Target, plain: LoggedAnswer, speculative: LoggedAnswer, tempe
     )
 
 
-def _row(
-    rounds: Sequence[Round], shape: DraftShape, task: str, judged: dict[Key, Divergence | None] | None
-) -> dict[str, Any]:
-    answers = [answer for answer in _answers(rounds, shape.name) if task in (ALL, answer.question.prompt.task)]
-    stats = summarise(event for answer in answers for event in answer.events)
+def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Divergence | None] | None) -> dict[str, Any]:
+    answers = [answer for answer in _answers(rounds, mode) if task in (ALL, answer.question.prompt.task)]
+    events = [event for answer in answers for event in answer.events]
+    stats = summarise(events)
     of_task = [judged[_key(answer)] for answer in answers] if judged is not None else []
     parted = [found for found in of_task if found is not None]
     return {
@@ -80,11 +85,12 @@ def _row(
         "tokens": sum(len(answer.output_ids) for answer in answers),
         "verify_steps": stats.verify_steps,
         "truncated_steps": stats.truncated_steps,
+        "drafted_share": sum(event.offered > 0 for event in events) / len(events) if events else None,
         "accept_length": number(stats.accept_length),
         "interval": _interval(answers),
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
-        **_speed(rounds, shape, task),
+        **_speed(rounds, mode, task),
         **_parts(answers),
         "tokens_equal": None if judged is None else all(found.near_tie for found in parted),
         "near_ties": None if judged is None else sum(found.near_tie for found in parted),
@@ -106,9 +112,9 @@ def _interval(answers: Sequence[LoggedAnswer]) -> list[float | None]:
     return [None, None] if found is None else list(found)
 
 
-def _speed(rounds: Sequence[Round], shape: DraftShape, task: str) -> dict[str, float | None]:
+def _speed(rounds: Sequence[Round], mode: str, task: str) -> dict[str, float | None]:
     """Return speeds and times of one task; None if a batch mixed it with other tasks, whose times are not separable."""
-    ours, plain = (_clock(rounds, mode, task) for mode in (shape.name, PLAIN))
+    ours, plain = (_clock(rounds, one, task) for one in (mode, PLAIN))
     if ours is None or plain is None:
         names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "speedup_with_prefill")
         return dict.fromkeys(names + ("decode_s", "plain_decode_s", "prefill_s", "plain_prefill_s"))
@@ -151,11 +157,11 @@ def _parts(answers: Iterable[LoggedAnswer]) -> dict[str, float]:
     }
 
 
-def _answer_entry(shape: DraftShape, answer: LoggedAnswer) -> dict[str, Any]:
+def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
     """Return the counts of one answer, which can be compared with another engine's prompt by prompt."""
     stats = summarise(answer.events)
     return {
-        "shape": shape.name,
+        "shape": mode,
         "question_id": answer.question.prompt.question_id,
         "turn": answer.question.turn,
         "task": answer.question.prompt.task,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.bench.answers import PLAIN, LoggedAnswer, Question, ResumeLog, Round, Sampling
+from toolkit.bench.answers import ADAPTIVE, PLAIN, LoggedAnswer, Question, ResumeLog, Round, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.engine.engine import Engine
@@ -35,13 +35,19 @@ class BenchError(ValueError):
 
 @dataclass(frozen=True)
 class Mode:
-    """Plain decoding (no shape) or speculative decoding with a shape, and its engine."""
+    """Plain decoding (no shape), or speculative decoding with a shape or at most that shape, and its engine.
+
+    adaptive: the engine chooses in every step. It learns from step to step, so it runs no other mode.
+    """
 
     engine: Engine
     shape: DraftShape | None
+    adaptive: bool = False
 
     @property
     def name(self) -> str:
+        if self.adaptive:
+            return ADAPTIVE
         return PLAIN if self.shape is None else self.shape.name
 
 
@@ -130,7 +136,7 @@ def _user(text: str) -> dict[str, str]:
 def _answer(mode: Mode, questions: Sequence[Question], limit: int | None = None) -> Round:
     """Decode `questions` together in one mode, timing each engine step."""
     engine = mode.engine
-    if mode.shape is not None:
+    if mode.shape is not None and not mode.adaptive:
         engine.set_shape(mode.shape)
     requests: list[Request] = []
     clock = time.perf_counter()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.rows import ALL, best_row
 
@@ -77,7 +78,9 @@ def verdict_line(record: dict[str, Any]) -> str:
 
 
 def shape_name(row: dict[str, Any]) -> str:
-    """Return "chain 4" or "tree 4x4/16", like `DraftShape.name`."""
+    """Return "adaptive", "chain 4" or "tree 4x4/16", like `Mode.name`."""
+    if row["shape"] == ADAPTIVE:
+        return ADAPTIVE
     if row["shape"] == "chain":
         return f"chain {row['num_steps']}"
     return f"tree {row['num_steps']}x{row['top_k']}/{row['num_draft_tokens']}"

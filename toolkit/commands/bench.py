@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
         nargs="+",
         action="extend",
         metavar="S,K,N",
-        help="num_steps,top_k,num_draft_tokens; several, or the option several times, are measured side by side "
+        help="num_steps,top_k,num_draft_tokens, or adaptive (at most the largest of the others, as serve drafts); "
+        "several, or the option several times, are measured side by side "
         f"(default: {' '.join(defaults.shapes)})",
     )
     group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")

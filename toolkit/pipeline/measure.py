@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.acceptance import measure_acceptance, measured_summary
+from toolkit.bench.acceptance import adaptive_limit, measure_acceptance, measured_summary
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import best_row
@@ -69,7 +69,7 @@ def measure_head(
     """
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
     device = device_of(config)
-    for shape in shapes:
+    for shape in [*shapes, *([adaptive_limit(shapes)] if wanted.adaptive else [])]:
         replace(config, shape=shape.as_text()).check(device.type)
     target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
@@ -86,6 +86,7 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
             draft,
             prompts,
             shapes,
+            adaptive=wanted.adaptive,
             prompts_from="built-in" if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts),
             limit=wanted.limit,
             max_tokens=wanted.max_tokens,

@@ -44,6 +44,9 @@ def check_head_fits(target: Target, settings: TrainSettings) -> None:
 
 
 def prompts_and_shapes(wanted: BenchSettings) -> tuple[list[Prompt], list[DraftShape]]:
-    """What a measurement is made on. Raises `DataError` and `DraftShapeError`."""
-    shapes = [DraftShape.parse(one) for one in wanted.shapes]
+    """The prompts of a measurement, and the shapes that are drafted in every step; `wanted.adaptive` is one more mode.
+
+    Raises `DataError` and `DraftShapeError`.
+    """
+    shapes = [DraftShape.parse(one) for one in wanted.shapes if one != "adaptive"]
     return builtin_prompts() if wanted.prompts is None else read_prompt_files(wanted.prompts), shapes

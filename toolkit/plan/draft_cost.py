@@ -60,7 +60,8 @@ def measured_accept_lengths(measured: Any) -> tuple[dict[int, float], str]:
     its depth. Raises `PlanError` when no chain was measured.
     """
     rows = (measured or {}).get("rows") or [] if isinstance(measured, dict) else []
-    chains = [row for row in rows if row.get("top_k") == 1 and row.get("accept_rate")]
+    fixed = [row for row in rows if row.get("shape") != "adaptive"]
+    chains = [row for row in fixed if row.get("top_k") == 1 and row.get("accept_rate")]
     if not chains:
         raise PlanError("no chain was measured with this head; give --accept-lengths or run `toolkit bench acceptance`")
     row = max(chains, key=lambda row: row["num_steps"])

@@ -37,6 +37,9 @@ def test_best_measured_shape_is_the_default(draft):
     write_json(draft / "measured.json", {"best_shape": "3,2,6"})
     assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 2, 6)
     assert load_engine(EngineConfig(draft=draft, shape="2,1,3")).shape == DraftShape.chain(2)
+    write_json(draft / "measured.json", {"best_shape": "3,2,6", "adaptive_shape": "3,3,8"})
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 3, 8)
+    assert load_engine(EngineConfig(draft=draft, adaptive=False)).shape == DraftShape(3, 2, 6)
 
 
 def test_a_given_shape_is_drafted_as_it_is(draft):

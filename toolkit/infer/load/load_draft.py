@@ -64,13 +64,15 @@ def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
     return str(stated["name"]), stated.get("revision")
 
 
-def best_shape(draft: Draft) -> DraftShape:
-    """The best measured shape of this head (meta["measured"]["best_shape"]), else a chain of 4."""
-    if not isinstance(draft, DraftCheckpoint):
+def measured_shape(draft: Draft, adaptive: bool) -> DraftShape:
+    """The shape that this head was measured best with, else a chain of 4: of measured.json, `best_shape`, or for
+    adaptive drafting the largest one, `adaptive_shape`, if it was measured."""
+    measured: Any = draft.meta.get("measured") if isinstance(draft, DraftCheckpoint) else None
+    if not isinstance(draft, DraftCheckpoint) or not isinstance(measured, dict):
         return DEFAULT_SHAPE
-    measured: Any = draft.meta.get("measured") or {}
-    text = measured.get("best_shape") if isinstance(measured, dict) else None
-    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: best_shape")
+    name = "adaptive_shape" if adaptive and "adaptive_shape" in measured else "best_shape"
+    text = measured.get(name)
+    return DEFAULT_SHAPE if text is None else parse_shape(str(text), f"{draft.path}/measured.json: {name}")
 
 
 def check_takes_token_map(draft: Draft, path: str | Path) -> None:

@@ -19,10 +19,10 @@ from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (
-    best_shape,
     check_takes_token_map,
     fit_draft,
     load_draft,
+    measured_shape,
     target_source,
 )
 from toolkit.infer.parallel.driver import Driver
@@ -94,7 +94,7 @@ def build_engine(
     graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
-        shape = best_shape(draft)
+        shape = measured_shape(draft, adaptive)
     engine = (Engine if ranks is None else engine_of(ranks))(
         target,
         draft,
