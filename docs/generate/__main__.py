@@ -32,12 +32,17 @@ BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def generated() -> dict[Path, str]:
-    """The text of every generated file, and of every page with a generated block. Raises KeyError: unknown block."""
+    """The text of every generated file, and of every page with a generated block. Raises KeyError: unknown block;
+    ValueError: a block that no page has."""
+    lost = set(BLOCKS)
     texts = {DOCS / name: page() for name, page in PAGES.items()}
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path not in texts and BLOCK.search(text):
             texts[path] = BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n{block[3]}", text)
+            lost -= {block[1] for block in BLOCK.findall(text)}
+    if lost:
+        raise ValueError(f"no page has the block {', '.join(sorted(lost))}")
     return texts
 
 

@@ -72,13 +72,13 @@ def _row(action: argparse.Action) -> tuple[str, str, str]:
     if len(told) == 1 and action.nargs != "?":
         default, _, rest = told[0].partition("; ")
         text = DEFAULT.sub(f" ({rest})" if rest else "", text)
-        default = code(default) if re.fullmatch(r"[\w./-]+", default) else plain(default)
+        default = code(default) if re.fullmatch(r"[\w./-]+", default) else flags_as_code(default)
     elif told:
         default = ""  # the text has it
     else:
         default = "required" if action.required and action.nargs != "*" else code(_value(action))
     name = _typed(action) if action.option_strings else _place(action)
-    return code(name), default, plain(text)
+    return code(name), default, flags_as_code(text)
 
 
 def _typed(action: argparse.Action) -> str:
@@ -107,5 +107,12 @@ def _value(action: argparse.Action) -> str:
 
 
 def _sentence(text: str) -> str:
-    text = plain(text[0].upper() + text[1:])
+    text = flags_as_code(text[0].upper() + text[1:])
     return text if text.endswith(".") else f"{text}."
+
+
+def flags_as_code(text: str) -> str:
+    """A help text as Markdown."""
+    return re.sub(
+        r"`[^`]*`|--[a-z][a-z0-9-]*", lambda found: found[0] if found[0][0] == "`" else code(found[0]), plain(text)
+    )

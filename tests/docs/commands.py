@@ -134,10 +134,10 @@ def check_script(path: str, arguments: list[str]) -> None:
 
 @cache
 def check_pytest(arguments: tuple[str, ...]) -> None:
-    """pytest parses its options before it prints its version."""
+    """pytest parses its options before it lists its markers."""
     for one in arguments:
         assert "/" not in one or (REPOSITORY / one.split("::")[0]).exists(), f"{one} does not exist"
-    command = [sys.executable, "-m", "pytest", *arguments, "--noconftest", "--version"]
+    command = [sys.executable, "-m", "pytest", *arguments, "--noconftest", "--markers"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
