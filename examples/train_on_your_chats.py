@@ -64,8 +64,8 @@ def main() -> None:
 
     rows = json.loads((args.out / "report.json").read_text(encoding="utf-8"))["rows"]
     for row in (row for row in rows if row["task"] == "all"):
-        shape = f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
-        print(f"shape {shape}: accept_length {row['accept_length']:.2f}, {row['speedup']:.2f}x plain decoding")
+        length = "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"  # adaptive may draft nothing
+        print(f"{row['shape']:<8} accept_length {length}, {row['speedup']:.2f}x plain decoding")
 
 
 if __name__ == "__main__":
