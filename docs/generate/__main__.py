@@ -13,15 +13,20 @@ from pathlib import Path
 
 import commands
 import drawing
+import figure
 import glossary
 import python_api
 import recipe
+
+import benchmarks
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES: dict[str, Callable[[], str]] = {
     "recipe.md": recipe.page,
     "commands.md": commands.page,
     "floors.svg": drawing.page,
+    "benchmarks.md": benchmarks.page,
+    "acceptance.svg": figure.svg,
 }
 BLOCKS: dict[str, Callable[[], str]] = {
     "serve flags": commands.serve_flags,

@@ -1,0 +1,85 @@
+"""The figure of the README, drawn from the newest record of the demo recipe: tokens/s with and without drafts."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from record_tables import Row, number, times
+
+from benchmarks import FIRST_COMMAND, RESULTS, Record, records_of
+
+WIDTH, HEIGHT = 640, 360
+LEFT, TOP, FLOOR = 40, 122, 290  # of the bars, in pixels
+INK, FAINT, PLAIN, FASTER, SLOWER = "#1f2328", "#57606a", "#8c959f", "#1a7f37", "#bc4c00"
+
+
+def svg(results: Path = RESULTS) -> str:
+    """The figure, on a white panel of its own, so that it is legible on any page. Raises FileNotFoundError."""
+    newest = next((record for _, record in records_of(FIRST_COMMAND, results)), None)
+    if newest is None:
+        raise FileNotFoundError(
+            f"{results} has no record of the demo recipe; run it and copy its acceptance record there"
+        )
+    return _draw(newest)
+
+
+def _draw(record: Record) -> str:
+    rows = [row for row in record["rows"] if row["task"] == "all"]
+    plain = rows[0]["plain_tokens_per_s"]
+    bars = [("plain decoding", plain, (), PLAIN), *(_bar(row) for row in rows)]
+    unit = (FLOOR - TOP) / max(speed for _, speed, _, _ in bars)
+    step = (WIDTH - 2 * LEFT) / len(bars)
+    hardware, settings = record["hardware"], record["settings"]
+    where = f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware.get('cpu_flags') or ())}".rstrip(", ")
+    parts = [
+        _text(LEFT, 36, "Tokens per second of the demo recipe", INK, 20, "start", "600"),
+        _text(LEFT, 58, f"{where}; {record['date'][:10]}", FAINT, 12, "start"),
+        _text(
+            LEFT,
+            76,
+            f"{rows[0]['prompts']} {settings['prompts']} prompts, greedy, {_target(record)}",
+            FAINT,
+            12,
+            "start",
+        ),
+    ]
+    level = FLOOR - unit * plain
+    for place, (name, speed, notes, colour) in enumerate(bars):
+        middle, top = LEFT + step * (place + 0.5), FLOOR - unit * speed
+        width = min(110.0, 0.62 * step)
+        parts.append(
+            f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" height="{FLOOR - top:.1f}" rx="3" '
+            f'fill="{colour}"/>'
+        )
+        parts.append(_text(middle, FLOOR - 10, number(speed, 1), "#ffffff", 16, "middle", "600"))
+        for line, note in enumerate(reversed(notes)):
+            parts.append(_text(middle, min(top, level) - 8 - 16 * line, note, INK, 12))
+        parts.append(_text(middle, FLOOR + 20, name, INK, 13))
+    parts.append(f'<path d="M{LEFT} {level:.1f}H{WIDTH - LEFT}" stroke="{INK}" stroke-dasharray="4 4" opacity="0.5"/>')
+    parts.append(_text(LEFT, HEIGHT - 22, "accept_length: tokens committed per verify step", FAINT, 12, "start"))
+    body = "\n".join(f"  {part}" for part in parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="system-ui, Helvetica, Arial, sans-serif" role="img">\n'
+        f'  <rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff" stroke="#d0d7de"/>\n{body}\n</svg>\n'
+    )
+
+
+def _bar(row: Row) -> tuple[str, float, tuple[str, ...], str]:
+    name = row["shape"]
+    if row.get("num_steps") is not None:
+        name += f" {row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
+    notes = (f"accept_length {number(row['accept_length'])}", f"{times(row['speedup'])} plain")
+    return name, row["tokens_per_s"], notes, FASTER if row["speedup"] >= 1 else SLOWER
+
+
+def _target(record: Record) -> str:
+    return f"{record['target']['name']} in {record['target']['dtype']}"
+
+
+def _text(x: float, y: float, text: str, colour: str, size: int, anchor: str = "middle", weight: str = "400") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}">{escape(text)}</text>'
+    )

@@ -1,0 +1,225 @@
+"""Markdown tables of records, one function for each kind of measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tables import table
+
+from toolkit.bench.bootstrap import LEAST_GROUPS
+
+Record = Mapping[str, Any]
+Row = Mapping[str, Any]
+ACCEPT_LENGTH = "accept_length (adaptive: of drafted steps alone)"
+TASK_PROMPTS = 20  # tasks of fewer prompts have no row of their own
+
+
+def acceptance(record: Record) -> str:
+    """Rows over all prompts, and those of tasks with enough prompts."""
+    rows = [row for row in record["rows"] if row["task"] == "all" or row["prompts"] >= TASK_PROMPTS]
+    header = ("draft", "prompts", "temperature", ACCEPT_LENGTH, "verify steps", "tokens/s, plain", "speed", "answers")
+    return table(
+        header,
+        (
+            (
+                shape(row),
+                f"{row['prompts']} ({row['task']})",
+                f"{row['temperature']:g}",
+                with_interval(row["accept_length"], row["interval"], row["prompts"]),
+                str(row["verify_steps"]),
+                f"{number(row['tokens_per_s'], 1)}, {number(row['plain_tokens_per_s'], 1)}",
+                times(row["speedup"]),
+                answers(row),
+            )
+            for row in rows
+        ),
+    )
+
+
+def engine(record: Record) -> str:
+    """Rows of batch sizes that were timed on more than one group of prompts."""
+    header = ("engine", "settings", "bits a weight", "batch", "tokens/s", "over our plain decoding", ACCEPT_LENGTH)
+    rows = [row for row in record["rows"] if row["prompts"] // row["batch"] > 1]
+    return table(
+        (*header, "answers"),
+        (
+            (
+                f"{row['engine']} {row['version']}" + (f", `{row['shape']}`" if row["shape"] else ""),
+                row.get("settings", "not recorded"),
+                number(row["weight_bits"], 1),
+                str(row["batch"]),
+                number(row["tokens_per_s"], 1),
+                with_interval(row["speedup"], row["interval"], row["prompts"] // row["batch"], "x"),
+                number(row["accept_length"]),
+                answers({"answers": row["prompts"], **row}),
+            )
+            for row in rows
+        ),
+    )
+
+
+def never_slower(record: Record) -> str:
+    """Adaptive drafting's seconds over plain decoding's, per draft, shape and batch size."""
+    header = ("draft", "at most", "batch", "seconds over plain decoding's", "drafted steps", ACCEPT_LENGTH)
+    groups = record["settings"]["limit"] // record["settings"]["batch"]
+    return table(
+        header,
+        (
+            (
+                row["draft"],
+                f"`{row['shape']}`",
+                str(row["batch"]),
+                with_interval(row["ratio"], row["interval"], groups, "x"),
+                f"{100 * row['drafted_steps']:.0f} %",
+                number(row["accept_length"]),
+            )
+            for row in record["rows"]
+            if row["draft"] != "none"
+        ),
+    )
+
+
+def forecast(record: Record) -> str:
+    """Forecasts of a chain beside the engine's value, by step of the training."""
+    header = ("step", "draft", "the engine's accept_length", "verify steps", "forecast, same answers", "all held-out")
+    lines = []
+    for row in record["rows"]:
+        for real in row["real"]:
+            if real["forecast_on_rollouts"] is not None:
+                engines = with_interval(real["accept_length"], real["interval"], LEAST_GROUPS)
+                whole = with_interval(row["forecast_all_held_out"], row["forecast_interval"], LEAST_GROUPS)
+                steps, same = str(real["verify_steps"]), number(real["forecast_on_answers"])
+                lines.append((str(row["step"]), real["name"], engines, steps, same, whole))
+    return table(header, lines)
+
+
+def on_policy(record: Record) -> str:
+    """accept_length and forecast of heads trained on each kind of answers."""
+    header = ("answers", "seed", "supervised tokens", "steps", "accept_length", "draft", "verify steps", "forecast")
+    return table(
+        header,
+        (
+            (
+                "the target's" if row["variant"] == "on-policy" else "the file's",
+                str(row["seed"]),
+                str(row["tokens"]),
+                str(row["steps"]),
+                with_interval(row["accept_length"], row["interval"], row["prompts"]),
+                f"{shape(row)}, temperature {row['temperature']:g}",
+                str(row["verify_steps"]),
+                with_interval(row["forecast"], row["forecast_interval"], row["prompts"]),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
+def training_step(record: Record) -> str:
+    """Seconds and memory of a step."""
+    header = ("step", "precision", "ids in it", "features", "seconds", "memory beside what is held before")
+    return table(
+        header,
+        (
+            (
+                row["layout"],
+                row["precision"],
+                f"{row['tokens']:.0f}",
+                "stored" if "stored" in row["variant"] else "by the target in the step",
+                number(row["seconds_per_step"]),
+                megabytes(row["peak_memory_bytes"] - row["held_before_bytes"]),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
+def draft_loss(record: Record) -> str:
+    """Memory and processor time of one loss."""
+    header = ("vocabulary", "loss", "tokens", "processor seconds", "memory")
+    return table(
+        header,
+        (
+            (
+                str(row["vocabulary"]),
+                row["variant"],
+                str(row["tokens"]),
+                number(row["processor_seconds"], 1),
+                megabytes(row["peak_memory_bytes"]),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
+def aux_shift(record: Record) -> str:
+    """accept_length with right and with shifted layer ids."""
+    header = ("head", "ids", "draft", "temperature", "accept_length", "verify steps", "change")
+    return table(
+        header,
+        (
+            (
+                row["method"],
+                ", ".join(map(str, row["aux_layer_ids"])),
+                shape(row),
+                f"{row['temperature']:g}",
+                with_interval(row["accept_length"], row["interval"], row["prompts"]),
+                str(row["verify_steps"]),
+                _change(row),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
+def judges(record: Record) -> str:
+    """What another project computes from an exported head, beside ours."""
+    header = ("judge", "head", "compared", "result")
+    return table(header, ((row["judge"], row["head"], row["compared"], _verdict(row)) for row in record["rows"]))
+
+
+def _change(row: Row) -> str:
+    low, high = row["change_interval"]
+    return f"{100 * row['change']:+.1f} % [{100 * low:+.1f}, {100 * high:+.1f}]" if row["change"] else ""
+
+
+def _verdict(row: Row) -> str:
+    if "prompts" not in row:
+        return f"largest difference {row['largest_difference']:.1e}, largest logit {row['largest_logit']:.1f}"
+    equal = sum(one["tokens_equal"] and one["ours"] == one["theirs"] for one in row["prompts"])
+    drafts = sum(one["ours"]["drafts"] for one in row["prompts"])
+    return f"tokens, drafts and accepted drafts equal in {equal} of {len(row['prompts'])} prompts ({drafts} drafts)"
+
+
+def shape(row: Row) -> str:
+    """The draft of a row with its three parameters."""
+    if row.get("num_steps") is None:
+        return str(row["shape"])
+    return f"{row['shape']} `{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}`"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.0f} MB"
+
+
+def with_interval(value: float | None, interval: Sequence[float | None] | None, units: int, unit: str = "") -> str:
+    """The value; with its interval where that rests on enough prompts, or groups of prompts."""
+    if value is None or interval is None or interval[0] is None or units < LEAST_GROUPS:
+        return number(value) + (unit if value is not None else "")
+    return f"{value:.2f}{unit} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def answers(row: Row) -> str:
+    """How many answers are plain decoding's, first part at a near-tie, or part elsewhere."""
+    if row["near_ties"] is None:
+        return "not compared"
+    equal = row["answers"] - row["near_ties"] - row["unequal"]
+    return f"{equal} equal, {row['near_ties']} near-tie, {row['unequal']} unequal"

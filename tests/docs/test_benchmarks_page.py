@@ -1,0 +1,118 @@
+"""The page of measurements is what its records say, and nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A copy of the records that a test may change."""
+    return Path(shutil.copytree(RESULTS, tmp_path / "results"))
+
+
+def test_the_page_is_what_the_records_say(generator) -> None:
+    """A figure that was edited by hand, or a record that was replaced, must not stand beside the other."""
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == generator("benchmarks").page(), (
+        "docs/benchmarks.md is not what `python docs/generate` writes; type it and commit the result"
+    )
+
+
+def test_no_figure_is_typed_in_the_texts(generator) -> None:
+    """Digits may be part of a name (AVX512, int8) or stand in a code span."""
+    page = generator("benchmarks")
+    texts = [page.HEAD, page.TAIL, *(text for _, _, text in page.CHANGES)]
+    texts += [text for section in page.SECTIONS for text in (section.title, section.question, section.text)]
+    for text in texts:
+        bare = re.sub(r"`[^`]*`|[A-Za-z][\w-]*", "", text)
+        assert not re.search(r"\d", bare), f"a figure is typed by hand: {bare!r}"
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("*.json")))
+def test_figures_of_the_tables_come_from_records(generator, results, name) -> None:
+    """Every shown value follows its record: with all numbers of the rows changed, no table line stays as it was."""
+    page = generator("benchmarks").page
+    record = json.loads((results / name).read_text(encoding="utf-8"))
+    record["rows"] = [changed(row) for row in record["rows"]]
+    (results / name).write_text(json.dumps(record), encoding="utf-8")
+    before, after = (_figures(page(folder), name) for folder in (RESULTS, results))
+    assert before and len(before) == len(after)
+    same = [figure for figure, other in zip(before, after, strict=True) if figure == other]
+    assert not same, f"{name} was changed, and these figures were not: {same}"
+
+
+def _figures(page: str, name: str) -> list[str]:
+    """The decimals in the table of a record; those of versions and of what a row is called are none."""
+    table = page.split(f"`benchmarks/results/{name}`")[1].split("\n\n")[1]
+    cells = [cell for line in table.splitlines()[2:] for cell in line.split(" | ")]
+    return [found for cell in cells for found in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\.\d)", cell)]
+
+
+def changed(value):
+    """All numbers that are no counts, flags or versions, multiplied; the order and sign of intervals stay."""
+    if isinstance(value, dict):
+        return {key: entry if key == "temperature" else changed(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [changed(entry) for entry in value]
+    return value * 1.37 if isinstance(value, float) else value
+
+
+def test_a_single_value_is_seen(generator, results) -> None:
+    name = "acceptance-smollm2-135m-intel-xeon-amx.json"
+    record = json.loads((results / name).read_text(encoding="utf-8"))
+    record["rows"][0]["speedup"] = 7.89
+    (results / name).write_text(json.dumps(record), encoding="utf-8")
+    page = generator("benchmarks").page
+    assert "7.89x" in page(results) and "7.89x" not in page()
+
+
+def test_missing_and_unknown_records_are_errors(generator, results) -> None:
+    page = generator("benchmarks").page
+    (results / "other.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="no section shows other.json"):
+        page(results)
+    (results / "other.json").unlink()
+    for path in results.glob("judges-*.json"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="no record judges-.*'Exports read by other projects'"):
+        page(results)
+
+
+def test_intervals_and_rows_of_few_groups_are_left_out(generator, results) -> None:
+    """Batches of 16 were timed on one or two groups of prompts: "1.06 [1.06, 1.06]" was read as exact."""
+    tables = generator("record_tables")
+    row = {
+        "engine": "ours-plain", "version": "1", "shape": None, "settings": "2 threads", "weight_bits": 16.0,
+        "batch": 16, "prompts": 32, "tokens_per_s": 100.0, "speedup": 1.06, "interval": [1.06, 1.07],
+        "accept_length": None, "near_ties": 0, "unequal": 0,
+    }  # fmt: skip
+    two, one, many = {**row}, {**row, "prompts": 16}, {**row, "batch": 1, "prompts": 16, "settings": "HF, compiled"}
+    lines = tables.engine({"rows": [two, one, many]}).splitlines()[2:]
+    assert len(lines) == 2 and "1.06x |" in lines[0] and "1.06x [1.06, 1.07]" in lines[1]
+    assert "2 threads" in lines[0] and "HF, compiled" in lines[1]
+    never = {"draft": "random head", "shape": "4,1,5", "batch": 16, "ratio": 1.06, "interval": [1.06, 1.06]}
+    never |= {"drafted_steps": 0.1, "accept_length": 1.3}
+    record = {"settings": {"limit": 32, "batch": 16}, "rows": [never, {**never, "draft": "none"}]}
+    (line,) = tables.never_slower(record).splitlines()[2:]
+    assert "| 1.06x |" in line and "10 %" in line
