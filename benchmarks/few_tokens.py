@@ -5,9 +5,9 @@
 
 A source is a run folder, or a rollouts file, whose token map is then built. `ours` is the recipe (by default the
 demo's) with the settings that follow as a.b=c; other variants change a few of its settings, and `published` is
-training_published.py. --variant "NAME a.b=c ..." adds one. Every cell is one training in a process of its own, of
-features that are stored once a source, and then the forecast on the source's held-out rollouts; for the variants of
---engine the engine's own accept_length on their prompts too.
+training_published.py, whose rate was not chosen for few tokens. --variant "NAME a.b=c ..." adds one. Every cell is one
+training in a process of its own, of features that are stored once a source, and then the forecast on the source's
+held-out rollouts; for the variants of --engine the engine's own accept_length on their prompts too.
 
 Resumable: the row of each cell is appended to --rows as it ends, and what stands there is not trained again. Cells come
 in an order in which a table that is cut off is of use: few tokens first, then seed by seed. Killed or out of --minutes,

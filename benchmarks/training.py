@@ -14,7 +14,9 @@ accept_length  a training on --tokens supervised tokens, of stored features wher
                forecast on the held-out rollouts, and the engine's own accept_length on their prompts, greedy, with a
                chain of 4
 
-Ratios hold within one run: what else the machine does changes both. Processor seconds, with one thread, hardly show it.
+The published recipe keeps its authors' learning rate, which is too low for so few tokens: its accept_length is no
+measure of ours. Ratios hold within one run: what else the machine does changes both. Processor seconds, with one
+thread, hardly show it.
 Writes benchmarks/results/training-recipes-<hardware>.json; with --only its name too.
 """
 

@@ -1,4 +1,7 @@
-"""The speculative engine: continuous batching, one target forward per step, and exactly the target's own tokens.
+"""The speculative engine: continuous batching, one target forward per step, and the target's own tokens.
+
+In float32 they are those of plain decoding. In bfloat16 they are equal, or first part at a near-tie: two tokens whose
+logits differ by less than the rounding of a verify step.
 
 The KV cache of a row with L tokens holds the first L-1. The last token is the root of the row's next draft tree.
 """
@@ -53,9 +56,9 @@ class Engine:
     context_length: limit of prompt plus answer in tokens. The default and the maximum are the target's context.
     verify: how drafts are accepted at a temperature above 0: "target", or for chains of a head "rejection" or "block"
         (see verifiers.py). All preserve the target's distribution. With "target" a seed gives the tokens of plain
-        decoding; with the others the tokens also depend on the drafts. "auto" is "block" for chains of a head and
-        requests without a seed, and "target" otherwise. Rollouts and measurements state seeds. Greedy answers are the
-        same with each.
+        decoding (in bfloat16 up to near-ties); with the others they also depend on the drafts. "auto" is "block" for
+        chains of a head and requests without a seed, and "target" otherwise. Rollouts and measurements state seeds.
+        Greedy answers are the same with each.
     adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
     memory: size of the KV cache.

@@ -11,7 +11,8 @@ At temperature 0 the choice is the argmax. Above 0 a rule chooses. Each rule kee
 
 target       The target draws a token at every node; a child that carries this token is accepted. Drafts may come from
              any source. A set of siblings is accepted with the probability that the target gives to the set. The draws
-             depend on (seed, position, logits) only, so speculative and plain runs of one seed write the same tokens.
+             depend on (seed, position, logits) only, so speculative and plain runs of one seed write the same tokens
+             in float32; in bfloat16 they are equal or first part at a near-tie.
 rejection    For chains whose drafts are drawn from the head's distribution q. Draft x is accepted with probability
              min(1, p(x) / q(x)); after a rejection a token is drawn from norm(max(p - q, 0)) (Leviathan et al.,
              arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
