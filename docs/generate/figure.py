@@ -68,7 +68,7 @@ def _draw(record: Record) -> str:
 
 def _bar(row: Row) -> tuple[str, float, tuple[str, ...], str]:
     name = row["shape"]
-    if row.get("num_steps") is not None:
+    if name != "adaptive":
         name += f" {row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
     notes = (f"accept_length {number(row['accept_length'])}", f"{times(row['speedup'])} plain")
     return name, row["tokens_per_s"], notes, FASTER if row["speedup"] >= 1 else SLOWER

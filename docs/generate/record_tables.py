@@ -195,7 +195,10 @@ def shape(row: Row) -> str:
     """The draft of a row with its three parameters."""
     if row.get("num_steps") is None:
         return str(row["shape"])
-    return f"{row['shape']} `{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}`"
+    most = f"`{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}`"
+    if row["shape"] == "adaptive":
+        return f"adaptive, at most {most}, drafts in {100 * row['drafted_share']:.0f} % of the steps"
+    return f"{row['shape']} {most}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

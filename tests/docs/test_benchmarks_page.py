@@ -116,3 +116,9 @@ def test_intervals_and_rows_of_few_groups_are_left_out(generator, results) -> No
     record = {"settings": {"limit": 32, "batch": 16}, "rows": [never, {**never, "draft": "none"}]}
     (line,) = tables.never_slower(record).splitlines()[2:]
     assert "| 1.06x |" in line and "10 %" in line
+
+
+def test_adaptive_rows_say_how_often_they_draft(generator) -> None:
+    """An accept_length of drafted steps alone looks like that of all."""
+    row = {"shape": "adaptive", "num_steps": 4, "top_k": 4, "num_draft_tokens": 16, "drafted_share": 0.25}
+    assert generator("record_tables").shape(row) == "adaptive, at most `4,4,16`, drafts in 25 % of the steps"
