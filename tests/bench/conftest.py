@@ -104,6 +104,7 @@ def acceptance_row(task: str, num_steps: int, top_k: int, nodes: int, length: fl
         "tokens": 3100,
         "verify_steps": 1623 if task == "all" else 203,
         "truncated_steps": 30,
+        "drafted_share": 1.0,
         "accept_length": length,
         "interval": [length - 0.09, length + 0.1],
         "accept_rate": rate,

@@ -59,6 +59,25 @@ def test_report_of_a_whole_run(run_folder):
     assert [stage["stage"] for stage in record["stages"]] == ["rollouts", "train"]
 
 
+def test_a_setting_that_loses_to_plain_decoding_is_not_recommended(run_folder):
+    """The page says so in words, and its last lines start no server that is slower than plain decoding."""
+    path = run_folder / "bench" / "acceptance.json"
+    measured = json.loads(path.read_text())
+    for row in measured["rows"]:
+        row.update(speedup=0.8)
+    path.write_text(json.dumps(measured))
+    html = write_report(run_folder)[1].read_text()
+    assert Balance(html).broken == [] and "No setting is faster than plain decoding here." in html
+    assert (
+        html.count("0.80x, slower than plain") == 2 and "toolkit serve --draft" not in html and "--draft ngram" in html
+    )
+    measured["rows"] += [row | {"shape": "adaptive", "speedup": 1.1, "drafted_share": 0.4} for row in measured["rows"]]
+    path.write_text(json.dumps(measured))
+    html = write_report(run_folder)[1].read_text()
+    assert "By task, temperature 0, adaptive" in html and "toolkit serve --draft" in html and "--shape" not in html
+    assert "40 % of the steps drafted" in html
+
+
 def test_every_temperature_is_on_the_page(run_folder):
     """One measured and left out, or shown under another's name, would pass for a report of the whole."""
     measured = json.loads((run_folder / "bench" / "acceptance.json").read_text())
@@ -73,7 +92,7 @@ def test_every_temperature_is_on_the_page(run_folder):
         )
     json_path, html_path = write_report(run_folder)
     html = html_path.read_text()
-    places = [html.index(f"By draft shape, temperature {value}<") for value in ("0", "0.7", "1")]
+    places = [html.index(f"By setting, temperature {value}<") for value in ("0", "0.7", "1")]
     assert places == sorted(places) and Balance(html).broken == []
     assert (
         "1.57" in html[places[1] : places[2]]

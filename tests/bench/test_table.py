@@ -3,7 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from toolkit.bench.table import print_acceptance, prompts_phrase, verdict_line
+from toolkit.bench.acceptance import measured_summary
+from toolkit.bench.table import outcome_line, print_acceptance, prompts_phrase, verdict_line
 
 
 def printed(record, width=118):
@@ -16,8 +17,10 @@ def test_tables_hold_every_shape_and_every_task_of_the_best_one(record):
     """The terminal's numbers are the record's, rounded, with what they depend on above them."""
     text = " ".join(printed(record).split())
     assert "temperature 0, batch 1, verify steps 1623 / 1623" in text
-    assert "chain 4 1.93 [1.84, 2.03] 62 56 50 44 39.4 27.3 1.44x yes (17 near-ties)" in text
+    assert "plain decoding - - - 27.3" in text
+    assert "chain 4 1.93 [1.84, 2.03] 100 % 62 56 50 44 39.4 1.44x yes (17 near-ties)" in text
     assert "tree 4x4/16 (best) 2.21 [2.12, 2.31]" in text
+    assert "Seconds of measuring: plain decoding 119, chain 4 79, tree 4x4/16 79." in text
     assert "By task, tree 4x4/16" in text and "rewriting (5) 2.61 [2.52, 2.71]" in text
 
 
@@ -35,8 +38,8 @@ def test_numbers_survive_a_narrow_terminal(record):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "54 of 88 speculative answers of 2 draft shapes equal plain decoding's; 34 first differ from it"),
-        ({"near_ties": 0}, "All 88 speculative answers of 2 draft shapes equal plain decoding's"),
+        ({}, "54 of 88 speculative answers in 2 settings equal plain decoding's; 34 first differ from it"),
+        ({"near_ties": 0}, "All 88 speculative answers in 2 settings equal plain decoding's"),
         ({"tokens_equal": False, "unequal": 3}, "NOT LOSSLESS"),
         ({"tokens_equal": None, "near_ties": None, "unequal": None}, "were not compared"),
     ],
@@ -53,9 +56,61 @@ def test_missing_numbers_are_dashes(record):
     """A batch of mixed tasks has no speed by task, one prompt no interval."""
     for row in record["rows"]:
         row.update(tokens_per_s=None, plain_tokens_per_s=None, speedup=None, interval=[None, None])
-    assert "chain 4 1.93 62 56 50 44 - - - yes" in " ".join(printed(record).split())
+    assert "chain 4 1.93 100 % 62 56 50 44 - - yes" in " ".join(printed(record).split())
 
 
 def test_prompts_of_a_file_are_named(record):
     record["settings"]["prompts"] = "mt_bench.jsonl"
     assert prompts_phrase(record) == "40 prompts of mt_bench.jsonl"
+
+
+def with_adaptive(record, adaptive, chain, tree):
+    """The record with these speedups; adaptive drafting drafted in 30 % of its steps."""
+    for row in list(record["rows"]):
+        row.update(speedup=tree if row["shape"] == "tree" else chain)
+        if row["shape"] == "tree":
+            record["rows"].append(row | {"shape": "adaptive", "speedup": adaptive, "drafted_share": 0.3})
+    record["rows"].sort(key=lambda row: row["shape"] != "adaptive")
+    return record
+
+
+def test_the_headline_is_what_serve_does_as_it_starts(record):
+    """A fixed shape that happened to be faster is said so, and is not what a user gets unasked."""
+    text = " ".join(printed(with_adaptive(record, 1.24, 1.01, 0.57)).split())
+    assert text.index("adaptive (best)") < text.index("chain 4 1.93") and "By task, adaptive" in text
+    assert "30 %" in text and "accept_length counts the steps that drafted; the others decoded plainly." in text
+    assert "Adaptive drafting drafts at most a tree 4x4/16." in text
+    assert "0.57x, slower than plain" in text and "1.01x, slower" not in text
+    assert text.endswith(
+        "Adaptive drafting, as `toolkit serve` starts, writes 42.7 tokens/s where plain decoding writes 27.3: 1.24x."
+    )
+
+
+@pytest.mark.parametrize(
+    ("speedups", "says", "recommended"),
+    [
+        ((1.24, 1.01, 0.57), "27.3: 1.24x.", "adaptive"),
+        (
+            (1.02, 1.10, 0.57),
+            "1.02x. Drafting a chain 4 in every step (--shape 4,1,5) is faster here: 1.10x.",
+            "adaptive",
+        ),
+        ((0.97, 1.10, 0.57), "0.97x. Drafting a chain 4 in every step (--shape 4,1,5) is faster here: 1.10x.", "4,1,5"),
+        (
+            (1.004, 0.98, 0.57),
+            "1.00x. No setting is faster than plain decoding here. What may help: n-gram",
+            "adaptive",
+        ),
+        ((0.97, 0.98, 0.57), "0.97x. No setting is faster than plain decoding here. What may help: n-gram", None),
+    ],
+)
+def test_what_loses_to_plain_decoding_is_never_recommended(record, speedups, says, recommended):
+    """A newcomer types what the last lines say; a slower server would be the first thing seen."""
+    assert says in outcome_line(with_adaptive(record, *speedups))
+    assert measured_summary(record)["recommended"] == recommended
+
+
+def test_speeds_that_were_not_measured_give_no_outcome(record):
+    for row in record["rows"]:
+        row.update(speedup=None)
+    assert outcome_line(record) == "" and measured_summary(record)["recommended"] == "4,4,16"

@@ -108,8 +108,13 @@ def test_run_leaves_a_report_and_says_what_to_type_next(finished: tuple[Path, st
     vocab_size = json.loads((folder / "ckpt" / "config.json").read_text())["vocab_size"]
     assert vocab_size == 8 + len(AutoTokenizer.from_pretrained(folder.parents[1] / "target"))
     assert {"freq_128.pt", "token_map.safetensors", "coverage.json"} <= set(os.listdir(folder / "token_map"))
-    assert json.loads((folder / "ckpt" / "measured.json").read_text())["best_shape"] in ("2,1,3", "2,2,4")
-    assert "toolkit serve --draft runs/tiny/ckpt" in out and "toolkit chat --draft runs/tiny/ckpt" in out
+    measured = json.loads((folder / "ckpt" / "measured.json").read_text())
+    assert measured["best_shape"] in ("2,1,3", "2,2,4") and measured["adaptive_shape"] == "2,2,4"
+    assert measured["outcome"] in out and out.index("adaptive: accept_length") < out.index("next:")
+    pays = measured["recommended"] is not None  # with a target this small, drafting may cost more than it saves
+    for command in ("serve", "chat"):
+        assert (f"toolkit {command} --draft runs/tiny/ckpt" in out) == pays
+    assert ("toolkit bench acceptance --draft ngram" in out) != pays
     assert "accept_length" in out and "total" in out
 
 

@@ -17,7 +17,7 @@ from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
-from toolkit.bench.rows import ALL, best_row, tabulate
+from toolkit.bench.rows import ALL, best_row, recommended_row, tabulate
 from toolkit.bench.side_by_side import Mode, Progress, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
 from toolkit.infer.drafters.choose_drafter import Draft
@@ -158,12 +158,17 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
     """Return the content of measured.json in a draft directory: the best shapes, and the "all" row of every setting.
 
     best_shape: the fastest one drafted in every step. adaptive_shape: the largest one of adaptive drafting, if that was
-    measured.
+    measured. recommended: "adaptive", the shape to draft in every step, or None if all are slower than plain decoding.
     """
     rows = [row for row in record["rows"] if row["task"] == ALL]
     fixed = [row for row in rows if row["shape"] != ADAPTIVE]
     adaptive = next((row for row in rows if row["shape"] == ADAPTIVE), None)
-    shapes = {"best_shape": _as_text(best_row({"rows": fixed or rows}))}
+    shapes: dict[str, str | None] = {"best_shape": _as_text(best_row({"rows": fixed or rows}))}
+    chosen = recommended_row(record)
+    if chosen is None:
+        shapes["recommended"] = None
+    else:
+        shapes["recommended"] = ADAPTIVE if chosen["shape"] == ADAPTIVE else _as_text(chosen)
     if adaptive is not None:
         shapes["adaptive_shape"] = _as_text(adaptive)
     kept = ("date", "commit", "hardware", "versions", "settings", "target")

@@ -12,7 +12,7 @@ from jinja2 import Environment
 from toolkit.bench import table
 from toolkit.bench.records import command_line, make_record, write_record
 from toolkit.bench.report_figures import draw_all
-from toolkit.bench.rows import ALL, best_row
+from toolkit.bench.rows import ALL, headline_row, is_slower, recommended_row
 from toolkit.bench.run_folder import RunData, read_run, training_summary
 from toolkit.weights import atomic_write
 
@@ -53,7 +53,8 @@ def write_page(path: Path, data: RunData) -> None:
         .from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
         .render(
             record=record,
-            best=best_row(record) if data.acceptance else None,
+            best=headline_row(record) if data.acceptance else None,
+            recommended=recommended_row(record) if data.acceptance else None,
             measured=[_measured(one) for one in (data.acceptance, *data.further) if one],
             pictures=draw_all(data),
             draft=(record.get("draft") or {}).get("path") or data.run_dir / "ckpt",
@@ -66,15 +67,17 @@ def write_page(path: Path, data: RunData) -> None:
 
 def _environment() -> Environment:
     made = Environment(autoescape=True)
-    for name in ("decimal", "equal_text", "length_text", "prompts_phrase", "rates_text", "shape_name", "verdict_line"):
+    of_rows = ("decimal", "equal_text", "fixed_name", "length_text", "rates_text", "shape_name", "share_text")
+    of_records = ("cost_line", "drafted_line", "outcome_line", "prompts_phrase", "verdict_line")
+    for name in (*of_rows, "speedup_text", "times", *of_records):
         made.filters[name] = getattr(table, name)
-    made.filters["times"] = lambda speedup: table.NONE if speedup is None else f"{speedup:.2f}x"
+    made.tests["slower"] = is_slower
     return made
 
 
 def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rows of the tables of one temperature: all shapes, and the tasks of the best shape."""
-    best = best_row(dict(record))
+    """Return the rows of the tables of one temperature: all settings, and the tasks of the headline's."""
+    best = headline_row(dict(record))
     name = table.shape_name(best)
     return {
         "temperature": record["settings"]["temperature"],

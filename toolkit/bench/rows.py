@@ -202,6 +202,25 @@ def best_row(record: dict[str, Any]) -> dict[str, Any]:
     return max(rows, key=lambda row: (row["speedup"] or 0.0, row["accept_length"] or 0.0))
 
 
+def headline_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the "all" row of what `toolkit serve` does as it starts: adaptive drafting, if measured, else `best_row`.
+
+    Raises `RecordError` as `best_row` does.
+    """
+    adaptive = (row for row in record["rows"] if row["task"] == ALL and row["shape"] == ADAPTIVE)
+    return next(adaptive, None) or best_row(record)
+
+
+def is_slower(row: dict[str, Any]) -> bool:
+    """Return whether a setting is slower than plain decoding, by the speedup as it is shown. False if not measured."""
+    return row["speedup"] is not None and round(row["speedup"], 2) < 1
+
+
+def recommended_row(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the row of the setting to use: the headline's, else the fastest; None if both are slower than plain."""
+    return next((row for row in (headline_row(record), best_row(record)) if not is_slower(row)), None)
+
+
 def number(value: float) -> float | None:
     """Replace nan, the statistic over no steps, by None, since JSON has no nan."""
     return value if math.isfinite(value) else None

@@ -12,28 +12,33 @@ from rich.text import Text
 
 from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.prompts import BUILTIN
-from toolkit.bench.rows import ALL, best_row
+from toolkit.bench.rows import ALL, best_row, headline_row, is_slower
 
-WIDTH_WITHOUT_TERMINAL = 118
+WIDTH_WITHOUT_TERMINAL = 122
 NONE = "-"
 BEST = " (best)"  # by speed; as text, since bold is lost without a terminal
 
 
 def print_acceptance(record: dict[str, Any], console: Console | None = None) -> None:
-    """Print one row per shape, then the tasks of the best shape; plain text of a fixed width without a terminal."""
+    """Print a row for each setting, the tasks of the headline's, and what was found.
+
+    Without a terminal it is plain text of a fixed width.
+    """
     if console is None:
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH_WITHOUT_TERMINAL)
     rows = [row for row in record["rows"] if row["task"] == ALL]
-    best = best_row(record)
+    headline, best = headline_row(record), best_row(record)
     console.print(Text(header_line(record), style="bold"))
     console.print(_table([(shape_name(row), row) for row in rows], "draft", best))
-    by_task = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == shape_name(best)]
+    by_task = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == shape_name(headline)]
     if by_task:
-        console.print(Text(f"By task, {shape_name(best)}", style="bold"))
+        console.print(Text(f"By task, {shape_name(headline)}", style="bold"))
         console.print(_table([(f"{row['task']} ({row['prompts']})", row) for row in by_task], "task (prompts)", None))
-    console.print(Text(verdict_line(record)))
+    for line in (drafted_line(record), verdict_line(record), cost_line(record), outcome_line(record)):
+        if line:
+            console.print(Text(line))
 
 
 def header_line(record: dict[str, Any]) -> str:
@@ -67,7 +72,7 @@ def verdict_line(record: dict[str, Any]) -> str:
         return f"NOT LOSSLESS: answers differ from plain decoding's beyond rounding ({'; '.join(wrong)})."
     ties = sum(row["near_ties"] for row in rows)
     answers = sum(row["answers"] for row in rows)
-    over = "" if len(rows) == 1 else f" of {len(rows)} draft shapes"
+    over = "" if len(rows) == 1 else f" in {len(rows)} settings"
     if ties == 0:
         return f"All {answers} speculative answers{over} equal plain decoding's, token by token."
     dtype = (record.get("target") or {}).get("dtype", "this dtype")
@@ -77,11 +82,53 @@ def verdict_line(record: dict[str, Any]) -> str:
     )
 
 
+def drafted_line(record: dict[str, Any]) -> str:
+    """Return one sentence on what accept_length leaves out; empty if every step drafted."""
+    rows = [row for row in record["rows"] if row["task"] == ALL]
+    if all(row.get("drafted_share") in (None, 1.0) for row in rows):
+        return ""
+    most = next((row for row in rows if row["shape"] == ADAPTIVE), None)
+    limit = "" if most is None else f" Adaptive drafting drafts at most a {fixed_name(most)}."
+    return f"accept_length counts the steps that drafted; the others decoded plainly.{limit}"
+
+
+def cost_line(record: dict[str, Any]) -> str:
+    """Return the seconds that each setting took; empty if they are not known."""
+    rows = [row for row in record["rows"] if row["task"] == ALL and row.get("decode_s") is not None]
+    if not rows:
+        return ""
+    parts = [f"plain decoding {rows[0]['plain_decode_s'] + rows[0]['plain_prefill_s']:.0f}"]
+    parts += [f"{shape_name(row)} {row['decode_s'] + row['prefill_s']:.0f}" for row in rows]
+    return f"Seconds of measuring: {', '.join(parts)}."
+
+
+def outcome_line(record: dict[str, Any]) -> str:
+    """Return what a user gets, in plain sentences: how fast `toolkit serve` is as it starts, against plain decoding."""
+    headline, best = headline_row(record), best_row(record)
+    if headline["speedup"] is None or best["speedup"] is None:
+        return ""
+    adaptive = headline["shape"] == ADAPTIVE
+    name = "Adaptive drafting, as `toolkit serve` starts," if adaptive else f"Drafting a {shape_name(headline)}"
+    speeds = f"{headline['tokens_per_s']:.1f} tokens/s where plain decoding writes {headline['plain_tokens_per_s']:.1f}"
+    first = f"{name} writes {speeds}: {headline['speedup']:.2f}x."
+    if round(best["speedup"], 2) <= 1:
+        others = "a trained head" if headline["method"] == "ngram" else "n-gram lookup (--draft ngram), longer training"
+        return f"{first} No setting is faster than plain decoding here. What may help: {others}, or another machine."
+    if round(best["speedup"], 2) > round(headline["speedup"], 2):
+        shape = f"{best['num_steps']},{best['top_k']},{best['num_draft_tokens']}"
+        other = f"Drafting a {shape_name(best)} in every step (--shape {shape})"
+        return f"{first} {other} is faster here: {best['speedup']:.2f}x."
+    return first
+
+
 def shape_name(row: dict[str, Any]) -> str:
     """Return "adaptive", "chain 4" or "tree 4x4/16", like `Mode.name`."""
-    if row["shape"] == ADAPTIVE:
-        return ADAPTIVE
-    if row["shape"] == "chain":
+    return ADAPTIVE if row["shape"] == ADAPTIVE else fixed_name(row)
+
+
+def fixed_name(row: dict[str, Any]) -> str:
+    """Return "chain 4" or "tree 4x4/16"; of adaptive drafting the largest shape."""
+    if row["top_k"] == 1:
         return f"chain {row['num_steps']}"
     return f"tree {row['num_steps']}x{row['top_k']}/{row['num_draft_tokens']}"
 
@@ -113,25 +160,42 @@ def rates_text(rates: Sequence[float | None]) -> str:
     return " ".join(NONE if rate is None else f"{100 * rate:.0f}" for rate in rates) or NONE
 
 
+def share_text(share: float | None) -> str:
+    """Format a share in percent."""
+    return NONE if share is None else f"{100 * share:.0f} %"
+
+
+def speedup_text(row: dict[str, Any]) -> str:
+    """Format the speedup; a setting that loses to plain decoding is marked."""
+    return times(row["speedup"]) + (", slower than plain" if is_slower(row) else "")
+
+
+def times(speedup: float | None) -> str:
+    """Format a speedup."""
+    return NONE if speedup is None else f"{speedup:.2f}x"
+
+
 def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[str, Any] | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, no_wrap=True)
     table.add_column("accept_length\n[95 %]", justify="right", no_wrap=True)
-    table.add_column("accepted at depth\n1 2 3 .. (%, conditional)", justify="left")
+    table.add_column("steps\ndrafted", justify="right", no_wrap=True)
+    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left")
     table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("plain\ntokens/s", justify="right", no_wrap=True)
-    table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("speedup over\nplain decoding", justify="left", no_wrap=True)
     table.add_column("tokens equal", justify="left")
+    if best is not None and best["plain_tokens_per_s"] is not None:
+        table.add_row("plain decoding", NONE, NONE, NONE, decimal(best["plain_tokens_per_s"], 1), NONE, NONE)
     for name, row in rows:
-        speedup = NONE if row["speedup"] is None else f"{row['speedup']:.2f}x"
-        is_best = row is best and len(rows) > 1
+        is_best = row is best and len(rows) > 1 and not is_slower(row)
         table.add_row(
             f"{name}{BEST}" if is_best else name,
             length_text(row),
+            share_text(row.get("drafted_share")),
             rates_text(row["accept_rate"]),
             decimal(row["tokens_per_s"], 1),
-            decimal(row["plain_tokens_per_s"], 1),
-            speedup,
+            # A task of a few prompts is no setting to choose, and noise.
+            times(row["speedup"]) if best is None else speedup_text(row),
             equal_text(row),
             style="bold" if is_best else None,
         )

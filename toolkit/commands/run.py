@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.pipeline.recipe_stages import run_recipe
-from toolkit.pipeline.run import REPORT_PAGE, Run
+from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run
 from toolkit.pipeline.stages import Outcome
 from toolkit.recipe import load_recipe, print_config
 
@@ -40,15 +41,26 @@ def run(args: argparse.Namespace) -> int:
     job = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
     outcomes = run_recipe(job, force=args.force, until=args.until)
     if outcomes[-1].stage == "report":
-        print(next_steps(job.folder, outcomes))
+        print(next_steps(job, outcomes))
     return 0
 
 
-def next_steps(folder: Path, outcomes: Sequence[Outcome]) -> str:
-    """What was measured, where the report is, and the commands that use the head."""
-    measured = next(one.headline for one in outcomes if one.stage == "measure")
-    ckpt = shlex.quote(str(folder / "ckpt"))
-    return (
-        f"\n{measured}\nreport: {folder / REPORT_PAGE}\n\nnext:\n"
-        f"  toolkit chat --draft {ckpt}\n  toolkit serve --draft {ckpt}"
-    )
+def next_steps(job: Run, outcomes: Sequence[Outcome]) -> str:
+    """What was measured, where the report is, and the commands that use the head or, if it does not pay, may help."""
+    text = (job.folder / MEASURED).read_text(encoding="utf-8")
+    measured = json.loads(text)  # `weights.read_json` would load torch
+    headline = next(one.headline for one in outcomes if one.stage == "measure")
+    lines = ["", headline, *([measured["outcome"]] if measured.get("outcome") else [])]
+    lines += [f"report: {job.folder / REPORT_PAGE}", "", "next:"]
+    # A file of an earlier version has no recommendation; serve and chat then draft adaptively.
+    chosen, target = measured.get("recommended", "adaptive"), shlex.quote(job.recipe.target.model)
+    ckpt = shlex.quote(str(job.folder / "ckpt"))
+    if chosen is None:
+        more = f"train.epochs={2 * job.recipe.train.epochs} run_dir={shlex.quote(f'{job.recipe.run_dir}-longer')}"
+        lines.append(f"  toolkit bench acceptance --draft ngram --target {target}   # drafts without a head")
+        lines.append(f"  toolkit run {shlex.quote(str(job.recipe_path))} {more}   # longer training")
+        lines.append(f"  toolkit serve --target {target}   # plain decoding")
+    else:
+        shape = "" if chosen == "adaptive" else f" --shape {chosen}"
+        lines += [f"  toolkit {command} --draft {ckpt}{shape}" for command in ("chat", "serve")]
+    return "\n".join(lines)

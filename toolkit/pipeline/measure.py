@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.bench.acceptance import adaptive_limit, measure_acceptance, measured_summary
+from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
-from toolkit.bench.rows import best_row
+from toolkit.bench.rows import headline_row, is_slower
 from toolkit.bench.run_folder import RunData
-from toolkit.bench.table import length_text, print_acceptance, shape_name
+from toolkit.bench.table import length_text, outcome_line, print_acceptance, shape_name, share_text
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
@@ -35,7 +36,7 @@ def measure_stage(run: Run) -> str:
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
     record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
-    write_json(ckpt / "measured.json", measured_summary(record))
+    write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)})
     write_record(run.folder / ACCEPTANCE, record)
     print_acceptance(record)
     for earlier in (run.folder / ACCEPTANCE).parent.glob("acceptance-T*.json"):
@@ -46,11 +47,18 @@ def measure_stage(run: Run) -> str:
         other = _measure(target, draft, wanted, seed=run.recipe.seed, keep=rounds)
         write_record(out, other)
         print_acceptance(other)
-    best = best_row(record)
-    speed = "" if best["speedup"] is None else f", {best['speedup']:.2f}x plain decoding"
+    return headline(record)
+
+
+def headline(record: dict[str, Any]) -> str:
+    """The measurement in one line: what `toolkit serve` does as it starts."""
+    row = headline_row(record)
+    speed = "" if row["speedup"] is None else f", {row['speedup']:.2f}x plain decoding"
+    slower = " (slower)" if is_slower(row) else ""
+    share = f"{share_text(row['drafted_share'])} of the steps drafted, " if row["shape"] == ADAPTIVE else ""
     return (
-        f"{shape_name(best)}: accept_length {length_text(best)}{speed} (temperature {best['temperature']:g}, "
-        f"{best['verify_steps']} verify steps)"
+        f"{shape_name(row)}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
+        f"{row['temperature']:g}, {row['verify_steps']} verify steps)"
     )
 
 

@@ -17,6 +17,7 @@ from toolkit.pipeline.run import (
     CKPT_WEIGHTS,
     COVERAGE,
     FEATURES,
+    MEASURED,
     METRICS,
     PROMPTS,
     REPORT,
@@ -94,7 +95,7 @@ def recipe_stages(run: Run) -> list[Stage]:
         Stage(
             name="measure",
             folder="bench",
-            outputs=measured,
+            outputs=(*measured, MEASURED),
             settings={**target, "bench": result_settings(recipe.bench)},
             inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
             work=partial(_work, "measure", run),

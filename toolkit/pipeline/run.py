@@ -24,6 +24,7 @@ ROLLOUTS, ROLLOUTS_STATS = "rollouts/rollouts.jsonl", "rollouts/rollouts_stats.j
 TOKEN_MAP, COVERAGE = "token_map/token_map.safetensors", "token_map/coverage.json"
 FEATURES = "features"  # the rollouts' hidden states, where the recipe stores them
 METRICS, CKPT_WEIGHTS, CKPT_CONFIG = "train/metrics.jsonl", "ckpt/model.safetensors", "ckpt/config.json"
+MEASURED = "ckpt/measured.json"
 ACCEPTANCE, ROUNDS = "bench/acceptance.json", "bench/rounds.jsonl"
 REPORT, REPORT_PAGE = "report.json", "report.html"
 
