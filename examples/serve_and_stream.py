@@ -59,9 +59,8 @@ def stream_answer(url: str, prompt: str, max_tokens: int) -> None:
             print(chunk.choices[0].delta.content or "", end="", flush=True)
         usage = chunk.usage
     seconds, tokens = time.perf_counter() - began, usage.completion_tokens
-    print(
-        f"\n\n{tokens} tokens in {seconds:.1f} s, {usage.completion_tokens_details.accepted_prediction_tokens} drafted"
-    )
+    drafted = usage.completion_tokens_details.accepted_prediction_tokens
+    print(f"\n\n{tokens} tokens in {seconds:.1f} s, {drafted} of them drafted")
     drafting = usage.speculative  # toolkit's addition to OpenAI's fields
     print(f"accept_length {drafting['accept_length']} in {drafting['verify_steps']} verify steps: {drafting['shape']}")
 
