@@ -1,7 +1,7 @@
-"""Write what is generated in docs/. With --check: write nothing, and exit 1 if a file in docs/ differs from it.
+"""Write what is generated in docs/ and README.md. With --check: write nothing, and exit 1 if a file differs from it.
 
-A whole page is in PAGES. A block inside a page written by hand is in BLOCKS; it stands on any page between
-`<!-- generated: NAME -->` and `<!-- end -->`.
+A whole page is in PAGES. A block inside a page written by hand is in BLOCKS; it stands on any page, or in README.md,
+between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import drawing
 import figure
 import glossary
 import python_api
+import readme
 import recipe
 
 import benchmarks
@@ -32,6 +33,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve flags": commands.serve_flags,
     "api": python_api.block,
     "glossary": glossary.block,
+    "demo": readme.demo,
 }
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -41,7 +43,7 @@ def generated() -> dict[Path, str]:
     ValueError: a block that no page has."""
     lost = set(BLOCKS)
     texts = {DOCS / name: page() for name, page in PAGES.items()}
-    for path in sorted(DOCS.glob("*.md")):
+    for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
         text = path.read_text(encoding="utf-8")
         if path not in texts and BLOCK.search(text):
             texts[path] = BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n{block[3]}", text)
@@ -62,11 +64,11 @@ def main() -> int:
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         if check:
-            print(f"docs/{path.name} is not what `python docs/generate` writes; type it and commit the result")
+            print(f"{path.relative_to(DOCS.parent)} is not what `python docs/generate` writes; type it and commit the result")
             status = 1
         else:
             path.write_text(text, encoding="utf-8")
-            print(f"docs/{path.name}")
+            print(path.relative_to(DOCS.parent))
     return status
 
 

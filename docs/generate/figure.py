@@ -16,12 +16,24 @@ INK, FAINT, PLAIN, FASTER, SLOWER = "#1f2328", "#57606a", "#8c959f", "#1a7f37", 
 
 def svg(results: Path = RESULTS) -> str:
     """The figure, on a white panel of its own, so that it is legible on any page. Raises FileNotFoundError."""
+    return _draw(newest_record(results))
+
+
+def newest_record(results: Path = RESULTS) -> Record:
+    """The newest record of the first command. Raises FileNotFoundError."""
     newest = next((record for _, record in records_of(FIRST_COMMAND, results)), None)
     if newest is None:
         raise FileNotFoundError(
             f"{results} has no record of the demo recipe; run it and copy its acceptance record there"
         )
-    return _draw(newest)
+    return newest
+
+
+def place_and_date(record: Record) -> str:
+    """The machine, its instruction flags, and the day."""
+    hardware = record["hardware"]
+    where = f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware.get('cpu_flags') or ())}".rstrip(", ")
+    return f"{where}; {record['date'][:10]}"
 
 
 def _draw(record: Record) -> str:
@@ -30,11 +42,10 @@ def _draw(record: Record) -> str:
     bars = [("plain decoding", plain, (), PLAIN), *(_bar(row) for row in rows)]
     unit = (FLOOR - TOP) / max(speed for _, speed, _, _ in bars)
     step = (WIDTH - 2 * LEFT) / len(bars)
-    hardware, settings = record["hardware"], record["settings"]
-    where = f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware.get('cpu_flags') or ())}".rstrip(", ")
+    settings = record["settings"]
     parts = [
         _text(LEFT, 36, "Tokens per second of the demo recipe", INK, 20, "start", "600"),
-        _text(LEFT, 58, f"{where}; {record['date'][:10]}", FAINT, 12, "start"),
+        _text(LEFT, 58, place_and_date(record), FAINT, 12, "start"),
         _text(
             LEFT,
             76,

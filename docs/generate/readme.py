@@ -1,0 +1,25 @@
+"""The table of README.md: the newest record of the first command."""
+
+from __future__ import annotations
+
+from figure import newest_record, place_and_date
+from record_tables import number, shape, times, with_interval
+from tables import table
+
+
+def demo() -> str:
+    """One row for plain decoding and one for each draft."""
+    record = newest_record()
+    rows = [row for row in record["rows"] if row["task"] == "all"]
+    drafted = (
+        (
+            shape(row),
+            with_interval(row["accept_length"], row["interval"], row["prompts"]),
+            number(row["tokens_per_s"], 1),
+            times(row["speedup"]) + (", slower than plain" if row["speedup"] < 1 else ""),
+        )
+        for row in rows
+    )
+    plain = ("plain decoding", "", number(rows[0]["plain_tokens_per_s"], 1), "")
+    caption = f"{rows[0]['prompts']} {record['settings']['prompts']} prompts, greedy; {place_and_date(record)}:"
+    return f"{caption}\n\n" + table(("draft", "accept_length", "tokens/s", "over plain"), (plain, *drafted))
