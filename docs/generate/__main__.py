@@ -64,7 +64,8 @@ def main() -> int:
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         if check:
-            print(f"{path.relative_to(DOCS.parent)} is not what `python docs/generate` writes; type it and commit the result")
+            name = path.relative_to(DOCS.parent)
+            print(f"{name} is not what `python docs/generate` writes; type it and commit the result")
             status = 1
         else:
             path.write_text(text, encoding="utf-8")
