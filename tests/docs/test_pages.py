@@ -103,7 +103,7 @@ def test_links_resolve(path: Path) -> None:
         assert not anchor or anchor in anchors(other), f"{target}: no such heading"
 
 
-@pytest.mark.parametrize("path", PAGES[1:], ids=NAMES[1:])
+@pages
 def test_paths_in_backticks_exist(path: Path) -> None:
     """Inline code whose first part is a folder of the repository is a path there; * and <name> stand for any text."""
     for text in inline_code(path):
