@@ -162,7 +162,10 @@ def test_every_draft_shape_asked_for_is_measured(
     record = json.loads(Path("a.json").read_text())
     assert [row["num_draft_tokens"] for row in record["rows"] if row["task"] == "all"] == [2, 3, 4]
     out = capsys.readouterr().out
-    assert all(name in out for name in ("chain 1", "chain 2", "tree 2x2/4")) and out.count("(best)") == 1
+    assert all(name in out for name in ("chain 1", "chain 2", "tree 2x2/4"))
+    # On a target this small drafting may cost more than it saves; then none is the best.
+    pays = any(round(row["speedup"], 2) >= 1 for row in record["rows"] if row["task"] == "all")
+    assert out.count("(best)") == pays
     assert not (draft_dir / "measured.json").exists(), "another measurement must not change what serve starts with"
     assert cli.main([*line, "--shape", "2,1,3", "--shape", "2,1,3"]) == 2
     assert "each value once" in capsys.readouterr().err
