@@ -160,7 +160,9 @@ def arguments() -> argparse.ArgumentParser:
         default=[],
         help="also rows of our engine and Hugging Face's with the target so",
     )
-    parser.add_argument("--torch-compile", action="store_true", help="also rows of our engine with compiled layers")
+    parser.add_argument(
+        "--torch-compile", action="store_true", help="also rows of our engine and Hugging Face's compiled"
+    )
     parser.add_argument("--chain", type=int, default=3, metavar="STEPS", help="the head's chain (default: 3)")
     parser.add_argument("--tree", default="4,4,16", metavar="S,K,N", help="the head's tree (default: 4,4,16)")
     parser.add_argument(
@@ -227,7 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         start(rivals, shared, threads, stack)
         runs = race(rivals, prompts, args.batch, args.max_tokens, args.repeats)
         entrants = [
-            Entrant(plan.name, plan.shape, plan.equals, plan.over, process.version, process.weight_bits)
+            Entrant(
+                plan.name, plan.shape, plan.equals, plan.over, process.version, process.weight_bits, process.settings
+            )
             for plan in plans
             if (process := rivals.processes.get(plan.name)) is not None
         ]

@@ -73,6 +73,8 @@ def plans_for(
     found = _Plans([], {})
     _add_ours(found, args, head)
     found.add("hf-generate", {"engine": "hugging-face"})
+    if args.torch_compile:
+        found.add("hf-generate-compiled", {"engine": "hugging-face", "torch_compile": True})
     found.add("hf-prompt-lookup", {"engine": "hugging-face", "lookup": args.lookup})
     for name in args.quantization:
         same = {"equals": f"{REFERENCE}-{name}"}

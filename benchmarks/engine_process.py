@@ -42,11 +42,13 @@ class EngineProcess:
         self.version: str | None = None
         self.weight_bits: float | None = None
         self.most: int | None = None
+        self.settings: str | None = None
 
     def wait_until_loaded(self) -> None:
         """Raises EngineProcessError when the engine cannot be had."""
         ready = self._reply()
         self.version, self.weight_bits, self.most = ready["version"], ready["weight_bits"], ready["most"]
+        self.settings = ready["settings"]
 
     def answer(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
         """The worker's reply. Raises EngineProcessError."""

@@ -23,6 +23,11 @@ import urllib.request
 from typing import Any
 
 
+def in_words(settings: dict[str, Any], *more: str | None) -> str:
+    """What an engine runs with, for its row: the threads, and what else is named."""
+    return ", ".join([f"threads: {settings['threads']}", *(one for one in more if one)])
+
+
 class Vllm:
     """vLLM's CPU build, plain or with an EAGLE-3 head as a chain."""
 
@@ -49,7 +54,16 @@ class Vllm:
             enforce_eager=bool(settings.get("eager")),
         )
         self.version = vllm.__version__
-        self.weight_bits = 8 * self._llm.llm_engine.model_config.dtype.itemsize
+        dtype = self._llm.llm_engine.model_config.dtype
+        self.weight_bits = 8 * dtype.itemsize
+        preloaded = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
+        self.settings = in_words(
+            settings,
+            str(dtype).removeprefix("torch."),
+            "eager" if settings.get("eager") else "its own torch.compile",
+            f"chain of {settings['num_steps']} by our exported head" if head else None,
+            f"preloaded: {' '.join(preloaded) or 'nothing'}",
+        )
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -110,6 +124,7 @@ class EagleOwn:
         self._room = settings["context_length"] + nodes + 10  # so much it keeps free at the end
         self.version = f"SafeAILab/EAGLE with transformers {transformers.__version__}"
         self.weight_bits = 8 * self._model.base_model.dtype.itemsize
+        self.settings = in_words(settings, str(self._model.base_model.dtype).removeprefix("torch."), "eager")
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         import torch
@@ -146,6 +161,9 @@ class LlamaCppPython:
         parameters = llama_cpp.llama_model_n_params(self._llm.model)
         self.weight_bits = 8 * os.path.getsize(settings["gguf"]) / parameters
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        self.settings = in_words(
+            settings, f"weights of {os.path.basename(settings['gguf'])}", "compiled where installed"
+        )
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         (prompt,) = prompts
@@ -180,6 +198,7 @@ class LlamaCppServer:
         self.weight_bits = 8 * os.path.getsize(settings["gguf"]) / model["n_params"]
         features = " ".join(part.split(" = ")[0].strip() for part in xllamacpp.get_system_info().split("|")[:-1])
         self.version = f"xllamacpp {xllamacpp.__version__} ({features})"
+        self.settings = in_words(settings, f"weights of {os.path.basename(settings['gguf'])}", "as its wheel")
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         settings = {"n_predict": max_tokens, "temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True}

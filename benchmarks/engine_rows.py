@@ -15,6 +15,7 @@ from toolkit.bench.table import decimal, equal_text
 
 REFERENCE = "ours-plain"
 DEFINITIONS = {
+    "settings": "what the engine runs with: threads, dtype, compiled or eager, and what else it was told",
     "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
     "context": "tokens of the longest prompt and its answer",
     "tokens": "tokens written in `seconds`, over all repeats; the same number for every engine of a batch size",
@@ -60,6 +61,7 @@ class Entrant:
     over: str
     version: str | None
     weight_bits: float | None
+    settings: str | None = None
 
 
 def rows_of(
@@ -78,6 +80,7 @@ def rows_of(
                 {
                     "engine": entrant.name,
                     "version": entrant.version,
+                    "settings": entrant.settings,
                     "weight_bits": entrant.weight_bits,
                     "shape": entrant.shape,
                     "batch": batch,

@@ -2,10 +2,10 @@
 
     python engine_worker.py '{"engine": "ours", "target": ..., ...}'     the interpreter may be another engine's
 
-A JSON object a line. It says {"version", "weight_bits", "most"} or {"error"} once it is loaded, most being how many
-prompts it takes at a time (null: any number). Then each {"prompt_ids", "max_tokens"} is answered greedily, all prompts
-at once, by {"output_ids", "seconds", "peak_memory_bytes", ...}. Stop ids are ignored, so that every engine writes
-exactly `max_tokens` tokens. No engine may remember prompts it has seen.
+A JSON object a line. It says {"version", "weight_bits", "most", "settings"} or {"error"} once it is loaded, most being
+how many prompts it takes at a time (null: any number), settings what it runs with, in words. Then each {"prompt_ids",
+"max_tokens"} is answered greedily, all prompts at once, by {"output_ids", "seconds", "peak_memory_bytes", ...}. Stop
+ids are ignored, so that every engine writes exactly `max_tokens` tokens. No engine may remember prompts it has seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_rivals import EagleOwn, Vllm, llama_cpp
+from engine_rivals import EagleOwn, Vllm, in_words, llama_cpp
 
 
 class Ours:
@@ -36,6 +36,12 @@ class Ours:
         }
         self._llm = LLM(**options, device="cpu", prefix_cache=False)
         self.version, self.weight_bits = __version__, self._llm.target.weight_bits
+        self.settings = in_words(
+            settings,
+            str(self._llm.target.dtype).removeprefix("torch."),
+            f"{settings['quantization']} weights" if settings["quantization"] else None,
+            "torch.compile" if settings["torch_compile"] else "eager",
+        )
         self._parts: dict[str, float] = {}
         self._step, self._llm.engine.step = self._llm.engine.step, self._timed_step
 
@@ -73,7 +79,11 @@ class Ours:
 
 
 class HuggingFace:
-    """transformers' `generate`, as it comes: plain, or with prompt lookup, which takes one prompt at a time."""
+    """transformers' `generate`: plain, with prompt lookup, which takes one prompt at a time, or compiled.
+
+    Compiled: decoding steps over a static cache of the longest context, by torch.compile. transformers does that by
+    itself on a GPU alone. Prompts are read eagerly, since each length would be compiled.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import transformers
@@ -82,12 +92,26 @@ class HuggingFace:
 
         names = ("revision", "dtype", "quantization")
         target = load_target(settings["target"], **{name: settings[name] for name in names})
-        self._model, self._lookup = target.model, settings["lookup"]
+        self._model, self._lookup, compiled = target.model, settings["lookup"], settings["torch_compile"]
         # transformers: "assisted generate is only supported for batch_size = 1".
         self.most = None if self._lookup is None else 1
         # `generate` fills gaps of its settings from here: without this the target's stop ids would come back.
-        self._model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        static: dict[str, Any] = {}
+        if compiled:
+            everywhere = transformers.CompileConfig(mode="default")
+            everywhere._compile_all_devices = True
+            static = {"cache_implementation": "static", "max_cache_len": settings["context_length"]}
+            static["compile_config"] = everywhere
+        self._model.generation_config = transformers.GenerationConfig(pad_token_id=0, **static)
         self.version, self.weight_bits = transformers.__version__, target.weight_bits
+        self.settings = in_words(
+            settings,
+            str(target.dtype).removeprefix("torch."),
+            f"{settings['quantization']} weights" if settings["quantization"] else None,
+            "torch.compile with a static cache" if compiled else "eager with a dynamic cache",
+            f"prompt lookup of {self._lookup}" if self._lookup else None,
+            f"attention {self._model.config._attn_implementation}",
+        )
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         import torch
@@ -126,7 +150,7 @@ def main() -> int:
     except Exception as error:  # process edge: the table says why this engine has no row
         reply({"error": f"{type(error).__name__}: {error}"})
         raise
-    reply({"version": engine.version, "weight_bits": engine.weight_bits, "most": engine.most})
+    reply({name: getattr(engine, name) for name in ("version", "weight_bits", "most", "settings")})
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()

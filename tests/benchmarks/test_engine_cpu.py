@@ -28,7 +28,7 @@ class InProcess:
     broken: dict[str, int] = {}
 
     def __init__(self, worker, settings, threads: int, python: str | None = None) -> None:
-        self.worker, self.settings, self.calls = worker, settings, 0
+        self.worker, self.asked, self.calls = worker, settings, 0
 
     def __enter__(self):
         return self
@@ -40,14 +40,15 @@ class InProcess:
         from engine_process import EngineProcessError
 
         try:
-            self.engine = self.worker.ENGINES[self.settings["engine"]](self.settings)
+            self.engine = self.worker.ENGINES[self.asked["engine"]](self.asked)
         except ModuleNotFoundError as error:
             raise EngineProcessError(f"ModuleNotFoundError: {error}") from error
         self.version, self.weight_bits, self.most = self.engine.version, self.engine.weight_bits, self.engine.most
+        self.settings = self.engine.settings
 
     def answer(self, prompt_ids, max_tokens: int) -> dict:
         self.calls += 1
-        if self.broken.get(self.settings["draft"]) == self.calls:
+        if self.broken.get(self.asked["draft"]) == self.calls:
             from engine_process import EngineProcessError
 
             raise EngineProcessError("its process ended with -9: without a word")
@@ -86,6 +87,7 @@ def test_every_engine_writes_the_same_tokens(bench, capsys) -> None:
         assert row["tokens_equal"] is True and row["near_ties"] == 0, "fp32: the tokens must be equal"
         assert (row["prompts"], row["tokens"]) == ((3, 54) if row["batch"] == 1 else (2, 36)), row["engine"]
         assert row["weight_bits"] == 32 and row["context"] > 9
+        assert row["settings"].startswith("threads: ") and "float32" in row["settings"] and "eager" in row["settings"]
         if row["engine"] in ("ours-plain", "hf-generate", "hf-prompt-lookup"):
             assert row["accept_length"] is None, row["engine"]  # ours drafts nothing, Hugging Face does not count
         elif row["engine"] in ("ours-eagle3-chain", "ours-eagle3-tree"):
@@ -126,9 +128,12 @@ def test_plans_of_every_option(script, tmp_path, monkeypatch) -> None:
         "ours-plain-int4-compiled": ("ours-plain-int4", "ours-plain-int4-compiled"),
     }
     given: dict = {}
-    llm = SimpleNamespace(target=SimpleNamespace(weight_bits=8.0), engine=SimpleNamespace(step=None))
+    llm = SimpleNamespace(
+        target=SimpleNamespace(weight_bits=8.0, dtype="torch.bfloat16"), engine=SimpleNamespace(step=None)
+    )
     monkeypatch.setattr("toolkit.LLM", lambda **settings: given.update(settings) or llm)
-    worker.Ours({**shared_settings(tmp_path), **ours["ours-plain-int8-compiled"].settings})
+    engine = worker.Ours({**shared_settings(tmp_path), **ours["ours-plain-int8-compiled"].settings})
+    assert engine.settings == "threads: 1, bfloat16, int8 weights, torch.compile"
     assert (given["quantization"], given["torch_compile"]) == ("int8", True)
 
 
@@ -236,7 +241,7 @@ def test_rows_are_paired_with_plain_decoding(script) -> None:
 
 def shared_settings(target: Path) -> dict:
     own = {"target": str(target), "revision": None, "dtype": "auto", "quantization": None, "torch_compile": False}
-    return {**own, "draft": None, "shape": None, "max_running_requests": 2}
+    return {**own, "draft": None, "shape": None, "max_running_requests": 2, "threads": 1}
 
 
 @pytest.mark.process

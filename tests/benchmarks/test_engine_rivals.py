@@ -201,3 +201,19 @@ def test_llama_cpp_server(script, installed, tmp_path, address) -> None:
     assert engine.answer(PROMPTS[:1], 3) == {"output_ids": [[8, 9, 10]]}
     for body in LlamaServer.asked:
         assert body["ignore_eos"] is True and body["temperature"] == 0.0 and body["cache_prompt"] is False
+
+
+@pytest.mark.compile
+def test_hugging_face_compiled(script, tiny_target_directory, tmp_path) -> None:
+    """A static cache that grows from answer to answer would compile within the timing, and could answer otherwise."""
+    worker = script("engine_worker")
+    asked = {**SETTINGS, "target": str(tiny_target_directory), "dtype": "float32", "quantization": None, "lookup": None}
+    plain, compiled = (worker.HuggingFace({**asked, "torch_compile": compiled}) for compiled in (False, True))
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    assert compiled.answer(prompts, 4) == plain.answer(prompts, 4)
+    programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert programs, "nothing was compiled"
+    for long in (prompts, [[8, 9, 10, 11, 12], [5]]):
+        assert compiled.answer(long, 12) == plain.answer(long, 12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
+    assert compiled.settings.startswith("threads: 1, float32, torch.compile with a static cache")
