@@ -167,7 +167,7 @@ def share_text(share: float | None) -> str:
 
 def speedup_text(row: dict[str, Any]) -> str:
     """Format the speedup; a setting that loses to plain decoding is marked."""
-    return times(row["speedup"]) + (", slower than plain" if is_slower(row) else "")
+    return times(row["speedup"]) + (", slower" if is_slower(row) else "")
 
 
 def times(speedup: float | None) -> str:
@@ -180,7 +180,7 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[st
     table.add_column(first, no_wrap=True)
     table.add_column("accept_length\n[95 %]", justify="right", no_wrap=True)
     table.add_column("steps\ndrafted", justify="right", no_wrap=True)
-    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left")
+    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left", no_wrap=True)
     table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("speedup over\nplain decoding", justify="left", no_wrap=True)
     table.add_column("tokens equal", justify="left")

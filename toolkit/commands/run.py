@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.pipeline.recipe_stages import run_recipe
 from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run
-from toolkit.pipeline.stages import Outcome
 from toolkit.recipe import load_recipe, print_config
 
 HELP = "run a recipe from prompts to report: everything that is not up to date"
@@ -41,16 +39,15 @@ def run(args: argparse.Namespace) -> int:
     job = Run(recipe, args.recipe, tuple(args.overrides), processes=args.num_processes, trains=trains)
     outcomes = run_recipe(job, force=args.force, until=args.until)
     if outcomes[-1].stage == "report":
-        print(next_steps(job, outcomes))
+        print(next_steps(job))
     return 0
 
 
-def next_steps(job: Run, outcomes: Sequence[Outcome]) -> str:
+def next_steps(job: Run) -> str:
     """What was measured, where the report is, and the commands that use the head or, if it does not pay, may help."""
     text = (job.folder / MEASURED).read_text(encoding="utf-8")
     measured = json.loads(text)  # `weights.read_json` would load torch
-    headline = next(one.headline for one in outcomes if one.stage == "measure")
-    lines = ["", headline, *([measured["outcome"]] if measured.get("outcome") else [])]
+    lines = ["", *([measured["outcome"]] if measured.get("outcome") else [])]
     lines += [f"report: {job.folder / REPORT_PAGE}", "", "next:"]
     # A file of an earlier version has no recommendation; serve and chat then draft adaptively.
     chosen, target = measured.get("recommended", "adaptive"), shlex.quote(job.recipe.target.model)
