@@ -180,7 +180,7 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[st
     table.add_column(first, no_wrap=True)
     table.add_column("accept_length\n[95 %]", justify="right", no_wrap=True)
     table.add_column("steps\ndrafted", justify="right", no_wrap=True)
-    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left", no_wrap=True)
+    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left")
     table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("speedup over\nplain decoding", justify="left", no_wrap=True)
     table.add_column("tokens equal", justify="left")

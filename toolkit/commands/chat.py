@@ -71,8 +71,9 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
     )
     painter = Painter(sys.stdout, marker(args.plain, sys.stdout))
     shape = loaded.shape_name
+    plain = None
     if shape is not None:
-        conversation.time_plain_steps()
+        plain = conversation.plain_tokens_per_s()
 
     def answer(text: str) -> None:
         with interrupts() as interrupted, StatusLine(sys.stdout) as status:
@@ -80,10 +81,9 @@ def converse(args: argparse.Namespace, loaded: LoadedEngine) -> None:
                 text,
                 painter.write,
                 interrupted,
-                lambda request: status.show(lambda: status_of(request, conversation.plain_tokens_per_s)),
+                lambda request: status.show(lambda: status_of(request, plain)),
             )
         painter.end()
-        plain = None if shape is None else conversation.plain_tokens_per_s
         print(summary(exchange, shape, args.temperature, plain), file=sys.stderr, flush=True)
 
     if args.prompt is not None:
@@ -253,4 +253,4 @@ def _accept_length(stats: AcceptanceStats) -> str:
 
 def _plain(tokens_per_s: float | None) -> list[str]:
     """The plain speed, if it was measured."""
-    return [] if tokens_per_s is None else [f"plain decoding {_speed(tokens_per_s)}"]
+    return [] if tokens_per_s is None else [f"plain decoding about {_speed(tokens_per_s)}"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,11 +14,10 @@ from toolkit.infer.request.acceptance import AcceptanceStats, summarise
 from toolkit.infer.request.chat_prompt import ChatPromptError, chat_ids, require_chat_template
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.params import SamplingParams
-from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
+from toolkit.infer.request.request import PromptTooLongError, Request
 
-# Plain steps that are timed at the start, at most in about so many seconds. The first steps of a process are slow.
-TIMED_STEPS, TIMED_SECONDS, SLOW_STEPS = 12, 2.0, 2
-LEAST_STEPS, RECENT_STEPS = 3, 64  # plain steps that a plain speed is stated from
+# Plain steps that are timed: at most so many or those of so many seconds, at least 3. The first of a process are slow.
+TIMED_STEPS, TIMED_SECONDS, LEAST_STEPS, SLOW_STEPS = 12, 2.0, 3, 2
 
 
 class ChatSessionError(ValueError):
@@ -67,7 +65,6 @@ class ChatSession:
         self._context_length = context_length
         self._start = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self._start)
-        self._plain_steps: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of each
         try:
             require_chat_template(tokenizer)
             self._params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
@@ -78,28 +75,26 @@ class ChatSession:
         """Remove all messages except the system message."""
         self.messages = list(self._start)
 
-    @property
     def plain_tokens_per_s(self) -> float | None:
-        """Measured speed of plain decoding in this process, from its latest plain steps; None if there are too few."""
-        return 1 / median(self._plain_steps) if len(self._plain_steps) >= LEAST_STEPS else None
+        """Measure the speed of plain decoding: write a few tokens without drafts, outside of the conversation.
 
-    def time_plain_steps(self) -> None:
-        """Write a few tokens without drafts, for `plain_tokens_per_s`. They are not part of the conversation.
-
-        Measures nothing if the chat template rejects a greeting, or the context is too short for one.
+        None if the chat template rejects a greeting, or the context is too short for one.
         """
         params = SamplingParams(max_tokens=TIMED_STEPS + SLOW_STEPS + 1, ignore_eos=True)
         try:
             ids = chat_ids(self._tokenizer, [*self._start, {"role": "user", "content": "Hello"}])
             request = self._engine.add_request(ids, params, speculative=False)
         except (ChatPromptError, PromptTooLongError):
-            return
-        began = time.perf_counter()
+            return None
+        seconds: list[float] = []
         while not request.finished:
+            written, began = len(request.output_ids), time.perf_counter()
             self._engine.step()
-            if time.perf_counter() - began > TIMED_SECONDS and len(request.events) >= SLOW_STEPS + LEAST_STEPS:
+            if written:  # the first token comes with the prompt
+                seconds.append(time.perf_counter() - began)
+            if sum(seconds) > TIMED_SECONDS and len(seconds) >= SLOW_STEPS + LEAST_STEPS:
                 self._engine.abort(request)
-        self._learn_plain(request.events[SLOW_STEPS:])
+        return 1 / median(seconds[SLOW_STEPS:]) if len(seconds) >= SLOW_STEPS + LEAST_STEPS else None
 
     def ask(
         self,
@@ -137,16 +132,10 @@ class ChatSession:
         whole = "".join(written)
         self.messages = [*messages, {"role": "assistant", "content": whole}]
         stats = summarise(events_of_answer(request.events, answer.n_tokens))
-        self._learn_plain(request.events[SLOW_STEPS:])
         decode_s = 0.0
         if request.first_token_at is not None and request.finished_at is not None:
             decode_s = request.finished_at - request.first_token_at
         return Exchange(whole, answer, decode_s, stats)
-
-    def _learn_plain(self, events: Sequence[VerifyEvent]) -> None:
-        """Keep the seconds of the plain steps among `events`; a step of several requests is not one of this chat."""
-        plain = [event for event in events if event.offered == 0 and event.batch == 1]
-        self._plain_steps += [event.draft_s + event.verify_s + event.commit_s for event in plain]
 
     def _submit(self, messages: list[dict[str, str]]) -> Request:
         try:
