@@ -69,11 +69,9 @@ def measure_acceptance(
     keep: Path | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every shape against plain decoding, and with `adaptive` also what `toolkit serve` does as it starts:
-    adaptive drafting up to the smallest shape that all of `shapes` fit in.
+    """Measure every shape against plain decoding, and with `adaptive` also adaptive drafting, as `toolkit serve` does.
 
-    Returns a record of kind "acceptance": for adaptive drafting and for every shape one row over all prompts (task
-    "all") and one row per task.
+    Returns a record of kind "acceptance": for each of them one row over all prompts (task "all") and one row per task.
 
     Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
@@ -92,11 +90,10 @@ def measure_acceptance(
     most = adaptive_limit(shapes) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
-    token_map = None if config.token_map is None else Path(config.token_map)
     settings = {
         "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
         "shapes": [*([ADAPTIVE] if adaptive else []), *(shape.as_text() for shape in shapes)],
-        "token_map": None if token_map is None else {"file": token_map.name, "sha256": sha256_file(token_map)},
+        "token_map": _describe_token_map(config),
         "prompts": prompts_from,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -123,6 +120,12 @@ def measure_acceptance(
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
     )
+
+
+def _describe_token_map(config: EngineConfig) -> dict[str, str] | None:
+    if config.token_map is None:
+        return None
+    return {"file": Path(config.token_map).name, "sha256": sha256_file(Path(config.token_map))}
 
 
 def adaptive_limit(shapes: Sequence[DraftShape]) -> DraftShape:

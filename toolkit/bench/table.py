@@ -15,6 +15,11 @@ from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.rows import ALL, best_row, headline_row, is_slower
 
 WIDTH_WITHOUT_TERMINAL = 122
+WIDE = 110  # columns of a terminal that shows the whole table
+LENGTH, SPEED, SPEEDUP = "accept_length\n[95 %]", "tokens/s", "speedup over\nplain decoding"
+LEFT = ("accepted at\ndepth 1 2 .. (%)", SPEEDUP, "tokens equal")
+COLUMNS = (LENGTH, "steps\ndrafted", LEFT[0], SPEED, SPEEDUP, "tokens equal")
+NARROW = (LENGTH, SPEED, SPEEDUP)
 NONE = "-"
 BEST = " (best)"  # by speed; as text, since bold is lost without a terminal
 
@@ -31,11 +36,12 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
     rows = [row for row in record["rows"] if row["task"] == ALL]
     headline, best = headline_row(record), best_row(record)
     console.print(Text(header_line(record), style="bold"))
-    console.print(_table([(shape_name(row), row) for row in rows], "draft", best))
+    console.print(_table([(shape_name(row), row) for row in rows], "draft", best, console.width))
     by_task = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == shape_name(headline)]
     if by_task:
         console.print(Text(f"By task, {shape_name(headline)}", style="bold"))
-        console.print(_table([(f"{row['task']} ({row['prompts']})", row) for row in by_task], "task (prompts)", None))
+        tasks = [(f"{row['task']} ({row['prompts']})", row) for row in by_task]
+        console.print(_table(tasks, "task (prompts)", None, console.width))
     for line in (drafted_line(record), verdict_line(record), cost_line(record), outcome_line(record)):
         if line:
             console.print(Text(line))
@@ -44,7 +50,7 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
 def header_line(record: dict[str, Any]) -> str:
     """Return the settings on which the numbers of the tables depend."""
     settings, rows = record["settings"], [row for row in record["rows"] if row["task"] == ALL]
-    steps = " / ".join(f"{row['verify_steps']}" for row in rows)
+    steps = ", ".join(f"{shape_name(row)} {row['verify_steps']}" for row in rows)
     target = record.get("target") or {}
     weights = f"{target['quantization']} weights, " if target.get("quantization") else ""
     how = "" if settings.get("verify", "target") == "target" else f"verify {settings['verify']}, "
@@ -52,7 +58,7 @@ def header_line(record: dict[str, Any]) -> str:
         f"{target.get('name', 'target')} ({weights}{target.get('dtype', 'dtype not recorded')}), "
         f"{prompts_phrase(record)}, "
         f"{rows[0]['answers']} answers of at most {settings['max_tokens']} tokens; "
-        f"temperature {settings['temperature']:g}, {how}batch {settings['batch']}, verify steps {steps}"
+        f"temperature {settings['temperature']:g}, {how}batch {settings['batch']}; verify steps: {steps}"
     )
 
 
@@ -139,8 +145,8 @@ def equal_text(row: dict[str, Any]) -> str:
         return NONE
     if not row["tokens_equal"]:
         return f"NO ({row['unequal']})"
-    ties = row["near_ties"]
-    return f"yes ({ties} near-tie{'s' if ties > 1 else ''})" if ties else "yes"
+    ties, answers = row["near_ties"], row["answers"]  # the others first differ at a near-tie
+    return f"{answers - ties} of {answers}" if ties else f"all {answers}"
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
@@ -175,28 +181,27 @@ def times(speedup: float | None) -> str:
     return NONE if speedup is None else f"{speedup:.2f}x"
 
 
-def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[str, Any] | None) -> Table:
+def _table(rows: Sequence[tuple[str, dict[str, Any]]], first: str, best: dict[str, Any] | None, width: int) -> Table:
+    """best: the row to mark; None for tasks. Below WIDE columns only the most important columns are shown."""
+    cells: dict[str, list[str]] = {name: [] for name in COLUMNS if width >= WIDE or name in NARROW}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, no_wrap=True)
-    table.add_column("accept_length\n[95 %]", justify="right", no_wrap=True)
-    table.add_column("steps\ndrafted", justify="right", no_wrap=True)
-    table.add_column("accepted at\ndepth 1 2 .. (%)", justify="left")
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("speedup over\nplain decoding", justify="left", no_wrap=True)
-    table.add_column("tokens equal", justify="left")
+    for name in cells:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
     if best is not None and best["plain_tokens_per_s"] is not None:
-        table.add_row("plain decoding", NONE, NONE, NONE, decimal(best["plain_tokens_per_s"], 1), NONE, NONE)
+        plain = {SPEED: decimal(best["plain_tokens_per_s"], 1)}
+        table.add_row("plain decoding", *(plain.get(name, NONE) for name in cells))
     for name, row in rows:
         is_best = row is best and len(rows) > 1 and not is_slower(row)
-        table.add_row(
-            f"{name}{BEST}" if is_best else name,
-            length_text(row),
-            share_text(row.get("drafted_share")),
-            rates_text(row["accept_rate"]),
-            decimal(row["tokens_per_s"], 1),
+        texts = {
+            LENGTH: length_text(row),
+            "steps\ndrafted": share_text(row.get("drafted_share")),
+            "accepted at\ndepth 1 2 .. (%)": rates_text(row["accept_rate"]),
+            SPEED: decimal(row["tokens_per_s"], 1),
             # A task of a few prompts is no setting to choose, and noise.
-            times(row["speedup"]) if best is None else speedup_text(row),
-            equal_text(row),
-            style="bold" if is_best else None,
-        )
+            SPEEDUP: times(row["speedup"]) if best is None else speedup_text(row),
+            "tokens equal": equal_text(row),
+        }
+        style = "bold" if is_best else None
+        table.add_row(f"{name}{BEST}" if is_best else name, *(texts[column] for column in cells), style=style)
     return table

@@ -41,7 +41,7 @@ def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) 
     """
     stages = recipe_stages(run)
     threads = set_threads()
-    say(f"{run.recipe.name}: {run.recipe_path} -> {run.folder} ({threads} threads, OMP_NUM_THREADS)")
+    say(f"{run.recipe.name}: {run.recipe_path} -> {run.folder} ({threads} threads; OMP_NUM_THREADS changes it)")
     outcomes = run_stages(run.folder, stages, force=force, until=until)
     print("\n" + summary(outcomes))
     return outcomes

@@ -18,7 +18,7 @@ def train_stage(run: Run) -> str:
     run.recipe.train.check_processes(processes)
     threads = set_threads(processes)
     line = training_line(run.recipe_path, run.overrides, processes, run.accelerate_config, run.recipe.train.head.kind)
-    say(f"      {processes} process(es), {threads} threads each (OMP_NUM_THREADS)")
+    say(f"      {processes} process(es), {threads} threads each")
     status = run_training(line)
     if status:
         raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)

@@ -220,7 +220,9 @@ class Trainer:
         self.metrics.write({"step": done, **source, "tokens": position.supervised_tokens, **row})
         if bar is not None:
             best = f", forecast {position.best_forecast:.2f}" if position.best_forecast else ""
-            bar.update(1, f"loss {row['loss']:.3f}, accuracy {row['accuracy_by_step'][0]:.2f}{best}")
+            bar.update(
+                1, f"first draft: loss {row['loss_by_step'][0]:.2f}, accuracy {row['accuracy_by_step'][0]:.2f}{best}"
+            )
         last = done == self.steps
         forecast = last or due(done, self.settings.evaluation.eval_every)
         real = self.settings.evaluation.real_every is not None and (

@@ -104,7 +104,7 @@ def pack(target: Target, draft: Draft | None = None, draft_quantization: str = "
     auto_int8 = target.quantization is not None or _multiplied_by_ours(draft.head)
     if draft_quantization == "int8" or (draft_quantization == "auto" and auto_int8):
         quantize_head(draft.head)
-        logger.info("the weights of the draft head are int8 (draft quantization 'none' keeps its dtype)")
+        logger.debug("the weights of the draft head are int8 (draft quantization 'none' keeps its dtype)")
     elif on_cpu:
         pack_linears(draft.head)
 
