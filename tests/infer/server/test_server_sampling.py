@@ -176,11 +176,12 @@ def test_only_a_client_states_a_seed(client, taken, monkeypatch):
 def test_a_request_may_have_a_draft_shape_of_its_own(client, taken):
     """The engine drafts it, for that request alone; what the engine does not draft is a 400 that names the field."""
     fields = {"max_tokens": 8, "temperature": 0.0}
-    texts = [
-        ask(client, **fields, extra_body={"ignore_eos": True, **extra}).choices[0].message.content
+    answers = [
+        ask(client, **fields, extra_body={"ignore_eos": True, **extra})
         for extra in ({}, {"shape": "2,1,3"}, {"shape": "3,2,6"}, {"speculative": False})
     ]
-    assert len(set(texts)) == 1
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert answers[1].usage.speculative["shape"] == "chain 2 (2,1,3)"
     assert [{event.offered for event in request.events} for request in taken] == [{5}, {2}, {5}, {0}]
     for extra, says in (
         ({"shape": "4,1,5"}, r"engine drafts tree 3x2/6 \(3,2,6\)"),

@@ -207,6 +207,8 @@ class Completions:
     def _usage(self, writing: Sequence[_Writing]) -> dict[str, Any]:
         request = writing[0].ticket.request
         shape = self.served.shape_name if request.speculative else None
+        if shape is not None and request.shape is not None:
+            shape = f"{request.shape.name} ({request.shape.as_text()})"
         answers = [(one.answer, list(one.ticket.request.events)) for one in writing]
         return usage(len(request.prompt_ids), answers, shape, request.cached_tokens)
 
