@@ -55,7 +55,7 @@ class Vllm:
         )
         self.version = vllm.__version__
         dtype = self._llm.llm_engine.model_config.dtype
-        self.weight_bits = 8 * dtype.itemsize
+        self.weight_bits = 8.0 * dtype.itemsize
         preloaded = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
         self.settings = in_words(
             settings,
@@ -123,7 +123,7 @@ class EagleOwn:
         self._model.tokenizer = types.SimpleNamespace(eos_token_id=-1)
         self._room = settings["context_length"] + nodes + 10  # so much it keeps free at the end
         self.version = f"SafeAILab/EAGLE with transformers {transformers.__version__}"
-        self.weight_bits = 8 * self._model.base_model.dtype.itemsize
+        self.weight_bits = 8.0 * self._model.base_model.dtype.itemsize
         self.settings = in_words(settings, str(self._model.base_model.dtype).removeprefix("torch."), "eager")
 
     def answer(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
