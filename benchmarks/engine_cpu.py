@@ -32,7 +32,6 @@ from engine_process import EngineProcess, EngineProcessError
 from engine_rows import DEFINITIONS, REFERENCE, Entrant, Judge, Run, engine_table, rows_of
 from results_folder import leave
 from rich.console import Console
-from time_left import TimeLeft
 
 from toolkit.bench.near_tie import NOISE_RULE, Divergence, find_divergence, plain_logits
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited, read_prompts
@@ -43,7 +42,7 @@ from toolkit.errors import is_for_users
 from toolkit.infer.engine.cpu_door import QUANTIZATIONS, load_target
 from toolkit.infer.load.load_draft import stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
-from toolkit.log import get_logger
+from toolkit.log import Progress, get_logger
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_tokenizer
 from toolkit.targets.target import Target
@@ -100,18 +99,16 @@ def race(
                 names.append(plan.name)
             else:
                 rivals.left_out[f"{plan.name}, batch {batch}"] = f"it takes {most} prompt at a time"
-        warmup = min(WARMUP_TOKENS, max_tokens)
-        replies = [_ask(rivals, name, prompts[:batch], warmup) for name in names]
-        once = sum(reply["seconds"] for reply in replies if reply is not None)
-        turns = len(groups) * repeats
-        time_left = TimeLeft(f"batch {batch}, {len(names)} engines", turns, once * turns * max_tokens / warmup)
-        for repeat in range(repeats):
-            for place, first in enumerate(groups):
-                for name in rotated(names, place + repeat):
-                    reply = _ask(rivals, name, prompts[first : first + batch], max_tokens)
-                    if reply is not None:
-                        runs.append(Run(name, batch, repeat, first, reply))
-                time_left.turn_ended()
+        for name in names:
+            _ask(rivals, name, prompts[:batch], min(WARMUP_TOKENS, max_tokens))
+        with Progress(len(groups) * repeats, f"batch {batch}, {len(names)} engines", "turn") as progress:
+            for repeat in range(repeats):
+                for place, first in enumerate(groups):
+                    for name in rotated(names, place + repeat):
+                        reply = _ask(rivals, name, prompts[first : first + batch], max_tokens)
+                        if reply is not None:
+                            runs.append(Run(name, batch, repeat, first, reply))
+                    progress.update()
     return [run for run in runs if run.engine in rivals.processes]
 
 

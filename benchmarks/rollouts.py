@@ -32,7 +32,6 @@ from results_folder import leave
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from time_left import TimeLeft
 
 from toolkit import __version__
 from toolkit.bench.bootstrap import LEAST_GROUPS, ratio_interval
@@ -45,6 +44,7 @@ from toolkit.errors import is_for_users
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.params import SamplingParams
+from toolkit.log import Progress
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import DTYPES
 from toolkit.targets.target import Target
@@ -149,11 +149,11 @@ def race(
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     queues = queues_of(prompts, batch)
     places = [(repeat, queue) for repeat in range(repeats) for queue in range(len(queues))]
-    time_left = TimeLeft(f"batch {batch}", len(places) * len(engines))
-    for repeat, queue in places:
-        for name in rotated(list(engines), repeat + queue):
-            turns[name].append(Turn(queue, *engines[name](queues[queue], batch, asked)))
-            time_left.turn_ended()
+    with Progress(len(places) * len(engines), f"batch {batch}", "turn") as progress:
+        for repeat, queue in places:
+            for name in rotated(list(engines), repeat + queue):
+                turns[name].append(Turn(queue, *engines[name](queues[queue], batch, asked)))
+                progress.update()
     return turns
 
 

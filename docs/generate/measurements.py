@@ -1,0 +1,227 @@
+"""The page of all measurements, written from the records in benchmarks/results. No figure is typed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import record_tables as tables
+
+from toolkit.bench.bootstrap import LEAST_GROUPS
+from toolkit.bench.records import read_record
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+Record = Mapping[str, Any]
+
+HEAD = """# Benchmarks
+
+After this page you can look up a measurement, judge how far to trust it, and repeat it.
+
+`python docs/generate` writes this page from the records in `benchmarks/results/`: every figure below comes from one of
+them. What is slower than plain decoding is shown as what is faster.
+
+## How to read the tables
+
+- **accept_length** is the number of tokens committed per verify step, the target's own token included, so it is at
+  least one. The prompt's first token, steps cut off by the end of an answer, and plain steps are not counted. It
+  means nothing without its draft shape, temperature and number of verify steps, so they stand beside it.
+- **A draft shape** has the parameters `num_steps,top_k,num_draft_tokens`: levels, branches of a node, and verified
+  nodes, root included. A chain has one branch.
+- **Adaptive drafting** drafts in some steps and decodes plainly in others. Its accept_length counts drafted steps
+  alone, so it is no measure of speed.
+- **Intervals** in brackets are 95 % bootstrap intervals over prompts, or over groups of prompts that are timed
+  together. They are shown only where they rest on at least {least} of them; with that few they are still too narrow.
+- **Speed** is a ratio within one run, in which all rows answer the same prompts in turns. What is below 1x, as it is
+  shown, is marked *slower*.
+  Tokens per second of two records must not be compared: machines, and what runs beside a measurement, differ.
+- **Answers** are compared with plain decoding's. In float32 they are equal. In bfloat16 a verify step of several
+  nodes rounds differently from a plain step, so an answer may part where two tokens have nearly the same logit.
+  *Near-tie* counts answers that first part at such a place, *unequal* those that part elsewhere.
+- **Instruction flags** decide how much the verified nodes cost. Older records do not have them; the name of the file
+  says what the machine had.
+- A record of an earlier commit does not have later changes.
+"""
+
+TAIL = """
+## What has no record
+
+- No GPU has measured anything here.
+- Training recipes of others, with a learning rate chosen for the same amount of data, are not compared yet.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question and the records that answer it.
+
+    files: a glob in the results, of which `chosen` takes some. command: what writes the record that is still to be
+    measured; a section without it must have a record.
+    """
+
+    title: str
+    question: str
+    files: str
+    table: Callable[[Record], str]
+    chosen: Callable[[Record], bool] = lambda record: True
+    text: str = ""
+    command: str = ""
+
+
+def _two_hours(record: Record) -> bool:
+    return "-full" in record["draft"]["path"]
+
+
+def _greedy(record: Record) -> bool:
+    return record["settings"]["temperature"] == 0
+
+
+DEMO = "acceptance-smollm2-135m-*.json"
+FIRST_COMMAND = Section(
+    "The demo recipe",
+    "What does the first command of the README get: acceptance, and speed over plain decoding, greedy?",
+    DEMO,
+    tables.acceptance,
+    lambda record: _greedy(record) and not _two_hours(record),
+)
+SECTIONS = (
+    FIRST_COMMAND,
+    Section(
+        "The two-hour recipe",
+        "What does a longer training of the same target get on benchmarks' prompts, greedy?",
+        DEMO,
+        tables.acceptance,
+        lambda record: _greedy(record) and _two_hours(record),
+    ),
+    Section(
+        "Sampled answers",
+        "What is left of acceptance and speed above temperature zero?",
+        DEMO,
+        tables.acceptance,
+        lambda record: not _greedy(record),
+        text="Under `--verify target` the seed decides the answer, drafted or not, but for near-ties: a tree's answers "
+        "part from plain decoding's at them in bfloat16.",
+    ),
+    Section(
+        "The engine beside others",
+        "How fast does the engine decode beside what else could be picked on a CPU, on the same prompts in turns?",
+        "engine-smollm2-135m-*.json",
+        tables.engine,
+        text="Each engine runs at the settings that its row names. Rivals run as their wheels come and were not tuned "
+        "further: llama.cpp is a build for AVX2 and does not draft, vLLM has its defaults. Prompts are answered one at a "
+        "time unless the row names a larger batch. Ratios to `ours-plain` count all seconds; those to plain decoding "
+        "with the same options count decoding alone, without reading the prompt. Rows of one group of prompts are left "
+        "out.",
+        command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
+    ),
+    Section(
+        "Adaptive drafting with a useless head",
+        "What does adaptive drafting cost where nothing that the head drafts is right, and what does it gain else?",
+        "engine-never-slower-*.json",
+        tables.never_slower,
+        text="Ratios are seconds over plain decoding's: above 1x drafting loses.",
+        command="python benchmarks/never_slower.py --draft runs/smollm2-135m/ckpt",
+    ),
+    Section(
+        "Forecast and engine",
+        "Does the accept_length that training forecasts agree with the engine's?",
+        "training-forecast-*.json",
+        tables.forecast,
+        text="*Same answers*: of what the engine wrote. *All held-out*: of whole answers, and of more of them.",
+    ),
+    Section(
+        "Answers of the target or of a file",
+        "Do a target's own answers train a better head than those of a file, at as many supervised tokens?",
+        "training-on-policy-*.json",
+        tables.on_policy,
+        text="A step is one answer, so that shorter answers make more steps of as many tokens.",
+    ),
+    Section(
+        "A training step",
+        "What do stored features save over running the target in every step?",
+        "training-recipes-step-*.json",
+        tables.training_step,
+    ),
+    Section(
+        "Memory of the draft loss",
+        "Does the memory of the loss grow with tokens times vocabulary?",
+        "training-draft-loss-*.json",
+        tables.draft_loss,
+        text="*naive* keeps all logits, *tiled* is what training runs.",
+    ),
+    Section(
+        "Auxiliary layers read one off",
+        "What does it cost to read a head's layer ids in the convention of another project?",
+        "acceptance-aux-shift-*.json",
+        tables.aux_shift,
+        text="Nothing fails with the wrong ids; only acceptance falls. The change is paired by prompt.",
+    ),
+    Section(
+        "Exports read by other projects",
+        "Do other projects compute the same from an exported head?",
+        "judges-*.json",
+        tables.judges,
+        text="Modules of the other project read the export; logits, or tokens and accepted drafts, are compared.",
+    ),
+)
+
+
+def page(results: Path = RESULTS) -> str:
+    """The page. Raises FileNotFoundError for a section without a record, ValueError for a record without a section."""
+    shown: set[Path] = set()
+    parts, planned = [HEAD.format(least=LEAST_GROUPS)], []
+    for section in SECTIONS:
+        found = dict(records_of(section, results))
+        shown |= found.keys()
+        if found:
+            parts.append(_section(section, found))
+        elif section.command:
+            planned.append(
+                f"- {section.title}: the program of today is still to be measured, by `{section.command}`.\n"
+            )
+        else:
+            raise FileNotFoundError(f"{results} has no record {section.files} for the section {section.title!r}")
+    left = sorted(path.name for path in results.glob("*.json") if path not in shown)
+    if left:
+        raise ValueError(f"no section shows {', '.join(left)}; add one to docs/generate/measurements.py or delete them")
+    return "\n".join(parts) + TAIL + "".join(planned)
+
+
+def records_of(section: Section, results: Path) -> Iterator[tuple[Path, Record]]:
+    """The section's records, the latest first."""
+    found = [(path, read_record(path)) for path in results.glob(section.files)]
+    chosen = [(path, record) for path, record in found if section.chosen(record)]
+    yield from sorted(chosen, key=lambda pair: pair[1]["date"], reverse=True)
+
+
+def _section(section: Section, records: Mapping[Path, Record]) -> str:
+    intro = " ".join(filter(None, (section.question, section.text)))
+    return f"## {section.title}\n\n{intro}\n\n" + "\n".join(
+        _measurement(section, path, record) for path, record in records.items()
+    )
+
+
+def _measurement(section: Section, path: Path, record: Record) -> str:
+    """One record: where it comes from, what the run took, and its table."""
+    facts = [
+        f"- {record['date'][:10]}, {_machine(record['hardware'])}, commit `{_commit(record['commit'])}`",
+        f"- record `benchmarks/results/{path.name}`, by `{record['command']}`",
+    ]
+    if record.get("note"):
+        facts.append(f"- note: {record['note']}")
+    if record.get("stages"):
+        facts.append(f"- {tables.cost(record)}")
+    return "\n".join(facts) + f"\n\n{section.table(record)}"
+
+
+def _machine(hardware: Record) -> str:
+    flags = " ".join(hardware.get("cpu_flags") or ())
+    names = [*hardware["gpus"], hardware["cpu"]]
+    flags = f"`{flags}`" if flags else "flags not recorded"
+    return f"{', '.join(names)} ({flags}), cores: {hardware['cores']}, torch threads: {hardware['torch_threads']}"
+
+
+def _commit(commit: str) -> str:
+    digest, plus, changes = commit.partition("+")
+    return digest[:7] + plus + changes
