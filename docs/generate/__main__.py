@@ -15,18 +15,17 @@ import commands
 import drawing
 import figure
 import glossary
+import measurements
 import python_api
 import readme
 import recipe
-
-import benchmarks
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES: dict[str, Callable[[], str]] = {
     "recipe.md": recipe.page,
     "commands.md": commands.page,
     "floors.svg": drawing.page,
-    "benchmarks.md": benchmarks.page,
+    "benchmarks.md": measurements.page,
     "acceptance.svg": figure.svg,
 }
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -6,6 +6,7 @@ An arrow that a longer way of arrows implies is left out. Positions are in COLUM
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -70,15 +71,10 @@ def page() -> str:
 
 def _stacks() -> tuple[dict[str, int], dict[str, int]]:
     """The floors of the package and those of infer/, as tests/test_floors.py checks them."""
-    tree = ast.parse((REPOSITORY / "tests" / "test_floors.py").read_text(encoding="utf-8"))
-    found = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Dict)
-    }
-    floors = found["FLOORS"]
+    checked = runpy.run_path(str(REPOSITORY / "tests" / "test_floors.py"))
+    floors = checked["FLOORS"]
     del floors["__main__"]
-    return floors, found["INFER"]
+    return floors, checked["INFER"]
 
 
 def _imports(folder: Path, units: Mapping[str, int]) -> Edges:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from record_tables import Row, number, times
+from measurements import FIRST_COMMAND, RESULTS, Record, records_of
+from record_tables import Row
 
-from benchmarks import FIRST_COMMAND, RESULTS, Record, records_of
+from toolkit.bench.rows import is_slower
+from toolkit.bench.table import decimal, times
 
 WIDTH, HEIGHT = 640, 360
 LEFT, TOP, FLOOR = 40, 122, 290  # of the bars, in pixels
@@ -63,7 +65,7 @@ def _draw(record: Record) -> str:
             f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" height="{FLOOR - top:.1f}" rx="3" '
             f'fill="{colour}"/>'
         )
-        parts.append(_text(middle, FLOOR - 10, number(speed, 1), "#ffffff", 16, "middle", "600"))
+        parts.append(_text(middle, FLOOR - 10, decimal(speed, 1), "#ffffff", 16, "middle", "600"))
         for line, note in enumerate(reversed(notes)):
             parts.append(_text(middle, min(top, level) - 8 - 16 * line, note, INK, 12))
         parts.append(_text(middle, FLOOR + 20, name, INK, 13))
@@ -81,8 +83,11 @@ def _bar(row: Row) -> tuple[str, float, tuple[str, ...], str]:
     name = row["shape"]
     if name != "adaptive":
         name += f" {row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
-    notes = (f"accept_length {number(row['accept_length'])}", f"{times(row['speedup'])} plain")
-    return name, row["tokens_per_s"], notes, FASTER if row["speedup"] >= 1 else SLOWER
+    notes = (
+        f"accept_length {decimal(row['accept_length'])}",
+        f"{times(row['speedup'])} plain" + ", slower" * is_slower(row),
+    )
+    return name, row["tokens_per_s"], notes, SLOWER if is_slower(row) else FASTER
 
 
 def _target(record: Record) -> str:

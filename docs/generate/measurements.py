@@ -33,9 +33,9 @@ them. What is slower than plain decoding is shown as what is faster.
   alone, so it is no measure of speed.
 - **Intervals** in brackets are 95 % bootstrap intervals over prompts, or over groups of prompts that are timed
   together. They are shown only where they rest on at least {least} of them; with that few they are still too narrow.
-- **Speed** is a ratio within one run, in which all rows answer the same prompts in turns. What is below 1x, as it is
-  shown, is marked *slower*.
-  Tokens per second of two records must not be compared: machines, and what runs beside a measurement, differ.
+- **Speed** is a ratio within one run, in which all rows answer the same prompts in turns. A draft whose speed over
+  plain decoding is below 1x, as it is shown, is marked *slower*. Tokens per second of two records must not be
+  compared: machines, and what runs beside a measurement, differ.
 - **Answers** are compared with plain decoding's. In float32 they are equal. In bfloat16 a verify step of several
   nodes rounds differently from a plain step, so an answer may part where two tokens have nearly the same logit.
   *Near-tie* counts answers that first part at such a place, *unequal* those that part elsewhere.
@@ -109,10 +109,10 @@ SECTIONS = (
         "engine-smollm2-135m-*.json",
         tables.engine,
         text="Each engine runs at the settings that its row names. Rivals run as their wheels come and were not tuned "
-        "further: llama.cpp is a build for AVX2 and does not draft, vLLM has its defaults. Prompts are answered one at a "
-        "time unless the row names a larger batch. Ratios to `ours-plain` count all seconds; those to plain decoding "
-        "with the same options count decoding alone, without reading the prompt. Rows of one group of prompts are left "
-        "out.",
+        "further: llama.cpp is a build for AVX2 and does not draft; vLLM has its defaults, without its prefix cache. "
+        "Prompts are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
+        "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. Rows "
+        "of one group of prompts are left out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from figure import newest_record, place_and_date
-from record_tables import number, shape, times, with_interval
+from record_tables import shape, with_interval
 from tables import table
+
+from toolkit.bench.table import decimal, speedup_text
 
 
 def demo() -> str:
@@ -15,11 +17,11 @@ def demo() -> str:
         (
             shape(row),
             with_interval(row["accept_length"], row["interval"], row["prompts"]),
-            number(row["tokens_per_s"], 1),
-            times(row["speedup"]) + (", slower than plain" if row["speedup"] < 1 else ""),
+            decimal(row["tokens_per_s"], 1),
+            speedup_text(row),
         )
         for row in rows
     )
-    plain = ("plain decoding", "", number(rows[0]["plain_tokens_per_s"], 1), "")
+    plain = ("plain decoding", "", decimal(rows[0]["plain_tokens_per_s"], 1), "")
     caption = f"{rows[0]['prompts']} {record['settings']['prompts']} prompts, greedy; {place_and_date(record)}:"
     return f"{caption}\n\n" + table(("draft", "accept_length", "tokens/s", "over plain"), (plain, *drafted))

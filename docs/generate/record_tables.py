@@ -8,6 +8,7 @@ from typing import Any
 from tables import table
 
 from toolkit.bench.bootstrap import LEAST_GROUPS
+from toolkit.bench.table import NONE, decimal, speedup_text
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -28,8 +29,8 @@ def acceptance(record: Record) -> str:
                 f"{row['temperature']:g}",
                 with_interval(row["accept_length"], row["interval"], row["prompts"]),
                 str(row["verify_steps"]),
-                f"{number(row['tokens_per_s'], 1)}, {number(row['plain_tokens_per_s'], 1)}",
-                times(row["speedup"]),
+                f"{decimal(row['tokens_per_s'], 1)}, {decimal(row['plain_tokens_per_s'], 1)}",
+                speedup_text(row),
                 answers(row),
             )
             for row in rows
@@ -39,7 +40,8 @@ def acceptance(record: Record) -> str:
 
 def engine(record: Record) -> str:
     """Rows of batch sizes that were timed on more than one group of prompts."""
-    header = ("engine", "settings", "bits a weight", "batch", "tokens/s", "over our plain decoding", ACCEPT_LENGTH)
+    over = ("over `ours-plain`", "over plain decoding with the same options")
+    header = ("engine", "settings", "bits a weight", "batch", "tokens/s", *over, ACCEPT_LENGTH)
     rows = [row for row in record["rows"] if row["prompts"] // row["batch"] > 1]
     return table(
         (*header, "answers"),
@@ -47,11 +49,12 @@ def engine(record: Record) -> str:
             (
                 f"{row['engine']} {row['version']}" + (f", `{row['shape']}`" if row["shape"] else ""),
                 row.get("settings", "not recorded"),
-                number(row["weight_bits"], 1),
+                decimal(row["weight_bits"], 1),
                 str(row["batch"]),
-                number(row["tokens_per_s"], 1),
+                decimal(row["tokens_per_s"], 1),
                 with_interval(row["speedup"], row["interval"], row["prompts"] // row["batch"], "x"),
-                number(row["accept_length"]),
+                NONE if row["over"] == row["engine"] else speedup_text({"speedup": row["decode_speedup"]}),
+                decimal(row["accept_length"]),
                 answers({"answers": row["prompts"], **row}),
             )
             for row in rows
@@ -72,7 +75,7 @@ def never_slower(record: Record) -> str:
                 str(row["batch"]),
                 with_interval(row["ratio"], row["interval"], groups, "x"),
                 f"{100 * row['drafted_steps']:.0f} %",
-                number(row["accept_length"]),
+                decimal(row["accept_length"]),
             )
             for row in record["rows"]
             if row["draft"] != "none"
@@ -89,7 +92,7 @@ def forecast(record: Record) -> str:
             if real["forecast_on_rollouts"] is not None:
                 engines = with_interval(real["accept_length"], real["interval"], LEAST_GROUPS)
                 whole = with_interval(row["forecast_all_held_out"], row["forecast_interval"], LEAST_GROUPS)
-                steps, same = str(real["verify_steps"]), number(real["forecast_on_answers"])
+                steps, same = str(real["verify_steps"]), decimal(real["forecast_on_answers"])
                 lines.append((str(row["step"]), real["name"], engines, steps, same, whole))
     return table(header, lines)
 
@@ -126,7 +129,7 @@ def training_step(record: Record) -> str:
                 row["precision"],
                 f"{row['tokens']:.0f}",
                 "stored" if "stored" in row["variant"] else "by the target in the step",
-                number(row["seconds_per_step"]),
+                decimal(row["seconds_per_step"]),
                 megabytes(row["peak_memory_bytes"] - row["held_before_bytes"]),
             )
             for row in record["rows"]
@@ -144,7 +147,7 @@ def draft_loss(record: Record) -> str:
                 str(row["vocabulary"]),
                 row["variant"],
                 str(row["tokens"]),
-                number(row["processor_seconds"], 1),
+                decimal(row["processor_seconds"], 1),
                 megabytes(row["peak_memory_bytes"]),
             )
             for row in record["rows"]
@@ -201,12 +204,12 @@ def shape(row: Row) -> str:
     return f"{row['shape']} {most}"
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+def cost(record: Record) -> str:
+    """The minutes of each stage of a run, and the disk that its features took."""
+    stages = {**record["stages"], "together": sum(record["stages"].values())}
+    names = {"bench": "measure"}  # as the terminal calls it
+    minutes = ", ".join(f"{names.get(stage, stage)} {decimal(seconds / 60, 1)}" for stage, seconds in stages.items())
+    return f"minutes: {minutes}; disk of the features: {decimal(record['features_bytes'] / 1e9, 1)} GB"
 
 
 def megabytes(count: float) -> str:
@@ -216,7 +219,7 @@ def megabytes(count: float) -> str:
 def with_interval(value: float | None, interval: Sequence[float | None] | None, units: int, unit: str = "") -> str:
     """The value; with its interval where that rests on enough prompts, or groups of prompts."""
     if value is None or interval is None or interval[0] is None or units < LEAST_GROUPS:
-        return number(value) + (unit if value is not None else "")
+        return decimal(value) + (unit if value is not None else "")
     return f"{value:.2f}{unit} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 

