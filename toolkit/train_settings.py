@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
-from toolkit.recipe_yaml import Rule, check
+from toolkit.recipe_yaml import RecipeError, Rule, check
 
 T = TypeVar("T")
 LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
@@ -272,8 +272,13 @@ class TrainSettings:
         """
         data = self.data
         share, rest = divmod(data.global_batch, processes)
-        even = f"a multiple of {processes}, the number of training processes, or at most as many,"
-        check(self, "train.", [("data.global_batch", share == 0 or not rest, even)])
+        if share and rest:
+            batch, fewer = data.global_batch, max(n for n in range(1, processes) if data.global_batch % n == 0)
+            raise RecipeError(
+                f"train.data.global_batch = {batch}, but a multiple of {processes}, the number of training processes, "
+                f"is needed: set train.data.global_batch={batch - rest} or {batch - rest + processes}, or "
+                f"--num-processes {fewer}"
+            )
         whole = share <= data.micro_batch or share % data.micro_batch == 0
         check(self, "train.", [("data.micro_batch", whole, f"a divisor of {share}, the sequences of a process,")])
 

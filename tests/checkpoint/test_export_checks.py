@@ -65,7 +65,7 @@ def test_another_revision_of_the_target(tiny_draft, tiny_facts, tmp_path):
     for revision, told in (("b", True), ("a", False)):
         facts = dataclasses.replace(tiny_facts, revision=revision)
         _, notes = export(draft, "vllm", tmp_path / revision, facts, CHAIN)
-        assert any(f"@a as its target, but is exported for revision {revision}" in note for note in notes) == told
+        assert any(f"@a as its target, but the revision given is {revision}" in note for note in notes) == told
 
 
 def test_a_head_that_is_not_finite(make_eagle3, tiny_draft, tiny_facts, tmp_path):

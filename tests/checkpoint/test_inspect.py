@@ -39,6 +39,15 @@ def test_our_own_directory(tiny_draft, tiny_target_directory, tmp_path):
     assert report.wrong == [] and report.read == []
 
 
+def test_another_target_of_the_same_sizes(tiny_draft, tiny_target_directory, tmp_path):
+    """Nothing but its name tells the two apart; export and chat warn of it as well."""
+    meta = {"target": {"name": "nobody/at-hand", "revision": None}}
+    state, config = tiny_draft.head.state_dict(), tiny_draft.head.config
+    directory = save_draft(tmp_path / "o", state, config, tiny_draft.token_map, meta)
+    report = inspect_head(directory, str(tiny_target_directory))
+    assert report.usable and "names nobody/at-hand as its target" in report.wrong[0]
+
+
 def edited(**changes):
     return lambda config, _tensors: config.update(changes)
 

@@ -24,6 +24,8 @@ from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.heads.registry import empty_head, head_class
 from toolkit.log import get_logger
+from toolkit.targets.facts import TargetFacts
+from toolkit.targets.load import full_name
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
@@ -214,6 +216,19 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
         )
     if trained_for.get("template_sha256") not in (None, target.template_sha256):
         log.warning("the target's chat template is not the one the head was trained with: accept_length may fall")
+
+
+def other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
+    """A warning when the head names another target than `facts`, by name or revision; None when it does not."""
+    stated = draft.meta.get("target") or {}
+    if not stated.get("name"):
+        return None
+    names, revisions = (full_name(stated["name"]), facts.name), (stated.get("revision"), facts.revision)
+    if names[0] != names[1]:
+        return f"the head names {stated['name']} as its target, but the target given is {facts.name}: are they equal?"
+    if None not in revisions and revisions[0] != revisions[1]:
+        return f"the head names {names[0]}@{revisions[0]} as its target, but the revision given is {revisions[1]}"
+    return None
 
 
 def rope_difference(config: HeadConfig, target_rope: Mapping[str, Any]) -> str | None:

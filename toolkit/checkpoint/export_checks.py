@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, embeddings_differ, rope_difference
+from toolkit.checkpoint.draft_dir import (
+    DraftCheckpoint,
+    embedding_distance,
+    embeddings_differ,
+    other_target,
+    rope_difference,
+)
 from toolkit.checkpoint.errors import ExportError
 from toolkit.errors import TargetError
 from toolkit.heads.head_config import HeadConfig, full_attention_rope
 from toolkit.targets.facts import TargetFacts, target_embedding
-from toolkit.targets.load import full_name
 
 PLACEHOLDER = "MODEL"
 
@@ -25,7 +30,7 @@ def checked(draft: DraftCheckpoint, facts: TargetFacts) -> list[str]:
             f"the head's {', '.join(bad)} hold values that are not finite: its training diverged, or the file is "
             "damaged; export an earlier checkpoint"
         )
-    found = [rope_difference(draft.head.config, full_attention_rope(facts.config)), _other_target(draft, facts)]
+    found = [rope_difference(draft.head.config, full_attention_rope(facts.config)), other_target(draft, facts)]
     if draft.own_embedding is not None:
         found.append(_embedding(draft.own_embedding, facts))
     return [one for one in found if one is not None]
@@ -38,19 +43,6 @@ def check_target(config: HeadConfig, facts: TargetFacts) -> None:
             f"the head is for a target of vocabulary {config.vocab_size} and width {config.hidden_size}; "
             f"{facts.name} has {facts.vocab_size} and {facts.hidden_size}; name the head's own target with `target`"
         )
-
-
-def _other_target(draft: DraftCheckpoint, facts: TargetFacts) -> str | None:
-    """A warning when the head names another target than the one it is written for."""
-    stated = draft.meta.get("target") or {}
-    if not stated.get("name"):
-        return None
-    names, revisions = (full_name(stated["name"]), facts.name), (stated.get("revision"), facts.revision)
-    if names[0] != names[1]:
-        return f"the head names {stated['name']} as its target, but is exported for {facts.name}: are they equal?"
-    if None not in revisions and revisions[0] != revisions[1]:
-        return f"the head names {names[0]}@{revisions[0]} as its target, but is exported for revision {revisions[1]}"
-    return None
 
 
 def _embedding(own: torch.Tensor, facts: TargetFacts) -> str | None:

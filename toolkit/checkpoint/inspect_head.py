@@ -13,6 +13,7 @@ from toolkit.checkpoint.draft_dir import (
     embedding_distance,
     embeddings_differ,
     load_draft,
+    other_target,
     rope_difference,
 )
 from toolkit.checkpoint.errors import DraftDirError
@@ -140,9 +141,8 @@ def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None
     if config.features.needed_layers > facts.n_layers:
         ids = list(config.features.aux_layer_ids or ())
         report.refuse(f"aux_layer_ids {ids}: the target has {facts.n_layers} layers")
-    rope = rope_difference(config, full_attention_rope(facts.config))
-    if rope:
-        report.wrong.append(rope)
+    found = (rope_difference(config, full_attention_rope(facts.config)), other_target(draft, facts))
+    report.wrong += [one for one in found if one is not None]
     if draft.own_embedding is None or not report.usable:
         return
     try:

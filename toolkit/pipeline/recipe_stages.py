@@ -89,6 +89,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             settings={**target, "train": result_settings(recipe.train)},
             inputs=lambda: _inputs(run, ROLLOUTS, TOKEN_MAP),
             work=partial(train_stage, run),
+            check=run.check_processes,
             makes=("ckpt",),
             self_checking=True,
         ),
@@ -99,6 +100,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             settings={**target, "bench": result_settings(recipe.bench)},
             inputs=lambda: _inputs(run, CKPT_WEIGHTS, CKPT_CONFIG, own=recipe.bench.prompts or ()),
             work=partial(_work, "measure", run),
+            check=run.check_bench,
         ),
         Stage(
             name="report",

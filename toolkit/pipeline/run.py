@@ -51,15 +51,25 @@ class Run:
         Mistakes in the recipe that only later stages would find are found here, before hours of work:
         raises `DataError`, `DraftShapeError`, `RecipeError`, `TargetError`.
         """
-        from toolkit.pipeline.run_target import check_head_fits, prompts_and_shapes
+        from toolkit.pipeline.run_target import check_head_fits
 
-        prompts_and_shapes(self.recipe.bench)
-        if self.trains:
-            self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
+        self.check_bench()
+        self.check_processes()
         # Stored features are in the dtype of the training's target; training would discard those of another dtype.
         target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
         check_head_fits(target, self.recipe.train)
         return target
+
+    def check_bench(self) -> None:
+        """Raise `DataError` or `DraftShapeError` for prompts and shapes that cannot be measured."""
+        from toolkit.pipeline.run_target import prompts_and_shapes
+
+        prompts_and_shapes(self.recipe.bench)
+
+    def check_processes(self) -> None:
+        """Raise `RecipeError` or `LaunchError` when this command trains in processes that cannot share a batch."""
+        if self.trains:
+            self.recipe.train.check_processes(training_processes(self.processes, self.recipe.train))
 
     def load_target(self, use: Use) -> Target:
         """The target, packed for decoding. `use` decides its dtype, see `cpu_door.load_target`."""

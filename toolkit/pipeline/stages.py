@@ -44,7 +44,8 @@ class Stage:
     outputs: files that exist when it is done. makes: what it writes outside its own folder. settings: the part of the
     recipe that decides its result. inputs: name -> file, looked up when the stage's turn comes. work: does it, over
     partial files of its own if there are any, and returns a headline such as "640 prompts". self_checking: `work`
-    raises when it finds partial files of other settings.
+    raises when it finds partial files of other settings. check: raises for settings that `work` would refuse; it is
+    called before files of this stage are moved, and before it or an earlier stage works.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Stage:
     work: Callable[[], str]
     makes: tuple[str, ...] = ()
     self_checking: bool = False
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def run_stages(
         for position, stage in enumerate(stages):
             if only in (None, stage.name):
                 if stage.name == force:
+                    _check(stages[position:])
                     _set_aside(run_dir, stages[position:], say)
                 label = f"[{position + 1}/{len(stages)}] {stage.name:<10}"
                 outcomes.append(_bring_up_to_date(run_dir, stages[position:], label, say))
@@ -130,6 +133,7 @@ def _bring_up_to_date(run_dir: Path, stages: Sequence[Stage], label: str, say: C
         made = (look.manifest.finished or "")[:16].replace("T", " ")
         say(f"{label} skipped, up to date ({look.manifest.headline}, {made})")
         return Outcome(stage.name, False, look.manifest.seconds, look.manifest.headline)
+    _check(stages)
     say(f"{label} {look.why}")
     if look.state in ("unknown", "changed", "incomplete"):
         _set_aside(run_dir, stages, say)
@@ -196,6 +200,11 @@ def _versions() -> dict[str, Any]:
     from toolkit.bench.records import git_commit, versions  # loads torch; a run that is up to date does without
 
     return {**versions(), "commit": git_commit()}
+
+
+def _check(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        stage.check()
 
 
 def _set_aside(run_dir: Path, stages: Sequence[Stage], say: Callable[[str], None]) -> None:
