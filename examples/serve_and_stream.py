@@ -62,6 +62,9 @@ def stream_answer(url: str, prompt: str, max_tokens: int) -> None:
     drafted = usage.completion_tokens_details.accepted_prediction_tokens
     print(f"\n\n{tokens} tokens in {seconds:.1f} s, {drafted} of them drafted")
     drafting = usage.speculative  # toolkit's addition to OpenAI's fields
+    if drafting["accept_length"] is None:
+        print("nothing was drafted")
+        return
     print(f"accept_length {drafting['accept_length']} in {drafting['verify_steps']} verify steps: {drafting['shape']}")
 
 

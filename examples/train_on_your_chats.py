@@ -5,7 +5,11 @@
 
 A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}; a sixth of the chats is kept for the
 measurement. The target answers the user's turns itself: a head learns to draft what the target would write.
-Settings of the recipe can follow, for example `train.epochs=8`. Typed again, the command skips what is up to date.
+
+The rest comes from the demo recipe, with changes that suit any target: answers of up to 512 tokens, texts of up to
+1,024, and the target's hidden states computed in each training step, so that nothing large is stored. Settings of the
+recipe can follow, for example `train.epochs=8`. Typed again, the command skips what is up to date. For a large target
+on GPUs write a recipe (docs/training.md).
 """
 
 import argparse
@@ -29,6 +33,12 @@ QUESTIONS = [
     "Write a polite email to a customer whose {} is late.",
 ]
 PRODUCTS = "bicycle kettle tent guitar lamp camera backpack chair watch kite blender bookcase".split()
+ANY_TARGET = [
+    "rollouts.max_tokens=512",
+    "rollouts.keep_features=false",
+    "train.data.features=online",
+    "train.data.max_length=1024",
+]
 FEW_CHATS = ["rollouts.max_tokens=96", "train.epochs=10", "bench.max_tokens=48"]  # sizes for the made-up chats
 
 
@@ -56,7 +66,7 @@ def main() -> None:
 
     settings = [f"name={args.out.name}", f"run_dir={args.out}", f"target.model={args.target}"]
     settings += ["prompts.synthesize=0", f"prompts.sources=[{train}]", f"bench.prompts=[{test}]"]
-    settings += [*(FEW_CHATS if args.chats is None else []), *args.settings]
+    settings += [*ANY_TARGET, *(FEW_CHATS if args.chats is None else []), *args.settings]
     print("$ toolkit", shlex.join(["run", str(RECIPE), *settings]), flush=True)
     status = subprocess.run([sys.executable, "-m", "toolkit", "run", str(RECIPE), *settings]).returncode
     if status:

@@ -36,7 +36,8 @@ class TargetSettings:
         "auto", "auto: that of the target's config; training on a CPU takes float32 where that is faster"
     )
     quantization: Literal["int8", "int4"] | None = setting(
-        None, "bits of the target's linear layers (CPU), in all stages: drafts must match the quantized target"
+        None,
+        "bits of a weight of the target's linear layers (CPU), in all stages: the head learns from that target",
     )
 
 
@@ -48,11 +49,15 @@ class PromptSettings:
     limit: PositiveInt | None = setting(None, "conversations from the sources at most; null: all")
     synthesize: NonNegativeInt = setting(0, "prompts that the target writes itself")
     systems: tuple[str, ...] = setting(
-        (), 'system prompts that steer these prompts, used in turn; "" is the default of the chat template'
+        (), 'system prompts that steer what the target writes, used in turn; "" is the default of the chat template'
     )
-    temperature: NonNegativeFloat = setting(1.0, "temperature of these prompts")
-    top_p: Share = setting(0.95, "nucleus of these prompts")
-    max_tokens: PositiveInt = setting(96, "tokens of such a prompt at most; longer ones are rejected")
+    temperature: NonNegativeFloat = setting(1.0, "temperature of the prompts that the target writes")
+    top_p: Share = setting(
+        0.95, "nucleus sampling of these prompts: the most probable tokens of this total probability"
+    )
+    max_tokens: PositiveInt = setting(
+        96, "tokens of a prompt that the target writes, at most; longer ones are rejected"
+    )
     max_running_requests: PositiveInt = setting(
         64, "prompts that are written at once", former="prompts.batch_size", not_in_fingerprint=True
     )
@@ -64,7 +69,7 @@ class RolloutSettings:
     """How the target answers the prompts."""
 
     temperature: NonNegativeFloat = setting(0.0, "temperature of the answers; 0 is greedy")
-    top_p: Share = setting(1.0, "nucleus of the answers")
+    top_p: Share = setting(1.0, "nucleus sampling of the answers: the most probable tokens of this total probability")
     max_tokens: PositiveInt = setting(160, "tokens of an answer at most")
     max_running_requests: PositiveInt = setting(
         64, "answers that are written at once", former="rollouts.batch_size", not_in_fingerprint=True
@@ -77,16 +82,18 @@ class RolloutSettings:
         "store the hidden states computed while answering, for train.data.features: offline",
         not_in_fingerprint=True,
     )
-    torch_compile: bool = setting(False, "answer by compiled layers, on a CPU", not_in_fingerprint=True)
+    torch_compile: bool = setting(
+        False, "compile the target's layers by torch.compile before it answers (CPU)", not_in_fingerprint=True
+    )
 
 
 @dataclass(frozen=True)
 class TokenMapSettings:
     """Size of the draft vocabulary: a number of ids, or the share of response tokens that it must cover."""
 
-    size: PositiveInt | None = setting(8192, "ids of the draft vocabulary; null under coverage")
+    size: PositiveInt | None = setting(8192, "ids of the draft vocabulary; null where coverage is given")
     coverage: Share | None = setting(
-        None, "share of the response tokens that the draft vocabulary covers; needs size: null"
+        None, "share of the response tokens that the draft vocabulary covers, in place of size; needs size: null"
     )
 
 
@@ -125,7 +132,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline run."""
+    """Name, seed and folder of a run."""
 
     __pydantic_config__ = STRICT
     name: str = field(metadata={"meaning": "name of the run"})

@@ -58,7 +58,8 @@ class HeadSettings:
 
     kind: HeadName = setting("eagle3", "the kind of draft head", former="train.head")
     layers: PositiveInt = setting(
-        1, "mtp: one layer for each step, the last one repeats; eagle3, eagle2: decoder layers of the head"
+        1,
+        "eagle3, eagle2: decoder layers of the head; mtp: layers that draft one level each, of which the last repeats",
     )
     aux_layer_ids: tuple[int, ...] | None = setting(
         None, "eagle3: the three hidden states of the target that the head reads; null: (2, n/2, n-3) of n layers"
@@ -66,14 +67,16 @@ class HeadSettings:
     fc_norm: bool = setting(False, "eagle3: a norm for each feature before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "eagle3: the next step reads the state after the last norm (EAGLE-3.1)")
     sliding_window: PositiveInt | None = setting(
-        None, "positions that the head's attention sees, in training and serving; null: all"
+        None, "latest positions that the head's attention sees, in training and serving; null: all"
     )
     lm_head: Literal["random", "target", "frozen"] | None = setting(
-        None, "eagle3: initial output matrix and norm; frozen: the target's, not trained; null: as `init`"
+        None,
+        "eagle3: initial output matrix and norm; target: the target's; frozen: the same, not trained; null: as `init`",
     )
     init: Literal["target", "copied", "random"] = setting(
         "target",
-        "initial weights. target: the target's own, and a regression for fc; copied: the same without the regression",
+        "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
+        "target; copied: the same without the regression",
     )
 
     @property
@@ -88,21 +91,28 @@ class UnrollSettings:
 
     ttt_steps: PositiveInt = setting(4, "steps of the training-time test, K: the depth that the head learns to draft")
     curriculum: tuple[PositiveFloat, ...] = setting(
-        (), "shares of the training with 1, 2, ... steps; the rest has ttt_steps", former="train.ttt_curriculum"
+        (),
+        "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",
+        former="train.ttt_curriculum",
     )
     step_decay: Annotated[float, Field(gt=0, le=1)] = setting(0.8, "the loss of step k has weight step_decay^k")
     loss: LossName = setting(
         "soft_cross_entropy", "the loss, against the target's distribution on the draft vocabulary"
     )
-    token_weight: NonNegativeFloat = setting(0.1, "eagle2: weight of `loss`, as in EAGLE")
-    feature_weight: NonNegativeFloat = setting(1.0, "eagle2: weight of the distance to the target's last hidden state")
+    token_weight: NonNegativeFloat = setting(0.1, "eagle2: weight of `loss` in the sum of both losses")
+    feature_weight: NonNegativeFloat = setting(
+        1.0, "eagle2: weight of the other loss, the distance to the target's last hidden state"
+    )
     anchors: PositiveInt | None = setting(
-        None, "roots of a row in later steps, drawn for every micro-batch, for long contexts; null: all"
+        None,
+        "for long contexts: positions of a row from which later steps start, drawn for every micro-batch; null: all",
     )
     checkpointing: bool = setting(
-        False, "backward computes the steps again: slower, less memory", not_in_fingerprint=True
+        False, "backward computes the steps again: slower, less memory, the same losses", not_in_fingerprint=True
     )
-    mask_shift: Literal[0, 1] = setting(0, "1 shifts the loss mask, to measure what the exact mask is worth")
+    mask_shift: Literal[0, 1] = setting(
+        0, "an experiment: 1 shifts the loss mask by a token, to measure what the exact mask is worth; else 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,9 @@ class OptimizerSettings:
     weight_decay: NonNegativeFloat = setting(0.0, "decoupled weight decay of both optimizers")
     betas: tuple[Beta, Beta] = setting((0.9, 0.95), "decay of AdamW's two moments")
     max_grad_norm: PositiveFloat | None = setting(
-        None, "adamw: longest gradient (null: 0.5); Muon's updates have a fixed norm", former="train.clip"
+        None,
+        "adamw: a gradient with a larger norm is scaled down to it (null: 0.5); Muon's updates have a fixed norm",
+        former="train.clip",
     )
 
 
@@ -133,7 +145,7 @@ class DataSettings:
     global_batch: PositiveInt = setting(8, "sequences of an optimizer step, over all processes and accumulation steps")
     micro_batch: PositiveInt = setting(8, "sequences of one forward of one process", not_in_fingerprint=True)
     pack: bool = setting(
-        False, "pack sequences of a micro-batch into rows; none attends to another", not_in_fingerprint=True
+        False, "several short sequences of a micro-batch share a row; none attends to another", not_in_fingerprint=True
     )
     features: Literal["online", "offline"] = setting(
         "online",
@@ -148,14 +160,15 @@ class EvaluationSettings:
 
     eval_every: PositiveInt = setting(25, "optimizer steps between forecasts of accept_length")
     real_every: PositiveInt | None = setting(200, "optimizer steps between measurements by the engine; null: none")
-    real_prompts: PositiveInt = setting(8, "held-out conversations that the engine answers, the first ones")
-    real_max_tokens: PositiveInt = setting(48, "tokens of each of these answers at most")
+    real_prompts: PositiveInt = setting(8, "the engine answers the first N held-out conversations")
+    real_max_tokens: PositiveInt = setting(48, "tokens of each answer of the engine at most")
     real_shapes: Shapes | None = setting(
         None, 'draft shapes, each "num_steps,top_k,num_draft_tokens"; null: chain and tree of ttt_steps'
     )
-    real_temperatures: Annotated[Temperatures, EachOnce] = setting((0.0, 1.0), "temperatures of these answers")
+    real_temperatures: Annotated[Temperatures, EachOnce] = setting((0.0, 1.0), "temperatures of the engine's answers")
     patience: PositiveInt | None = setting(
-        None, "stop after this many measurements (else forecasts) without improvement; null: never"
+        None,
+        "stop after this many measurements without improvement, or forecasts where real_every is null; null: never",
     )
 
 
@@ -168,7 +181,7 @@ class OnPolicySettings:
     )
     prompts: PositiveInt | None = setting(
         None,
-        "rollouts of each interval; null: every * global_batch, each trained on once",
+        "fresh rollouts each time; null: every * global_batch, so that each is trained on once",
         former="train.rollout_prompts",
     )
     temperatures: Temperatures = setting(
@@ -181,7 +194,7 @@ class TrackingSettings:
     """Where metrics are logged, in addition to metrics.jsonl."""
 
     wandb: bool = setting(False, "log to Weights & Biases", not_in_fingerprint=True)
-    wandb_project: str = setting("toolkit", "the project there", not_in_fingerprint=True)
+    wandb_project: str = setting("toolkit", "the project on Weights & Biases", not_in_fingerprint=True)
     tensorboard: bool = setting(False, "write TensorBoard events to the run folder", not_in_fingerprint=True)
 
 
@@ -192,15 +205,17 @@ class TrainSettings:
     epochs: PositiveFloat = setting(3.0, "passes over the training rollouts")
     max_steps: PositiveInt | None = setting(None, "end after this many optimizer steps; null: after the epochs")
     precision: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "auto: fp32 on CPUs that multiply it faster, else bf16"
+        "auto", "auto: bf16, or fp32 on a CPU that multiplies it faster, which is measured once"
     )
     target: Literal["replicated", "sharded"] = setting(
         "replicated",
         "replicated: each process holds the full target; sharded: each process holds a part of every layer",
         not_in_fingerprint=True,
     )
-    save_every: PositiveInt = setting(50, "optimizer steps between training states", not_in_fingerprint=True)
-    keep_states: PositiveInt = setting(2, "training states that are kept, the newest ones", not_in_fingerprint=True)
+    save_every: PositiveInt = setting(50, "optimizer steps between two training states", not_in_fingerprint=True)
+    keep_states: PositiveInt = setting(
+        2, "keep the newest N training states, from which an interrupted training resumes", not_in_fingerprint=True
+    )
     head: HeadSettings = field(default_factory=HeadSettings)
     unroll: UnrollSettings = field(default_factory=UnrollSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -17,24 +17,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("any corpus instead of the recipe's rollouts")
     group.add_argument("--rollouts", type=Path, metavar="FILE", help="rollouts.jsonl; its response tokens are counted")
     group.add_argument(
-        "--text", nargs="+", action="extend", metavar="FILE", help="text, .json or .jsonl files, .gz or not"
+        "--text",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="files whose tokens are counted: text, .json or .jsonl, .gz or not",
     )
     group.add_argument(
-        "--roles", nargs="+", default=["assistant"], help="turns counted in files of conversations (default: assistant)"
+        "--roles",
+        nargs="+",
+        default=["assistant"],
+        help="whose turns are counted in files of conversations (default: assistant)",
     )
     group.add_argument(
-        "--tokenizer", metavar="MODEL", help="target's name, hub id, directory or .gguf (default: the recipe's target)"
+        "--tokenizer",
+        metavar="MODEL",
+        help="tokenizer of this model: demo name, hub id, directory or .gguf (default: the recipe's target)",
     )
     group.add_argument(
         "--vocab-size",
         type=int,
         metavar="V",
-        help="rows of the target's output embedding (default: the tokenizer's size)",
+        help="size of the target's vocabulary: rows of its output matrix (default: the tokenizer's size)",
     )
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--size", type=int, metavar="N", help="keep N ids")
+    size.add_argument("--size", type=int, metavar="N", help="keep the N most common ids")
     size.add_argument(
-        "--coverage", type=float, metavar="SHARE", help="keep the fewest ids that cover this share, e.g. 0.95"
+        "--coverage",
+        type=float,
+        metavar="SHARE",
+        help="keep the fewest ids that cover this share of the counted tokens, e.g. 0.95",
     )
     group.add_argument("--out", type=Path, metavar="DIR", help="output folder (needed with --rollouts or --text)")
     parser.epilog = "Give --text or --rollouts after the overrides, or separate them with --."

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="value of an ambiguous setting of another project's checkpoint: norm_output=false, aux_layer_ids=2,16,29",
+        help="correct how a setting of another project's head was read: norm_output=false, aux_layer_ids=2,16,29",
     )
     parser.add_argument(
         "--push-to-hub",

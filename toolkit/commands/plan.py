@@ -24,7 +24,10 @@ GPU_FIELDS = {"tflops": "flops", "fp8-tflops": "flops_8"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", nargs="?", metavar="TARGET", help="hub id (org/name@revision), directory, config.json"
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="the model to serve: hub id (org/name@revision), directory or config.json",
     )
     parser.add_argument(
         "--published", action="store_true", help="list the published figures that the model is compared with"
@@ -32,30 +35,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("requests")
     work.add_argument("--input", type=int, metavar="TOKENS", help="tokens of a prompt")
     work.add_argument("--output", type=int, metavar="TOKENS", help="tokens of an answer")
-    work.add_argument("--concurrency", type=int, metavar="N", help="requests in flight")
+    work.add_argument("--concurrency", type=int, metavar="N", help="requests that run at once")
     work.add_argument("--rate", type=float, metavar="R", help="requests a second, in place of --concurrency")
-    work.add_argument("--max-tpot-ms", type=float, metavar="MS", help="longest time a token while an answer is written")
+    work.add_argument(
+        "--max-tpot-ms", type=float, metavar="MS", help="the most milliseconds that a token of an answer may take"
+    )
     _gpu_arguments(parser)
     head = parser.add_argument_group("head")
-    head.add_argument("--draft", metavar="DIR", help="a head's directory or hub id; its measured chains, if it has any")
+    head.add_argument(
+        "--draft",
+        metavar="DIR",
+        help="a head's directory or hub id; its measured accept_lengths of chains are used, if it has any",
+    )
     head.add_argument(
         "--head",
         choices=tuple(HEAD_KINDS),
-        help="without --draft: a usual head of this kind; mtp: the target's own layers",
+        help="without --draft: assume a head of this kind and of usual size; mtp: the target's own layers",
     )
-    head.add_argument("--accept-lengths", metavar="N:A,...", help="accept_length by tokens drafted: 1:1.7,2:2.18")
+    head.add_argument(
+        "--accept-lengths", metavar="N:A,...", help="accept_length A of a chain of N drafted tokens, e.g. 1:1.7,2:2.18"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--engine", default="sglang", choices=("sglang", "vllm"), help="the engine of the deployment (default: sglang)"
     )
-    engine.add_argument("--layout", metavar="L", help="tp8 or dp16: consider only such decoding engines")
     engine.add_argument(
-        "--step-ms", metavar="B:MS,...", help="measured plain decode steps of --layout, by requests a rank: 1:7.1,32:9"
+        "--layout",
+        metavar="L",
+        help="the layout of decoding engines: tp8 (tensor parallel, 8 GPUs), dp16 (data parallel attention, 16 GPUs) "
+        "(default: all are tried)",
     )
     engine.add_argument(
-        "--weight-bits", type=float, metavar="N", help="bits of the layers' weights (default: its config's)"
+        "--step-ms",
+        metavar="B:MS,...",
+        help="measured milliseconds MS of a plain step with B requests a rank, under --layout, e.g. 1:7.1,32:9",
     )
-    engine.add_argument("--no-overlap", action="store_true", help="the engine schedules and computes in turn")
+    engine.add_argument(
+        "--weight-bits", type=float, metavar="N", help="bits of a weight of the target's layers (default: its config's)"
+    )
+    engine.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="the engine does not schedule the next step while the GPU computes this one",
+    )
     parser.epilog = "Only chains are planned. The model is in toolkit/plan/step_time.py, its queue in deployment.py."
 
 

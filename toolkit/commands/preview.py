@@ -18,13 +18,22 @@ LEGEND = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", type=Path, help="rollouts.jsonl, e.g. runs/smollm2-135m/rollouts/rollouts.jsonl")
-    parser.add_argument("--target", help="whose tokenizer to read them with (default: the one that wrote them)")
     parser.add_argument(
-        "--split", choices=("train", "held_out"), default="train", help="rollouts of which part (default: train)"
+        "--target", help="model whose tokenizer turns the ids into text (default: the target that wrote the rollouts)"
     )
-    parser.add_argument("--limit", type=int, default=3, metavar="N", help="rollouts shown (default: 3)")
     parser.add_argument(
-        "--max-length", type=int, default=512, metavar="N", help="as train.data.max_length (default: 512)"
+        "--split",
+        choices=("train", "held_out"),
+        default="train",
+        help="which rollouts: those that are trained on, or those kept for evaluation (default: train)",
+    )
+    parser.add_argument("--limit", type=int, default=3, metavar="N", help="show N rollouts (default: 3)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=512,
+        metavar="N",
+        help="longest sequence in tokens, as train.data.max_length (default: 512)",
     )
     parser.epilog = LEGEND
 

@@ -19,9 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="answer again, even when the rollouts are up to date")
     group = parser.add_argument_group("other prompts than the recipe's run has (both are needed)")
-    group.add_argument("--prompts", metavar="SOURCE", help=".jsonl(.gz), .json, a directory or hub:org/name[:split]")
-    group.add_argument("--out", type=Path, metavar="FILE", help="rollouts.jsonl to write, or to go on with")
-    group.add_argument("--draft", type=Path, metavar="DIR", help="a draft head that speeds the answers up")
+    group.add_argument(
+        "--prompts",
+        metavar="SOURCE",
+        help="answer these conversations: a file (.jsonl, .json, .gz or not), a directory or hub:org/name[:split]",
+    )
+    group.add_argument(
+        "--out", type=Path, metavar="FILE", help="rollouts.jsonl to write; one that was interrupted is continued"
+    )
+    group.add_argument(
+        "--draft",
+        type=Path,
+        metavar="DIR",
+        help="draft head that drafts while the answers are written, to write them sooner",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

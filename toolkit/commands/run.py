@@ -11,7 +11,7 @@ from toolkit.pipeline.recipe_stages import run_recipe
 from toolkit.pipeline.run import MEASURED, REPORT_PAGE, Run
 from toolkit.recipe import load_recipe, print_config
 
-HELP = "run a recipe from prompts to report: everything that is not up to date"
+HELP = "run all stages of a recipe that are not up to date, from prompts to report"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,9 @@ HELP = "collect the prompts of a recipe: from its sources, and written by the ta
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="collect again, even when the prompts are up to date")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="another place than the recipe's run folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the prompts to this file, not into the recipe's run folder"
+    )
     parser.epilog = "For example: toolkit synthesize prompts.synthesize=100 --out prompts/prompts.jsonl"
 
 

@@ -12,14 +12,19 @@ from toolkit.pipeline.recipe_stages import recipe_stages
 from toolkit.pipeline.run import PROMPTS, ROLLOUTS, TOKEN_MAP
 from toolkit.pipeline.stages import PipelineError, run_stages
 
-HELP = "train the draft head of a recipe (starts accelerate launch toolkit/train/eagle3.py, or that of its kind)"
+HELP = "train the draft head of a recipe, by accelerate launch of the script of its kind, e.g. toolkit/train/eagle3.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--num-processes", type=int, metavar="N", help="processes (default: one a GPU, else 1)")
     parser.add_argument(
-        "--config-file", type=Path, metavar="FILE", help="accelerate settings (default: recipes/accelerate/zero2.yaml)"
+        "--num-processes", type=int, metavar="N", help="training processes (default: one a GPU, else 1)"
+    )
+    parser.add_argument(
+        "--config-file",
+        type=Path,
+        metavar="FILE",
+        help="settings of accelerate and DeepSpeed (default: recipes/accelerate/zero2.yaml)",
     )
     parser.add_argument("--force", action="store_true", help="train again, even when the head is up to date")
     parser.epilog = "Rollouts and token map come from the recipe's run folder; missing ones are made first."

@@ -18,7 +18,6 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
     PreTrainedTokenizerBase,
-    modeling_gguf_pytorch_utils,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -60,9 +59,6 @@ def convert(path: Path, into: Path) -> None:
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if not torch.cuda.is_available():
-        # Saving a model imports DeepSpeed, which would warn that it sees no GPU.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.
         with without_progress_bars():
@@ -81,7 +77,7 @@ def convert(path: Path, into: Path) -> None:
         )
     _split_text_as_trained(tokenizer, str(header.get("tokenizer.ggml.pre", "")))
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    with without_progress_bars():
+    with without_progress_bars(), _deepspeed_on_cpu():
         model.save_pretrained(into)
     tokenizer.save_pretrained(into)
 
@@ -118,18 +114,30 @@ def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide transformers' bars for loading, converting and saving weights; download bars of the hub stay."""
+    """Hide transformers' bars for loading and saving weights; download bars of the hub, and that of a GGUF file's
+    conversion, stay."""
     shown, downloads_shown = transformers_logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()
-    converting = modeling_gguf_pytorch_utils.tqdm  # this bar does not obey the switch
-    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     if downloads_shown:
         hub.enable_progress_bars()
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = converting
         if shown:
             transformers_logging.enable_progress_bar()
         if not downloads_shown:
             hub.disable_progress_bars()
+
+
+@contextmanager
+def _deepspeed_on_cpu() -> Iterator[None]:
+    """Saving a model imports DeepSpeed, which would warn on a machine without a GPU unless it is told of the CPU."""
+    name = "DS_ACCELERATOR"
+    if name in os.environ or torch.cuda.is_available():
+        yield
+        return
+    os.environ[name] = "cpu"
+    try:
+        yield
+    finally:
+        del os.environ[name]

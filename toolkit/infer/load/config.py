@@ -68,25 +68,25 @@ class EngineConfig:
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
     shape: str | None = option(
         None,
-        "draft shape of a step: levels, branches, verified nodes including the root; 4,1,5 is a chain of 4, 5,4,16 a "
-        "tree (default: the best one measured with the head, else 4,1,5)",
+        "draft shape of a step: levels, branches of a node, and verified nodes, the root included; 4,1,5 is a chain of "
+        "4 drafted tokens, 5,4,16 a tree (default: the best one measured with the head, else 4,1,5)",
         metavar="S,K,N",
     )
     adaptive: bool | None = option(
         None,
-        "in every step draft the shape, a smaller one or nothing, whichever is fastest (default: yes, unless `shape` "
-        "or `cuda_graph_max_bs` is given: then every step drafts the shape)",
+        "in every step choose the shape, a smaller one or nothing, by measured costs and running acceptance (default: "
+        "yes, unless `shape` or `cuda_graph_max_bs` is given: then every step drafts the shape)",
     )
     token_map: str | Path | None = option(
         None,
-        "freq_N.pt: draft only these ids, with their rows of the target's output matrix (eagle2 and mtp heads, which "
-        "share it); missing special and end-of-turn ids are added",
+        "freq_N.pt, as `toolkit build-token-map` writes it: only these ids are drafted. For eagle2 and mtp heads, "
+        "which score tokens by the target's output matrix. Ids of special tokens and ends of turns are added",
         metavar="FILE",
     )
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
         "how drafts are accepted at a temperature above 0; with each the answers follow the target's distribution. "
-        "target: a seed writes the tokens that it writes without drafts (in bfloat16 up to near-ties). rejection and "
+        "target: a seed gives the tokens that it gives without drafts (in bfloat16 up to near-ties). rejection and "
         "block: drafts are drawn from the head's distribution (chains only), and the tokens of a seed depend on the "
         "drafts. auto (the default): "
         "block, which keeps most drafts, for chains of a head and requests that state no seed; target for the rest, "
@@ -94,7 +94,9 @@ class EngineConfig:
     )
     no_draft: bool = option(False, "decode plainly with the target that `draft` names")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "of target and head; float32 makes comparisons with plain decoding exact (default: auto, the target's)"
+        "auto",
+        "number format of target and head; float32 makes comparisons with plain decoding exact (default: auto, the "
+        "target's)",
     )
     quantization: Literal["auto", "none", "int8", "int4"] = option(
         "auto",
@@ -108,9 +110,8 @@ class EngineConfig:
     )
     torch_compile: bool = option(
         False,
-        "run target and head compiled by torch.compile. On a CPU every start compiles them, which takes "
-        "about half a minute and a C++ compiler. On a GPU the rounds of `cuda_graph_max_bs` are compiled before they "
-        "are recorded",
+        "run target and head compiled by torch.compile. A CPU needs a C++ compiler, and every start compiles them "
+        "before the first answer. On a GPU the rounds of `cuda_graph_max_bs` are compiled before they are recorded",
     )
     torch_compile_max_bs: int | None = option(
         None,
@@ -120,19 +121,20 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "run rounds of up to N requests as one CUDA graph each (GPU); the draft shape is then the same in every round "
+        "run a round (draft step and verify step) of up to N requests as one CUDA graph (GPU); the draft shape is then "
+        "the same in every round "
         "(default: no graphs)",
         metavar="N",
     )
     disable_overlap_schedule: bool = option(
         False,
-        "with `cuda_graph_max_bs`: launch a round after the results of the one before it are read (default: before "
-        "that, so that the GPU does not wait for the host)",
+        "with `cuda_graph_max_bs`: launch each round only when the results of the round before it have been read. Else "
+        "it is launched earlier, so that the GPU does not wait for the host (default: off)",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
     tensor_parallel_size: int = option(
         1,
-        "divide target, head and cache among N processes of this machine, each on a GPU of its own, or on the CPU "
+        "divide target, head and cache among N processes of this machine, each on a GPU of its own or all on the CPU "
         "(default: 1)",
         metavar="N",
         alias="--tp",
@@ -144,7 +146,7 @@ class EngineConfig:
     max_total_tokens: int | None = option(
         None,
         "tokens that all requests and kept prefixes hold together; when they do not suffice, the youngest requests "
-        "wait (default: an eighth of the machine's memory, 0.8 of what a GPU has free)",
+        "wait (default: as many as fit into an eighth of the machine's memory, or into 0.8 of what a GPU has free)",
         metavar="N",
     )
     mem_fraction_static: float | None = option(
@@ -154,9 +156,14 @@ class EngineConfig:
         metavar="F",
     )
     chunked_prefill_size: int = option(
-        1024, "prompt tokens read between two rounds of running answers (default: 1024)", metavar="N"
+        1024,
+        "read prompts in parts of at most N tokens, and decode a round of the running answers after each part "
+        "(default: 1024)",
+        metavar="N",
     )
-    prefix_cache: bool = option(True, "keep what prompts share with earlier texts, so that it is not read again")
+    prefix_cache: bool = option(
+        True, "keep the texts that were read: the beginning that a later prompt shares with one is not read again"
+    )
 
     @property
     def drafts(self) -> bool:
