@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -97,3 +98,16 @@ def test_an_absent_gguf_is_a_clear_error(tmp_path):
     """The path comes from a recipe."""
     with pytest.raises(TargetError, match="no such GGUF file"):
         load_target(tmp_path / "absent.gguf")
+
+
+def test_a_conversion_needs_no_private_name_of_transformers(tiny_gguf, own_cache, monkeypatch):
+    """The bar of tensors has no public name; a renamed one must not end every load of a GGUF file."""
+    monkeypatch.setattr("toolkit.targets.gguf_file.import_module", lambda name: object())
+    assert (converted_gguf(tiny_gguf) / "config.json").is_file()
+
+
+def test_a_conversion_leaves_the_environment(tiny_gguf, own_cache, monkeypatch):
+    """DeepSpeed, which a training of the same process starts later, must choose its own device."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    converted_gguf(tiny_gguf)
+    assert "DS_ACCELERATOR" not in os.environ

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def convert(path: Path, into: Path) -> None:
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.
-        with without_progress_bars():
+        with without_progress_bars(), _without_conversion_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
             )
@@ -114,8 +115,7 @@ def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide transformers' bars for loading and saving weights; download bars of the hub, and that of a GGUF file's
-    conversion, stay."""
+    """Hide transformers' bars for loading and saving weights; download bars of the hub stay."""
     shown, downloads_shown = transformers_logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()
     if downloads_shown:
@@ -127,6 +127,24 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
         if not downloads_shown:
             hub.disable_progress_bars()
+
+
+@contextmanager
+def _without_conversion_bar() -> Iterator[None]:
+    """Hide transformers' bar for converting tensors, which does not obey the switch. It has no public name: a version
+    of transformers that lacks this one shows its bar."""
+    module: Any = None
+    with suppress(ImportError):
+        module = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = getattr(module, "tqdm", None)
+    if bar is None:
+        yield
+        return
+    module.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        module.tqdm = bar
 
 
 @contextmanager
