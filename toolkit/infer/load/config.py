@@ -88,15 +88,12 @@ class EngineConfig:
         "how drafts are accepted at a temperature above 0; with each the answers follow the target's distribution. "
         "target: a seed gives the tokens that it gives without drafts (in bfloat16 up to near-ties). rejection and "
         "block: drafts are drawn from the head's distribution (chains only), and the tokens of a seed depend on the "
-        "drafts. auto (the default): "
-        "block, which keeps most drafts, for chains of a head and requests that state no seed; target for the rest, "
-        "and with `cuda_graph_max_bs`",
+        "drafts. auto (the default): block, which keeps most drafts, for chains of a head and requests that state no "
+        "seed; target for the rest, and with `cuda_graph_max_bs`",
     )
     no_draft: bool = option(False, "decode plainly with the target that `draft` names")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto",
-        "number format of target and head; float32 makes comparisons with plain decoding exact (default: auto, the "
-        "target's)",
+        "auto", "number format; float32 makes comparisons with plain decoding exact (default: auto, the target's)"
     )
     quantization: Literal["auto", "none", "int8", "int4"] = option(
         "auto",
@@ -156,13 +153,10 @@ class EngineConfig:
         metavar="F",
     )
     chunked_prefill_size: int = option(
-        1024,
-        "read prompts in parts of at most N tokens, and decode a round of the running answers after each part "
-        "(default: 1024)",
-        metavar="N",
+        1024, "read prompts in parts of N tokens; running answers go on between them (default: 1024)", metavar="N"
     )
     prefix_cache: bool = option(
-        True, "keep the texts that were read: the beginning that a later prompt shares with one is not read again"
+        True, "keep what was read: what a later prompt shares with its beginning is not read again"
     )
 
     @property
