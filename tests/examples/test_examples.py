@@ -72,7 +72,8 @@ def test_train_on_your_chats(trained: tuple[Path, str]) -> None:
 def test_serve_and_stream(trained: tuple[Path, str], target: str, place: Path) -> None:
     """By a head, and without one by n-gram lookup."""
     out = run("serve_and_stream.py", "--draft", trained[0], "--max-tokens", 24, place=place)
-    assert "ready at http://127.0.0.1:" in out and "24 tokens" in out and "verify steps" in out
+    assert "ready at http://127.0.0.1:" in out and "24 tokens" in out and "accept_length None" not in out
+    assert "verify steps" in out or "nothing was drafted" in out  # adaptive drafting may find that nothing pays
     out = run("serve_and_stream.py", "--target", target, "--max-tokens", 24, place=place)
     assert "n-gram lookup drafts" in out and "24 tokens" in out
 
