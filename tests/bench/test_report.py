@@ -74,6 +74,11 @@ def test_a_setting_that_loses_to_plain_decoding_is_not_recommended(run_folder):
     html = write_report(run_folder)[1].read_text()
     assert "By task, temperature 0, adaptive" in html and "toolkit serve --draft" in html and "--shape" not in html
     assert "40 % of the steps drafted" in html
+    for row in measured["rows"]:
+        row["verify_steps"] = 3
+    path.write_text(json.dumps(measured))
+    html = write_report(run_folder)[1].read_text()
+    assert "3 verify steps, too few for an interval" in html and "(3 steps)" in html
 
 
 def test_every_temperature_is_on_the_page(run_folder):

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from toolkit.bench.acceptance import measured_summary
-from toolkit.bench.table import outcome_line, print_acceptance, prompts_phrase, verdict_line
+from toolkit.bench.table import length_text, outcome_line, print_acceptance, prompts_phrase, verdict_line
 
 
 def printed(record, width=118):
@@ -59,6 +59,16 @@ def test_missing_numbers_are_dashes(record):
     for row in record["rows"]:
         row.update(tokens_per_s=None, plain_tokens_per_s=None, speedup=None, interval=[None, None])
     assert "chain 4 1.93 100 % 62 56 50 44 - - 27 of 44" in " ".join(printed(record).split())
+
+
+def test_few_steps_give_no_interval(record):
+    """Three steps that agree would show an interval without width, as if it were certain."""
+    row = record["rows"][0] | {"accept_length": 1.0, "interval": [1.0, 1.0]}
+    assert [length_text(row | {"verify_steps": steps}) for steps in (1, 29, 30)] == [
+        "1.00 (1 step)",
+        "1.00 (29 steps)",
+        "1.00 [1.00, 1.00]",
+    ]
 
 
 def test_prompts_of_a_file_are_named(record):

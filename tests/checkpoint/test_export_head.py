@@ -231,13 +231,24 @@ def test_the_card_has_the_measured_figures_and_no_others(tiny_draft, tiny_facts,
     export(tiny_draft, "vllm", tmp_path / "bare", tiny_facts, CHAIN)
     bare = (tmp_path / "bare" / "README.md").read_text()
     assert "Nothing was measured" in bare and "accept_length" not in bare and "base_model" not in bare
-    row = {"num_steps": 4, "top_k": 1, "num_draft_tokens": 5, "temperature": 0.0, "accept_length": 1.75}
+    row = {
+        "shape": "adaptive",
+        "num_steps": 4,
+        "top_k": 1,
+        "num_draft_tokens": 5,
+        "temperature": 0.0,
+        "accept_length": 1.75,
+    }
     row |= {"interval": [1.66, 1.87], "verify_steps": 1505, "speedup": None}
-    meta = {"measured": {"rows": [row], "date": "2026-11-21", "commit": "34cba7b", "hardware": {"cpu": "EPYC"}}}
+    meta = {
+        "measured": {"rows": [row], "date": "2026-11-21", "commit": "34cba7b", "hardware": {"cpu": "EPYC", "gpu": None}}
+    }
+    meta["measured"]["settings"] = {"shapes": ["adaptive", "4,1,5"], "limit": None, "check_tokens": True}
     export(DraftCheckpoint(tiny_draft.head, tiny_draft.token_map, meta), "vllm", tmp_path / "o", tiny_facts, CHAIN)
     card = (tmp_path / "o" / "README.md").read_text()
-    assert "| 4 | 1 | 5 | 0.00 | 1.75 | [1.66, 1.87] | 1505 | - |" in card
-    assert "2026-11-21" in card and "EPYC" in card and '"num_speculative_tokens": 3' in card
+    assert "| adaptive | 4 | 1 | 5 | 0.00 | 1.75 | [1.66, 1.87] | 1505 | - |" in card
+    assert "settings: shapes adaptive / 4,1,5, check_tokens yes." in card and "{'" not in card
+    assert "2026-11-21" in card and "cpu EPYC;" in card and '"num_speculative_tokens": 3' in card
 
 
 def test_launch_lines(tiny_draft, tiny_facts, tmp_path):

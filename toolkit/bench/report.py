@@ -72,6 +72,7 @@ def _environment() -> Environment:
     for name in (*of_rows, "speedup_text", "times", *of_records):
         made.filters[name] = getattr(table, name)
     made.tests["slower"] = is_slower
+    made.globals["enough_steps"] = table.ENOUGH_STEPS
     return made
 
 

@@ -21,6 +21,7 @@ LEFT = ("accepted at\ndepth 1 2 .. (%)", SPEEDUP, "tokens equal")
 COLUMNS = (LENGTH, "steps\ndrafted", LEFT[0], SPEED, SPEEDUP, "tokens equal")
 NARROW = (LENGTH, SPEED, SPEEDUP)
 NONE = "-"
+ENOUGH_STEPS = 30  # with fewer, a bootstrap interval is far too narrow, and may have no width at all
 BEST = " (best)"  # by speed; as text, since bold is lost without a terminal
 
 
@@ -155,10 +156,17 @@ def decimal(value: float | None, digits: int = 2) -> str:
 
 
 def length_text(row: dict[str, Any]) -> str:
-    """Format accept_length with its interval."""
+    """Format accept_length with its interval, or with the number of steps if those are too few for an interval."""
+    if row["verify_steps"] < ENOUGH_STEPS:
+        return f"{decimal(row['accept_length'])} ({count_of(row['verify_steps'], 'step')})"
     low, high = row["interval"]
     between = "" if low is None else f" [{low:.2f}, {high:.2f}]"
     return decimal(row["accept_length"]) + between
+
+
+def count_of(number: int, thing: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def rates_text(rates: Sequence[float | None]) -> str:

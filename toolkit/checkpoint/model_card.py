@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -14,6 +14,7 @@ from toolkit.targets.facts import TargetFacts
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 COLUMNS = (
+    "draft",
     "num_steps",
     "top_k",
     "num_draft_tokens",
@@ -51,7 +52,7 @@ def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
         ("parameters", f"{count:,}"),
         ("target", f"{facts.architecture}, {facts.n_layers} layers, width {facts.hidden_size}"),
         ("vocabulary", f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"),
-        ("rope", f"{config.rope_parameters}"),
+        ("rope", _words(config.rope_parameters)),
     ]
     if (ids := config.features.aux_layer_ids) is not None:
         rows.append(("aux_layer_ids", f"{list(ids)} (id k is the input of layer k)"))
@@ -64,27 +65,41 @@ def _measured(measured: Any) -> str:
     if not rows:
         return "## Measured\n\nNothing was measured with it before it was exported."
     where = measured.get("hardware") or {}
-    said = ", ".join(f"{key} {value}" for key, value in where.items()) if isinstance(where, dict) else str(where)
     settings = measured.get("settings") or {}
     lines = [
         "## Measured",
         "",
         "accept_length is tokens committed per verify step, the target's own included, with a 95 % interval; speedup "
-        "is over plain decoding in the same run.",
+        "is over plain decoding in the same run. Adaptive drafting has the numbers of its largest draft.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(_cell(row.get(name)) for name in COLUMNS)} |" for row in rows),
+        *(f"| {' | '.join(_cell(row, name) for name in COLUMNS)} |" for row in rows),
         "",
         f"By toolkit, {measured.get('date', 'date not recorded')}, commit {measured.get('commit', 'not recorded')}; "
-        f"{said or 'hardware not recorded'}; settings {settings or 'not recorded'}.",
+        f"{_words(where) or 'hardware not recorded'}; settings: {_words(settings) or 'not recorded'}.",
     ]
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    """A cell of a row. draft: adaptive, chain or tree; of adaptive drafting the numbers are its largest tree's."""
+    value = row.get("shape" if name == "draft" else name)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_cell(one) for one in value)}]"
+        return f"[{', '.join(_number(one) for one in value)}]"
+    return _number(value)
+
+
+def _number(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _words(value: Any) -> str:
+    """Settings as "name value, name value"; those that are not set are left out."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(one)}" for key, one in value.items() if one is not None)
+    if isinstance(value, list | tuple):
+        return " / ".join(_words(one) for one in value)
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import headline_row, is_slower
 from toolkit.bench.run_folder import RunData
-from toolkit.bench.table import length_text, outcome_line, print_acceptance, shape_name, share_text
+from toolkit.bench.table import count_of, length_text, outcome_line, print_acceptance, shape_name, share_text
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
@@ -21,6 +21,7 @@ from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
 from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.pipeline.stages import say
 from toolkit.recipe import BenchSettings
 from toolkit.targets.target import Target
 from toolkit.weights import write_json
@@ -38,6 +39,8 @@ def measure_stage(run: Run) -> str:
     record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
     write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)})
     write_record(run.folder / ACCEPTANCE, record)
+    if run.recipe.prompts.sources and run.recipe.bench.prompts is None:
+        say("Measured on the built-in prompts, not on prompts.sources; bench.prompts names your own.")
     print_acceptance(record)
     for earlier in (run.folder / ACCEPTANCE).parent.glob("acceptance-T*.json"):
         earlier.unlink()  # it may be of another head, and the report shows every record of the folder
@@ -58,7 +61,7 @@ def headline(record: dict[str, Any]) -> str:
     share = f"{share_text(row['drafted_share'])} of the steps drafted, " if row["shape"] == ADAPTIVE else ""
     return (
         f"{shape_name(row)}: accept_length {length_text(row)}{speed}{slower} ({share}temperature "
-        f"{row['temperature']:g}, {row['verify_steps']} verify steps)"
+        f"{row['temperature']:g}, {count_of(row['verify_steps'], 'verify step')})"
     )
 
 
