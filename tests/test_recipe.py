@@ -67,6 +67,8 @@ def test_every_recipe_runs_as_its_header_says(path: Path) -> None:
         recipe.train.check_processes(int(line[line.index("--num_processes") + 1]))
     if recipe.name in LAYERS:
         assert recipe.train.head.aux_layer_ids == default_aux_layer_ids(LAYERS[recipe.name])
+    if "Measured: docs/benchmarks.md" in header:
+        return
     told = {name: next(line for line in header if line.startswith(name)) != name for name in FIELDS}
     assert len(set(told.values())) == 1, f"measured on a machine, at a commit, or not at all: {told}"
 
