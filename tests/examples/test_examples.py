@@ -34,8 +34,8 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory."""
+def place(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory, one for each target."""
     return tmp_path_factory.mktemp("reader")
 
 
