@@ -161,7 +161,7 @@ def measured_summary(record: dict[str, Any]) -> dict[str, Any]:
     """Return the content of measured.json in a draft directory: the best shapes, and the "all" row of every setting.
 
     best_shape: the fastest one drafted in every step. adaptive_shape: the largest one of adaptive drafting, if that was
-    measured. recommended: "adaptive", the shape to draft in every step, or None if all are slower than plain decoding.
+    measured. recommended: "adaptive", the shape to draft in every step, or None if none is faster than plain decoding.
     """
     rows = [row for row in record["rows"] if row["task"] == ALL]
     fixed = [row for row in rows if row["shape"] != ADAPTIVE]

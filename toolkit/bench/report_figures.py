@@ -15,7 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from toolkit.bench.rows import ALL
+from toolkit.bench.rows import ALL, is_slower
 from toolkit.bench.run_folder import RunData, is_number
 from toolkit.bench.table import shape_name
 
@@ -163,7 +163,7 @@ def _speed(rows: Sequence[dict[str, Any]]) -> str:
     axis = figure.subplots()
     names = ["plain", *(shape_name(row) for row in rows)]
     speeds = [rows[0]["plain_tokens_per_s"], *(row["tokens_per_s"] for row in rows)]
-    notes = ["", *(f"  {row['speedup']:.2f}x" for row in rows)]
+    notes = ["", *(f"  {row['speedup']:.2f}x{', slower' if is_slower(row) else ''}" for row in rows)]
     colours = [PLAIN_COLOUR, *(COLOURS[place % len(COLOURS)] for place in range(len(rows)))]
     bars = axis.barh(names, speeds, color=colours, height=0.62)
     for bar, speed, note in zip(bars, speeds, notes, strict=True):

@@ -216,9 +216,14 @@ def is_slower(row: dict[str, Any]) -> bool:
     return row["speedup"] is not None and round(row["speedup"], 2) < 1
 
 
+def is_faster(row: dict[str, Any]) -> bool:
+    """Return whether a setting is faster than plain decoding, by the speedup as it is shown. True if not measured."""
+    return row["speedup"] is None or round(row["speedup"], 2) > 1
+
+
 def recommended_row(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the row of the setting to use: the headline's, else the fastest; None if both are slower than plain."""
-    return next((row for row in (headline_row(record), best_row(record)) if not is_slower(row)), None)
+    """Return the row of the setting to use: the headline's, else the fastest; None if neither is faster than plain."""
+    return next((row for row in (headline_row(record), best_row(record)) if is_faster(row)), None)
 
 
 def number(value: float) -> float | None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.prompts import BUILTIN
-from toolkit.bench.rows import ALL, best_row, headline_row, is_slower
+from toolkit.bench.rows import ALL, best_row, headline_row, is_faster, is_slower
 
 WIDTH_WITHOUT_TERMINAL = 122
 WIDE = 110  # columns of a terminal that shows the whole table
@@ -118,7 +118,7 @@ def outcome_line(record: dict[str, Any]) -> str:
     name = "Adaptive drafting, as `toolkit serve` starts," if adaptive else f"Drafting a {shape_name(headline)}"
     speeds = f"{headline['tokens_per_s']:.1f} tokens/s where plain decoding writes {headline['plain_tokens_per_s']:.1f}"
     first = f"{name} writes {speeds}: {headline['speedup']:.2f}x."
-    if round(best["speedup"], 2) <= 1:
+    if not is_faster(best):
         others = "a trained head" if headline["method"] == "ngram" else "n-gram lookup (--draft ngram), longer training"
         return f"{first} No setting is faster than plain decoding here. What may help: {others}, or another machine."
     if round(best["speedup"], 2) > round(headline["speedup"], 2):

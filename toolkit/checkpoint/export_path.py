@@ -38,6 +38,8 @@ def export_path(
     draft = open_head(path, target=target, overrides=dict(settings))
     facts = _facts(draft, path, target)
     launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
+    if not (draft.meta.get("measured") or {}).get("recommended", True):
+        notes.append("where it was measured, no shape was faster than plain decoding; measure it where it will serve")
     return draft.kind, launch, notes
 
 

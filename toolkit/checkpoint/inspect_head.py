@@ -126,7 +126,9 @@ def _describe(report: Report, draft: DraftCheckpoint) -> None:
     report.rows.append(("needs", f"a target of {size}; {named}"))
     measured = draft.meta.get("measured")
     if measured:
-        report.rows.append(("measured", f"best shape {measured.get('best_shape')}, {measured.get('date', 'no date')}"))
+        pays = "" if measured.get("recommended", True) else ", not faster than plain decoding there"
+        best = f"best shape {measured.get('best_shape')}{pays}"
+        report.rows.append(("measured", f"{best}, {measured.get('date', 'no date')}"))
 
 
 def _compare(report: Report, draft: DraftCheckpoint, facts: TargetFacts) -> None:

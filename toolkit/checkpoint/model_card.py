@@ -70,7 +70,8 @@ def _measured(measured: Any) -> str:
         "## Measured",
         "",
         "accept_length is tokens committed per verify step, the target's own included, with a 95 % interval; speedup "
-        "is over plain decoding in the same run. Adaptive drafting has the numbers of its largest draft.",
+        "is over plain decoding in the same run. Adaptive drafting has the numbers of its largest "
+        "draft; its accept_length counts drafted steps alone.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",

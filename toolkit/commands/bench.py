@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
         "--out",
         type=Path,
         metavar="FILE",
-        help="record to write, and a page beside it (default: benchmarks/results/acceptance-<hardware>.json)",
+        help="record to write, and a page beside it (default: runs/acceptance-<hardware>.json)",
     )
     return kinds
 

@@ -75,7 +75,7 @@ def measure_head(
 ) -> tuple[Path, Path]:
     """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
 
-    out: the record's file; None: benchmarks/results/acceptance-<hardware>.json. The draft directory is left as it is.
+    out: the record's file; None: runs/acceptance-<hardware>.json. The draft directory is left as it is.
     Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`.
     """
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
@@ -109,8 +109,8 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
 
 
 def _write(record: dict[str, Any], draft: str, out: Path | None) -> tuple[Path, Path]:
-    """Write the record and its page; by default benchmarks/results/acceptance-<hardware>."""
-    out = out or Path("benchmarks") / "results" / f"acceptance-{machine_name(record['hardware'])}.json"
+    """Write the record and its page; by default runs/acceptance-<hardware>."""
+    out = out or Path("runs") / f"acceptance-{machine_name(record['hardware'])}.json"
     write_record(out, record)
     # n-gram lookup has no run folder: its page is named after it, not after the working directory.
     run = Path(draft) if draft == "ngram" else Path(draft).resolve().parent
