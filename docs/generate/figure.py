@@ -70,7 +70,8 @@ def _draw(record: Record) -> str:
             parts.append(_text(middle, min(top, level) - 8 - 16 * line, note, INK, 12))
         parts.append(_text(middle, FLOOR + 20, name, INK, 13))
     parts.append(f'<path d="M{LEFT} {level:.1f}H{WIDTH - LEFT}" stroke="{INK}" stroke-dasharray="4 4" opacity="0.5"/>')
-    parts.append(_text(LEFT, HEIGHT - 22, "accept_length: tokens committed per verify step", FAINT, 12, "start"))
+    footnote = "accept_length: tokens committed per verify step; adaptive: of drafted steps alone"
+    parts.append(_text(LEFT, HEIGHT - 22, footnote, FAINT, 12, "start"))
     body = "\n".join(f"  {part}" for part in parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '

@@ -20,13 +20,14 @@ HEAD = """# Benchmarks
 After this page you can look up a measurement, judge how far to trust it, and repeat it.
 
 `python docs/generate` writes this page from the records in `benchmarks/results/`: every figure below comes from one of
-them. What is slower than plain decoding is shown as what is faster.
+them. Rows that are slower than plain decoding are shown, too.
 
 ## How to read the tables
 
 - **accept_length** is the number of tokens committed per verify step, the target's own token included, so it is at
-  least one. The prompt's first token, steps cut off by the end of an answer, and plain steps are not counted. It
-  means nothing without its draft shape, temperature and number of verify steps, so they stand beside it.
+  least one. The prompt's first token, steps cut off by the end of an answer, and plain steps are not counted. The one
+  exception is vLLM's row among the engines: vLLM counts cut-off steps too. The value means nothing without its draft
+  shape, temperature and number of verify steps, so they stand beside it.
 - **A draft shape** has the parameters `num_steps,top_k,num_draft_tokens`: levels, branches of a node, and verified
   nodes, root included. A chain has one branch.
 - **Adaptive drafting** drafts in some steps and decodes plainly in others. Its accept_length counts drafted steps
@@ -36,9 +37,15 @@ them. What is slower than plain decoding is shown as what is faster.
 - **Speed** is a ratio within one run, in which all rows answer the same prompts in turns. A draft whose speed over
   plain decoding is below 1x, as it is shown, is marked *slower*. Tokens per second of two records must not be
   compared: machines, and what runs beside a measurement, differ.
-- **Answers** are compared with plain decoding's. In float32 they are equal. In bfloat16 a verify step of several
-  nodes rounds differently from a plain step, so an answer may part where two tokens have nearly the same logit.
-  *Near-tie* counts answers that first part at such a place, *unequal* those that part elsewhere.
+- **Answers** are compared with plain decoding's. A prompt with a second turn has two answers, so a table may count
+  more answers than prompts. In float32 they are equal. In bfloat16 a verify step of several nodes rounds differently
+  from a plain step, so an answer may part from plain decoding's. *Near-tie* counts answers whose first different
+  token can be explained by rounding, *unequal* the others.
+- **Near-ties** are judged by one plain forward over the text before the first different token. Greedy: the logits of
+  both tokens are within the rounding of the largest logit. Above temperature zero: the random number that drew the
+  token lies in both tokens' intervals of the cumulative distribution, after each interval is widened by the rounding.
+  In bfloat16 this widening is large, so an error can pass as a near-tie. Only float32 gives a sharp test of sampled
+  answers.
 - **Instruction flags** decide how much the verified nodes cost. Older records do not have them; the name of the file
   says what the machine had.
 - A record of an earlier commit does not have later changes.
@@ -69,7 +76,7 @@ class Section:
     command: str = ""
 
 
-def _two_hours(record: Record) -> bool:
+def _longer(record: Record) -> bool:
     return "-full" in record["draft"]["path"]
 
 
@@ -80,19 +87,19 @@ def _greedy(record: Record) -> bool:
 DEMO = "acceptance-smollm2-135m-*.json"
 FIRST_COMMAND = Section(
     "The demo recipe",
-    "What does the first command of the README get: acceptance, and speed over plain decoding, greedy?",
+    "What does `toolkit run recipes/smollm2-135m.yaml` get: acceptance, and speed over plain decoding, greedy?",
     DEMO,
     tables.acceptance,
-    lambda record: _greedy(record) and not _two_hours(record),
+    lambda record: _greedy(record) and not _longer(record),
 )
 SECTIONS = (
     FIRST_COMMAND,
     Section(
-        "The two-hour recipe",
+        "The longer recipe",
         "What does a longer training of the same target get on benchmarks' prompts, greedy?",
         DEMO,
         tables.acceptance,
-        lambda record: _greedy(record) and _two_hours(record),
+        lambda record: _greedy(record) and _longer(record),
     ),
     Section(
         "Sampled answers",
@@ -100,8 +107,9 @@ SECTIONS = (
         DEMO,
         tables.acceptance,
         lambda record: not _greedy(record),
-        text="Under `--verify target` the seed decides the answer, drafted or not, but for near-ties: a tree's answers "
-        "part from plain decoding's at them in bfloat16.",
+        text="Under `--verify target` the seed decides the answer, drafted or not, up to the first near-tie. Sampled "
+        "answers of a tree usually part from plain decoding's in bfloat16: rounding moves the limits of the tokens' "
+        "intervals at every token. Near-ties are a weak test here, see above.",
     ),
     Section(
         "The engine beside others",
@@ -109,10 +117,13 @@ SECTIONS = (
         "engine-smollm2-135m-*.json",
         tables.engine,
         text="Each engine runs at the settings that its row names. Rivals run as their wheels come and were not tuned "
-        "further: llama.cpp is a build for AVX2 and does not draft; vLLM has its defaults, without its prefix cache. "
-        "Prompts are answered one at a time unless the row names a larger batch. Ratios to `ours-plain` count all "
-        "seconds; those to plain decoding with the same options count decoding alone, without reading the prompt. Rows "
-        "of one group of prompts are left out.",
+        "further: llama.cpp is a build for AVX2, also on a CPU with AVX512, and does not draft; vLLM has its defaults, "
+        "without its prefix cache. `hf-generate-int8` is Hugging Face's `generate` over int8 weights that this package "
+        "quantised and multiplies by its own kernels. Prompts are answered one at a time unless the row names a larger "
+        "batch. Ratios to `ours-plain` count all seconds; those to plain decoding with the same options count decoding "
+        "alone, without reading the prompt. A rival that drafts is compared with its own plain row, by all seconds. "
+        "Answers are compared with those of our eager plain row of the same weights. Rows of one group of prompts are "
+        "left out.",
         command="python benchmarks/engine_cpu.py --draft runs/smollm2-135m/ckpt --torch-compile --quantization int8",
     ),
     Section(

@@ -100,7 +100,6 @@ TYPICAL = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2")
 SWEEP = [pytest.param(family, marks=() if family in TYPICAL else pytest.mark.slow) for family in FAMILIES]
 REFUSED = {
     "bloom": ({}, "called for layers \\[\\]"),  # ALiBi, in an attention of its own
-    "gptj": ({"rotary_dim": 8, **GPT2}, "called for layers \\[\\]"),
     "stablelm": ({}, "does not hand the keywords"),
     "qwen3_next": ({**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}, "one call in each of 4 layers"),
     "gemma4_text": ({"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}, "engine"),
