@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from toolkit.bench.table import equal_text, length_text, outcome_line, shape_name
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -47,3 +49,15 @@ def test_the_figure_is_drawn_from_the_newest_record(monkeypatch: pytest.MonkeyPa
     (results / "acceptance-smollm2-135m-abacus.json").unlink()
     with pytest.raises(FileNotFoundError, match="no record of the demo recipe"):
         svg(results)
+
+
+def test_pages_print_what_the_newest_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output that README and quickstart show is that of the recorded run, in the words that are printed today."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "generate"))
+    record = importlib.import_module("figure").newest_record()
+    readme, quickstart = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/quickstart.md"))
+    assert outcome_line(record) in readme and outcome_line(record) in quickstart
+    for row in (row for row in record["rows"] if row["task"] == "all"):
+        line = next(line for line in quickstart.splitlines() if line.startswith(f" {shape_name(row)}"))
+        cells = (length_text(row), f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", equal_text(row))
+        assert all(cell in line for cell in cells), line
