@@ -122,8 +122,8 @@ MTP = {  # family: what its config says besides, a few names of its MTP tensors,
         ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.input_layernorm.weight", "mtp.layers.0.mlp.gate.weight"],
         "1: mtp.layers.0",
     ),
-    "mimo": (  # a family that transformers lacks
-        {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "auto_map": {"AutoConfig": "configuration_mimo.C"}},
+    "mimo": (  # a family that transformers lacks and that is registered here
+        {"num_hidden_layers": 36, "num_nextn_predict_layers": 1},
         ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.final_layernorm.weight"],
         "1: model.mtp_layers.0",
     ),

@@ -139,7 +139,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
         token_map = TokenMap.identity(config.vocab_size)
     head = empty_head(config)
     load_strict(head, tensors, str(directory / "model.safetensors"))
-    head = head.to(device=device, dtype=dtype or dtype_of(tensors)).eval().requires_grad_(False)
+    head = head.cast(device, dtype or dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
     if (directory / "measured.json").is_file():
         meta["measured"] = read_json(directory / "measured.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.checkpoint.inspect_head import Report
+from toolkit.checkpoint.native_mtp import family_of
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.heads.eagle3 import default_aux_layer_ids
 from toolkit.heads.head_config import HeadError, full_attention_rope
@@ -11,12 +12,12 @@ from toolkit.targets.facts import (
     NATIVE_MTP_KEYS,
     TargetFacts,
     bare_facts,
-    native_mtp_layers,
     stated_config,
     target_facts,
     tensor_names,
 )
 from toolkit.targets.load import load_tokenizer
+from toolkit.targets.mtp_names import native_mtp_layers
 
 
 def inspect_target(name: str, revision: str | None = None) -> Report:
@@ -96,5 +97,9 @@ def _mtp(report: Report, facts: TargetFacts) -> None:
         report.rows.append(("native MTP layers", f"{said}what its weights hold is unknown ({error})"))
         return
     report.rows.append(("native MTP layers", f"{len(layers)}: {', '.join(layers)}" if layers else "none"))
+    if layers:
+        family = family_of(facts.model_type)
+        use = f"drafts unless --draft none ({family.title})" if family.refused is None else f"no: {family.refused}"
+        report.rows.append(("native MTP is used", use))
     if stated and not layers:
         report.wrong.append(f"its config states {stated[1]} MTP layers, its weights hold none (lost when it was saved)")

@@ -104,5 +104,7 @@ def describe(loaded: LoadedEngine) -> str:
     if loaded.shape is None or loaded.draft is None:
         return "none, plain decoding"
     path = getattr(loaded.draft, "path", None)
+    native = getattr(loaded.draft, "meta", {}).get("native")
     what = loaded.draft.kind if path is None else f"{path} ({loaded.draft.kind})"
+    what = what if native is None else f"the target's own MTP module ({native['family']})"
     return f"{what}, {loaded.shape_name}, verify {loaded.engine.verifier.name}"

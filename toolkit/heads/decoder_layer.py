@@ -8,7 +8,7 @@ Shapes: T tokens, H hidden size, hd head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,17 @@ from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.rope import rotate
 
 # q [T, heads, hd], k and v [T, kv_heads, hd], q and k rotated -> [T, heads, hd]. The attention applies the scale
-# 1/sqrt(hd). Called once per attention layer of a pass, in order.
+# 1/sqrt(hd). Values may be narrower than keys; so is then the result. Called once per attention layer of a pass, in
+# order.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class KVSizes(NamedTuple):
+    """Sizes of the keys and values of one position in an attention layer."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 class Attention(nn.Module):

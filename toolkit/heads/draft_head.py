@@ -16,12 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, AttendingLayer
+from toolkit.heads.decoder_layer import Attend, AttendingLayer, KVSizes
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.rope import Rope
 
@@ -105,6 +106,22 @@ class DraftHead(nn.Module, ABC):
         Only of heads with an output matrix (`config.own_vocabulary`); the target's matrix scores the states of others.
         """
         raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
+
+    def kv_sizes(self) -> KVSizes:
+        """Sizes of the keys and values of its attention layers, which are all alike."""
+        config = self.config
+        return KVSizes(config.num_key_value_heads, config.head_dim, config.head_dim)
+
+    def cast(self, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """Move the head to a device and its parameters to a dtype; buffers (the biases of experts' scores) keep theirs.
+
+        Returns the head."""
+        buffers = {name: buffer for name, buffer in self.named_buffers()}
+        self.to(device=device, dtype=dtype)
+        for name, buffer in buffers.items():
+            path, _, own = name.rpartition(".")
+            setattr(self.get_submodule(path), own, buffer.to(device))
+        return self
 
     @abstractmethod
     def warm_start(self) -> WarmStart:

@@ -1,4 +1,6 @@
-"""Multi-token prediction layers in DeepSeek-V3's form (arXiv 2412.19437, section 2.2), with a Llama-like decoder layer.
+"""Multi-token prediction layers in DeepSeek-V3's form (arXiv 2412.19437, section 2.2).
+
+The decoder layer of an MTP layer is Llama's, or that of the target's family (`MtpConfig.layer_config`).
 
 Shapes: T tokens, H hidden size (the target's).
 
@@ -16,14 +18,16 @@ the token that it predicted there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, DecoderLayer
+from toolkit.heads.decoder_layer import Attend, DecoderLayer, KVSizes
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
+from toolkit.heads.family_layers import FamilyRope, family_model, kv_sizes, run_layer
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig
 from toolkit.heads.rope import Rope
 
@@ -43,6 +47,9 @@ class MtpConfig(HeadConfig):
     state: the next layer, or the recursion, reads a layer's state before or after `shared_head.norm`. The output matrix
         always reads the normed state.
     zero_first_embedding: set the embedding at position 0 to zero (MiMo, and vLLM's DeepSeek).
+    final_norm: `shared_head.norm` exists; ERNIE 4.5 has none, and the output matrix reads the layer's own output.
+    layer_config: the configuration of the decoder layers (`family_layers.layer_config`); None: Llama's layer, by the
+        sizes of this configuration.
     Raises ValueError for an unknown variant or less than one layer.
     """
 
@@ -56,6 +63,8 @@ class MtpConfig(HeadConfig):
     state: NormSide = "post_norm"
     zero_first_embedding: bool = False
     attention_bias: bool = False
+    final_norm: bool = True
+    layer_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +73,10 @@ class MtpConfig(HeadConfig):
                 raise ValueError(f"mtp config: {name} is {getattr(self, name)!r}; post_norm or pre_norm is needed")
         if self.num_mtp_layers < 1:
             raise ValueError(f"mtp config: num_mtp_layers is {self.num_mtp_layers}; at least 1 is needed")
+
+    @classmethod
+    def variants(cls) -> frozenset[str]:
+        return super().variants() | {"final_norm", "layer_config"}
 
     @property
     def features(self) -> Features:
@@ -94,16 +107,14 @@ class MtpConfig(HeadConfig):
         }
 
 
-class MtpLayer(DecoderLayer):
-    """One MTP layer with DeepSeek's parameter names. The decoder layer's parameters have no prefix of their own."""
-
-    def __init__(self, config: MtpConfig) -> None:
-        super().__init__(config, attention_bias=config.attention_bias)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = nn.RMSNorm(size, eps=eps)
-        self.hnorm = nn.RMSNorm(size, eps=eps)
-        self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(size, eps=eps)})
+def add_mtp_parts(layer: nn.Module, config: MtpConfig, norm: Callable[..., nn.Module]) -> nn.Module:
+    """Add an MTP layer's own parts beside those of its decoder layer, as DeepSeek's parameter names have them."""
+    size, eps = config.hidden_size, config.rms_norm_eps
+    layer.enorm, layer.hnorm = norm(size, eps=eps), norm(size, eps=eps)
+    layer.eh_proj = nn.Linear(2 * size, size, bias=False)
+    if config.final_norm:
+        layer.shared_head = nn.ModuleDict({"norm": norm(size, eps=eps)})
+    return layer
 
 
 class MtpHead(DraftHead):
@@ -115,8 +126,18 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(MtpLayer(config) for _ in range(config.num_mtp_layers))
-        self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        self.layers = nn.ModuleList()
+        self._family_rope: FamilyRope | None = None
+        if config.layer_config is None:
+            layers: Iterable[nn.Module] = (
+                DecoderLayer(config, attention_bias=config.attention_bias) for _ in range(config.num_mtp_layers)
+            )
+            norm: Callable[..., nn.Module] = nn.RMSNorm
+            self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        else:
+            decoder = family_model(config.layer_config).get_decoder()
+            layers, norm, self._family_rope = decoder.layers, type(decoder.norm), FamilyRope(decoder.rotary_emb)
+        self.layers.extend(add_mtp_parts(layer, config, norm) for layer in layers)
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, reach: int, stage: int = 0
@@ -125,36 +146,43 @@ class MtpHead(DraftHead):
         config, layer = self.config, self.layer(stage)
         if config.zero_first_embedding:
             embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
-        cos, sin = self.rope(positions, embeds, reach)
         x = layer.eh_proj(self._normed_pair(layer, embeds, hidden))
-        x = layer(x, cos, sin, attend)
-        return layer.shared_head["norm"](x) if config.state == "post_norm" else x
+        if self._family_rope is None:
+            x = layer(x, *self.rope(positions, embeds, reach), attend)
+        else:
+            x = run_layer(layer, x, self._family_rope(positions, x), positions, attend)
+        return self._normed(stage, x) if config.state == "post_norm" else x
 
     def read(self, stage: int, hidden: Tensor) -> Tensor:
         """A layer's state [..., H] after its last norm, the input of the target's output matrix."""
-        return hidden if self.config.state == "post_norm" else self.layer(stage).shared_head["norm"](hidden)
+        return hidden if self.config.state == "post_norm" else self._normed(stage, hidden)
+
+    def kv_sizes(self) -> KVSizes:
+        if self._family_rope is None:
+            return super().kv_sizes()
+        return kv_sizes(self.layer(0), self._family_rope, self.config.hidden_size)
 
     def warm_start(self) -> WarmStart:
         """Copy the target's last layer into the first layer, which predicts one position ahead.
 
         Further layers do the same task one position later, so they start as copies of the first."""
         first = self.layer(0)
-        last_norm = first.shared_head["norm"]
-        assert isinstance(last_norm, nn.RMSNorm), "shared_head holds the layer's last norm"
         return WarmStart(
             copies=[LayerCopy(first)],
-            last_norm=("shared_head.norm.weight", last_norm),
+            last_norm=("shared_head.norm.weight", first.shared_head["norm"]) if self.config.final_norm else None,
             solved=first.eh_proj,
             solved_reads=lambda embeds, features: self._normed_pair(first, embeds, features),
             repeats=list(self.layers)[1:],
         )
 
-    def layer(self, number: int) -> MtpLayer:
-        layer = self.layers[number]
-        assert isinstance(layer, MtpLayer), "MtpHead's layers are MTP layers"
-        return layer
+    def layer(self, number: int) -> Any:
+        """MTP layer `number`: a decoder layer with the parts of `add_mtp_parts`."""
+        return self.layers[number]
 
-    def _normed_pair(self, layer: MtpLayer, embeds: Tensor, hidden: Tensor) -> Tensor:
+    def _normed(self, stage: int, x: Tensor) -> Tensor:
+        return self.layer(stage).shared_head["norm"](x) if self.config.final_norm else x
+
+    def _normed_pair(self, layer: Any, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The input of `eh_proj`: [T, H] and [T, H] -> [T, 2H]."""
         pair = (layer.enorm(embeds), layer.hnorm(hidden))
         return torch.cat(pair if self.config.embedding_first else pair[::-1], dim=-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import TargetError
 from toolkit.targets.load import full_name, load_config
+from toolkit.targets.mtp_names import NAMED_MTP
 from toolkit.weights import read_json
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-# DeepSeek stores its MTP layers after the last decoder layer; other families give them names of their own.
-NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
 NATIVE_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # their number, in config.json
-LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -111,32 +110,31 @@ def tensor_names(facts: TargetFacts) -> dict[str, str]:
 
 def target_embedding(facts: TargetFacts) -> torch.Tensor:
     """The token embedding [V, H] in its stored dtype; no other tensor is read. Raises `TargetError`."""
-    files = tensor_names(facts)
-    found = [name for name in files if EMBEDDING.search(name) and not NAMED_MTP.search(name)]
+    found = [name for name in tensor_names(facts) if EMBEDDING.search(name) and not NAMED_MTP.search(name)]
     if len(found) != 1:
         raise TargetError(
             f"target {facts.name} has {len(found)} tensors with a name of a token embedding "
             f"({', '.join(found) or 'none'}); exactly one is needed"
         )
-    path = _file(facts.source, facts.revision, files[found[0]])
-    if path is None:
-        raise TargetError(f"target {facts.name} lacks {files[found[0]]}, which its index lists; download it again")
-    with _opened(path) as weights:
-        return weights.get_tensor(found[0])
+    return read_tensors(facts, found)[found[0]]
 
 
-def native_mtp_layers(names: list[str], n_layers: int) -> list[str]:
-    """Prefixes of a target's own MTP layers, from the names of its tensors; empty when it has none."""
-    numbered: set[str] = set()
-    modules: set[str] = set()
+def read_tensors(facts: TargetFacts, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The named tensors of the target's safetensors weights, in their stored dtype; no other tensor is read.
+
+    Raises `TargetError` when a file is absent or damaged."""
+    files = tensor_names(facts)
+    found: dict[str, torch.Tensor] = {}
+    by_file: dict[str, list[str]] = {}
     for name in names:
-        layer, named = LAYER.search(name), NAMED_MTP.search(name)
-        if named is not None:
-            # Such a module has parts outside of its layers too (mtp.fc of Qwen3-Next), which do not count as a layer.
-            (modules if named[3] is None else numbered).add(name[: named.end()].rstrip("."))
-        elif layer is not None and int(layer[2]) >= n_layers:
-            numbered.add(name[: layer.end() - 1])
-    return sorted(numbered or modules)
+        by_file.setdefault(files[name], []).append(name)
+    for file, own in by_file.items():
+        path = _file(facts.source, facts.revision, file)
+        if path is None:
+            raise TargetError(f"target {facts.name} lacks {file}, which its index lists; download it again")
+        with _opened(path) as weights:
+            found |= {name: weights.get_tensor(name) for name in own}
+    return found
 
 
 def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.log import get_logger
+from toolkit.targets import mimo  # noqa: F401 (registers its family with transformers)
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.gguf_file import converted_gguf, without_progress_bars
+from toolkit.targets.mtp_names import is_mtp_name
 from toolkit.targets.target import Target
 
 log = get_logger(__name__)
@@ -212,8 +214,10 @@ def _load_model(source: str, revision: str | None, config: PretrainedConfig, dty
             f"the weights of target {source!r} do not match {type(model).__name__}: missing {_some(missing)}; wrong "
             f"shape {_some(mismatched)}. These weights would stay random; give a complete causal LM checkpoint"
         )
-    if info["unexpected_keys"]:
-        log.warning("target %s has weights that no layer uses: %s", source, _some(sorted(info["unexpected_keys"])))
+    n_layers = config.get_text_config(decoder=True).num_hidden_layers
+    unused = sorted(name for name in info["unexpected_keys"] if not is_mtp_name(name, n_layers))  # MTP: native_mtp.py
+    if unused:
+        log.warning("target %s has weights that no layer uses: %s", source, _some(unused))
     return model
 
 

@@ -26,13 +26,15 @@ def test_every_option_has_a_help_text_that_names_options():
     [
         ({}, "neither `draft` nor `target` is given"),
         ({"draft": "x", "revision": "main"}, "`revision` is 'main', but `target` is not given"),
-        ({"draft": "ngram"}, "give one with `target`"),
-        ({"target": "x", "shape": "4,1,5"}, "`shape` is 4,1,5, but nothing is drafted"),
+        ({"draft": "none"}, "neither `draft` nor `target` is given"),
+        ({"draft": "ngram"}, "`draft` is ngram, which does not name a target; give one with `target`"),
+        ({"draft": "native"}, "`draft` is native, which does not name a target; give one with `target`"),
+        ({"target": "x", "draft": "none", "shape": "4,1,5"}, "`shape` is 4,1,5, but nothing is drafted"),
         (
             {"target": "x", "draft": "y", "no_draft": True, "adaptive": True},
             "`adaptive` is True, but nothing",
         ),
-        ({"target": "x", "token_map": "ids.pt"}, "`token_map` is ids.pt, but nothing is drafted"),
+        ({"target": "x", "draft": "none", "token_map": "ids.pt"}, "`token_map` is ids.pt, but nothing is drafted"),
         ({"target": "x", "max_running_requests": 0}, "`max_running_requests` is 0; at least 1"),
         ({"target": "x", "context_length": 1}, "`context_length` is 1; at least 2"),
         ({"target": "x", "chunked_prefill_size": 0}, "`chunked_prefill_size` is 0; at least 1"),
@@ -89,7 +91,7 @@ def test_verifiers_and_shapes():
     for verify in ("rejection", "block"):
         with pytest.raises(DraftShapeError, match=f"`verify` is {verify}, which needs a chain.*set `verify` to target"):
             EngineConfig(draft="x", shape="4,3,12", verify=verify).check("cpu")
-        for draft in (None, "ngram"):
+        for draft in ("none", "ngram"):
             with pytest.raises(EngineError, match=f"`verify` is {verify}, which needs a draft head"):
                 EngineConfig(target="x", draft=draft, verify=verify).check("cpu")
         EngineConfig(draft="x", shape="4,1,5", verify=verify).check("cpu")

@@ -107,7 +107,7 @@ def test_maps_for_what_has_no_use_for_one(tiny_draft_directory, tiny_target_dire
     with pytest.raises(ConfigError, match="n-gram lookup scores no tokens"):
         load_engine(EngineConfig(draft="ngram", target="x", token_map=path))
     with pytest.raises(ConfigError, match="nothing is drafted; give `draft`"):
-        load_engine(EngineConfig(target="x", token_map=path))
+        load_engine(EngineConfig(target="x", draft="none", token_map=path))
     with pytest.raises(ConfigError, match="nothing is drafted; give `draft`"):
         load_engine(EngineConfig(draft=mtp_directory, no_draft=True, token_map=path))
 

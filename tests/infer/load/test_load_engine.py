@@ -68,7 +68,7 @@ def test_no_draft_keeps_the_target(draft):
         ({"device": "cuda:99"}, "`device` is cuda:99, but PyTorch sees"),
         ({"device": "cpu", "cuda_graph_max_bs": 4}, "graphs need a GPU"),
         ({"mem_fraction_static": 2.0}, "`mem_fraction_static` is 2"),
-        ({"verify": "block"}, "`verify` is block, which needs a draft head"),
+        ({"draft": "none", "verify": "block"}, "`verify` is block, which needs a draft head"),
         ({"draft": "ngram", "verify": "rejection"}, "n-gram lookup have none"),
     ],
 )

@@ -81,12 +81,14 @@ class HeadReader:
     """A head with one KV cache per stage; `read` writes to them."""
 
     def __init__(self, head: DraftingHead, target: Target, pool: PagePool) -> None:
-        config = head.config
+        config, sizes = head.config, head.module.kv_sizes()
         self.head = head
         self.dtype = next(head.module.parameters()).dtype
         self._embed = target.embed_tokens
-        self._scoring = Scoring(config.head_dim**-0.5, config.sliding_window)
-        shape = KVShape(config.layers, config.num_key_value_heads, config.head_dim, self.dtype, target.device)
+        self._scoring = Scoring(sizes.key_dim**-0.5, config.sliding_window)
+        shape = KVShape(
+            config.layers, sizes.kv_heads, sizes.key_dim, self.dtype, target.device, value_dim=sizes.value_dim
+        )
         self.caches = [KVCache(shape, pool) for _ in range(head.stages)]
 
     def read(

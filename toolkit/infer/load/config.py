@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the command line reads the options without torch
     from toolkit.infer.request.draft_tree import DraftShape
 
 T = TypeVar("T")
-NGRAM = "ngram"
+NGRAM, NATIVE, NONE = "ngram", "native", "none"  # values of `draft` that are no head of their own
 LEAST = {
     "max_running_requests": 1,
     "context_length": 2,  # a prompt token and an answer token
@@ -55,21 +55,23 @@ class EngineConfig:
     target: str | None = option(
         None,
         "target model: smollm2-135m, a hub id, a directory or a .gguf file (default: the one that `draft` names); "
-        "without `draft`, decoding is plain",
+        "without `draft`, its own MTP module drafts, if it has one",
         metavar="MODEL",
     )
     draft: str | Path | None = option(
         None,
         "draft directory (runs/NAME/ckpt), or another project's EAGLE head: a directory or a hub id (org/name, "
         "org/name@revision). One that names its target needs no `target`. ngram needs no head: it drafts what followed "
-        "the same words earlier in the request (give `target`)",
+        "the same words earlier in the request. native is the MTP module in the target's own checkpoint (give `target` "
+        "for both). none decodes plainly (default: native if the target has such a module, else none)",
         metavar="DIR",
     )
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
     shape: str | None = option(
         None,
         "draft shape of a step: levels, branches of a node, and verified nodes, the root included; 4,1,5 is a chain of "
-        "4 drafted tokens, 5,4,16 a tree (default: the best one measured with the head, else 4,1,5)",
+        "4 drafted tokens, 5,4,16 a tree; mtp-3 and mtp-4 are SGLang's for MTP modules, 2,1,3 and 3,1,4 (default: the "
+        "best one measured with the head, else 3,1,4 for a native MTP module and 4,1,5 for others)",
         metavar="S,K,N",
     )
     adaptive: bool | None = option(
@@ -118,9 +120,8 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "run a round (draft step and verify step) of up to N requests as one CUDA graph (GPU); the draft shape is then "
-        "the same in every round "
-        "(default: no graphs)",
+        "run a round (draft step and verify step) of up to N requests as one CUDA graph (GPU); every round then has "
+        "the same draft shape (default: no graphs)",
         metavar="N",
     )
     disable_overlap_schedule: bool = option(
@@ -131,8 +132,7 @@ class EngineConfig:
     device: str = option("auto", "cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)")
     tensor_parallel_size: int = option(
         1,
-        "divide target, head and cache among N processes of this machine, each on a GPU of its own or all on the CPU "
-        "(default: 1)",
+        "divide target, head and cache among N local processes, each on its own GPU or all on the CPU (default: 1)",
         metavar="N",
         alias="--tp",
     )
@@ -161,8 +161,8 @@ class EngineConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether decoding is speculative."""
-        return self.draft is not None and not self.no_draft
+        """Whether decoding may be speculative. Without `draft` it is if the target has an MTP module of its own."""
+        return str(self.draft) != NONE and not self.no_draft
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""
@@ -206,17 +206,20 @@ class EngineConfig:
             )
 
     def _check_drafting(self) -> None:
-        if self.draft is None and self.target is None:
+        if self.target is None and (self.draft is None or str(self.draft) == NONE):
             raise ConfigError("neither `draft` nor `target` is given; give a draft directory (`draft`) or a target")
         if self.target is None and self.revision is not None:
             raise ConfigError(
                 f"`revision` is {self.revision!r}, but `target` is not given; give both, or neither to use those that "
                 "the draft directory states"
             )
-        if self.target is None and str(self.draft) == NGRAM:
-            raise ConfigError("`draft` is ngram, which does not name a target; give one with `target`")
-        if self.drafts:
-            return
+        if self.target is None and str(self.draft) in (NGRAM, NATIVE):
+            raise ConfigError(f"`draft` is {self.draft}, which does not name a target; give one with `target`")
+        if not self.drafts:
+            self.check_plain()
+
+    def check_plain(self) -> None:
+        """Raise ConfigError if an option asks for drafts: nothing is drafted."""
         for name in ("shape", "adaptive", "token_map"):
             if getattr(self, name):
                 raise ConfigError(

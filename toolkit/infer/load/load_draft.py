@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
+from toolkit.checkpoint.native_mtp import find_native, load_native
 from toolkit.checkpoint.open_head import open_head
+from toolkit.errors import TargetError
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import DEFAULT_SHAPE
-from toolkit.infer.load.config import NGRAM, ConfigError, EngineConfig, parse_shape
+from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
+from toolkit.targets.facts import target_facts
 from toolkit.targets.target import Target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import WeightsError
 
 logger = get_logger(__name__)
 
@@ -54,6 +58,36 @@ def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
     return TargetSource(name, revision, quantization)
 
 
+def native_draft(config: EngineConfig, source: TargetSource, target: Target) -> DraftCheckpoint | None:
+    """The MTP module in the target's own checkpoint, as `draft` "native" asks for it; None if there is none.
+
+    Without `draft`, a module that cannot be read is a warning, and decoding is plain. Raises ConfigError if an option
+    asks for drafts and there is no module; for "native" also DraftDirError, WeightsError and TargetError.
+    """
+    asked = str(config.draft) == NATIVE
+    try:
+        facts = target_facts(source.name, source.revision)
+        found = find_native(facts)
+        draft = None if found is None else load_native(target, facts, found)
+    except (DraftDirError, WeightsError, TargetError) as error:
+        if asked or config.shape is not None:
+            raise
+        logger.warning("%s. Nothing is drafted", error)
+        draft = None
+    if draft is not None:
+        own = draft.meta["native"]
+        logger.info(
+            "drafting with the target's own MTP module (%s, %d); `draft` none switches it off",
+            own["family"],
+            own["modules"],
+        )
+    elif asked:
+        raise ConfigError(f"`draft` is native, but {source.name} has no MTP module in its checkpoint; give a head")
+    else:
+        config.check_plain()
+    return draft
+
+
 def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
     """Name and revision of the target stated in a draft directory. Raises DraftDirError."""
     stated = draft.meta.get("target")
@@ -65,8 +99,11 @@ def stated_target(draft: DraftCheckpoint) -> tuple[str, str | None]:
 
 
 def measured_shape(draft: Draft, adaptive: bool) -> DraftShape:
-    """The shape that this head was measured best with, else a chain of 4: of measured.json, `best_shape`, or for
-    adaptive drafting the largest one, `adaptive_shape`, if it was measured."""
+    """The shape that this head was measured best with, else a chain of 4, or of 3 for a native MTP module.
+
+    measured.json has `best_shape`, and for adaptive drafting the largest one, `adaptive_shape`, if it was measured."""
+    if isinstance(draft, DraftCheckpoint) and "native" in draft.meta:
+        return DraftShape.chain(3)  # SGLang's default for MTP modules
     measured: Any = draft.meta.get("measured") if isinstance(draft, DraftCheckpoint) else None
     if not isinstance(draft, DraftCheckpoint) or not isinstance(measured, dict):
         return DEFAULT_SHAPE
@@ -103,7 +140,7 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
     if not isinstance(draft, DraftCheckpoint):
         return draft
     check_draft_matches(draft, target)
-    draft.head.to(device=target.device, dtype=target.dtype)
+    draft.head.cast(target.device, target.dtype)
     if token_map is None:
         return draft
     given = load_freq_list(token_map, target.vocab_size)

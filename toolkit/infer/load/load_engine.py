@@ -17,12 +17,13 @@ from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.compiled_forward import DEFAULT_ROWS, CompileSettings
 from toolkit.infer.graphs.recordings import GraphSettings
-from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     fit_draft,
     load_draft,
     measured_shape,
+    native_draft,
     target_source,
 )
 from toolkit.infer.parallel.driver import Driver
@@ -116,7 +117,9 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     The draft is loaded first: it is small, so an error in it appears before the target is loaded. Raises the errors of
     load_engine.
     """
-    draft = None if config.draft is None else load_draft(config.draft, config.target, config.revision)
+    native = config.draft is None or str(config.draft) == NATIVE
+    named = not native and str(config.draft) != NONE
+    draft = load_draft(str(config.draft), config.target, config.revision) if named else None
     source = target_source(config, draft)
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
@@ -129,6 +132,8 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     target = load(
         source.name, revision=source.revision, quantization=source.quantization, dtype=config.dtype, device=device
     )
+    if native and not config.no_draft:
+        draft = native_draft(config, source, target)
     if draft is not None:
         draft = fit_draft(draft, target, config.token_map)
     if ranks is None:

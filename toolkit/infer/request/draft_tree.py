@@ -19,6 +19,9 @@ from torch import Tensor
 
 from toolkit.infer.request.errors import DraftShapeError
 
+# SGLang's settings for MTP modules (lmsys.org/blog/2025-07-17-mtp): windows of 3 and 4 tokens, top-k 1.
+PRESETS = {"mtp-3": "2,1,3", "mtp-4": "3,1,4"}
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -54,11 +57,12 @@ class DraftShape:
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree)."""
-        parts = text.split(",")
+        """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree), or a preset."""
+        parts = PRESETS.get(text, text).split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
             raise DraftShapeError(
-                f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5'
+                f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5, or '
+                f"{' or '.join(PRESETS)}"
             )
         return cls(*(int(part) for part in parts))
 

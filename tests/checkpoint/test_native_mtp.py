@@ -1,0 +1,252 @@
+"""MTP modules in the targets' own checkpoints: read by every family's names, run as its own layers run, served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.native_targets import (
+    FAMILIES,
+    HYBRID,
+    NAMES,
+    change_module,
+    module_config,
+    write_native_target,
+)
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
+from toolkit.checkpoint.errors import DraftDirError
+from toolkit.checkpoint.native_mtp import FAMILIES as ROWS
+from toolkit.checkpoint.native_mtp import find_native, load_native
+from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.request.params import SamplingParams
+from toolkit.targets.facts import target_facts
+from toolkit.targets.load import load_target
+from toolkit.weights import WeightsError, read_json, write_json
+
+SERVED = [family for family in FAMILIES if family not in HYBRID]
+TOKENS = [(7 * place * place + 3 * place) % 300 + 5 for place in range(12)]
+
+
+@pytest.fixture(scope="module")
+def native_target(tiny_target, tmp_path_factory):
+    """Writes a family's target, once."""
+    written = {}
+
+    def write(family: str):
+        if family not in written:
+            written[family] = write_native_target(
+                tmp_path_factory.mktemp("native") / family, family, tiny_target.tokenizer
+            )
+        return written[family]
+
+    return write
+
+
+@pytest.fixture
+def changed(tiny_target, tmp_path):
+    """A target of its own, whose module can be changed."""
+
+    def write(family: str, change=None, **options):
+        directory = write_native_target(tmp_path / family, family, tiny_target.tokenizer, **options)
+        if change is not None:
+            change_module(directory, change)
+        return directory
+
+    return write
+
+
+def read(directory):
+    facts = target_facts(directory)
+    target = load_target(directory)
+    return target, load_native(target, facts, find_native(facts))
+
+
+def dense(q, k, v):
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def published_module(family: str, tensors: dict[str, torch.Tensor], embeds, hidden):
+    """The module's output by transformers' own model of one layer, with eager attention, and by the published order of
+    its parts: norms, concatenation, projection, layer, last norm."""
+    enorm, hnorm, eh_proj, norm, layer = NAMES[family]
+    own = (enorm, hnorm, eh_proj, norm)
+    model = AutoModelForCausalLM.from_config(module_config(family), attn_implementation="eager")
+    body = model.get_decoder()
+    fill = {name: value for name, value in model.state_dict().items() if ".layers." not in name}
+    block = {
+        f"model.layers.0.{name.removeprefix(f'{layer}.')}": value
+        for name, value in tensors.items()
+        if name.startswith(f"{layer}.")
+        and name.removesuffix(".weight") not in own
+        and not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+    }
+    model = type(model).from_pretrained(None, config=model.config, state_dict={**fill, **block})
+    body = model.get_decoder()
+
+    def normed(name, x):
+        if name is None:
+            return x
+        one = type(body.norm)(x.shape[-1], eps=model.config.rms_norm_eps)
+        one.weight.data.copy_(tensors[f"{name}.weight"])
+        return one(x)
+
+    embeds = embeds.clone()
+    if family in ("mimo", "ernie"):
+        embeds[0] = 0
+    pair = (normed(enorm, embeds), normed(hnorm, hidden))
+    x = torch.cat(pair[::-1] if family == "mimo" else pair, dim=-1) @ tensors[f"{eh_proj}.weight"].T
+    at = torch.arange(len(x))[None]
+    mask = torch.full((len(x), len(x)), float("-inf")).triu(1)[None, None]
+    out = body.layers[0](
+        x[None], attention_mask=mask, position_ids=at, position_embeddings=body.rotary_emb(x[None], at)
+    )
+    return normed(norm, (out if isinstance(out, torch.Tensor) else out[0])[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_module_computes_what_its_family_does(family, native_target):
+    """A part in another place, a norm with another offset or a renamed expert changes every draft, and no answer."""
+    directory = native_target(family)
+    target, draft = read(directory)
+    tensors = {}
+    change_module(directory, lambda found: tensors.update(found) or found)
+    ids = torch.tensor([TOKENS])
+    with torch.no_grad():
+        hidden = target.body(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        embeds = target.embed_tokens(ids[0, 1:])
+        wanted = published_module(family, tensors, embeds, hidden)
+        state = draft.head(embeds, hidden, torch.arange(len(embeds)), dense, len(embeds))
+        found = draft.head.read(0, state)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_answers_are_those_of_plain_decoding(family, native_target):
+    """Chains by recursion, trees, a token map on the output's rows; one request and a ragged sixteen, in float32."""
+    directory = str(native_target(family))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 390, (2 + n,), generator=generator).tolist() for n in range(16)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = load_engine(EngineConfig(target=directory, draft="none"))
+    assert plain.draft is None and plain.shape is None
+    wanted = [one.output_ids for one in plain.engine.generate(prompts, params)]
+    for draft, shape in ((None, "mtp-4"), ("native", "3,3,10")):
+        loaded = load_engine(EngineConfig(target=directory, draft=draft, shape=shape))
+        assert loaded.draft.kind == "mtp"
+        for some in (prompts[:1], prompts):
+            done = loaded.engine.generate(some, params)
+            assert [one.output_ids for one in done] == wanted[: len(some)]
+            assert all(one.events for one in done)
+        loaded.engine.check_integrity()
+        loaded.engine.close()
+    assert load_engine(EngineConfig(target=directory)).shape_name == "adaptive up to chain 3 (3,1,4)"
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_perturbed_tensor_changes_the_drafts(family, native_target, changed):
+    """Otherwise the module would not be what drafts. Every tensor counts, those of the layer too."""
+    whole = read(native_target(family))[1].head.state_dict()
+
+    def perturb(tensors):
+        return {name: value if "embed_tokens" in name or "head.head" in name else value + 0.25
+                for name, value in tensors.items()}  # fmt: skip
+
+    other = read(changed(family, perturb))[1].head.state_dict()
+    assert whole.keys() == other.keys()
+    assert [name for name in whole if torch.equal(whole[name], other[name])] == []
+
+
+def test_a_module_survives_a_draft_directory(native_target, tmp_path):
+    """Its layer is rebuilt from config.json alone, and every tensor is there again."""
+    draft = read(native_target("deepseek"))[1]
+    save_draft(tmp_path, draft.head.state_dict(), draft.head.config, None, draft.meta)
+    again = load_draft(tmp_path)
+    assert again.head.config == draft.head.config
+    state, other = draft.head.state_dict(), again.head.state_dict()
+    assert all(torch.equal(state[name], other[name]) for name in state) and state.keys() == other.keys()
+
+
+def test_buffers_keep_their_dtype(native_target):
+    """The bias of the experts' scores is in float32 in a bfloat16 target; rounded, it would choose other experts."""
+    head = read(native_target("deepseek"))[1].head.cast("cpu", torch.bfloat16)
+    assert head.layers[0].eh_proj.weight.dtype == torch.bfloat16
+    assert head.layers[0].mlp.gate.e_score_correction_bias.dtype == torch.float32
+
+
+def without(*endings):
+    return lambda tensors: {name: value for name, value in tensors.items() if not name.endswith(endings)}
+
+
+def test_absent_copies_are_said_aloud(changed, caplog):
+    """GLM-5 ships no shared_head.head: the target's output matrix stands in."""
+    target, draft = read(changed("glm", copies=False))
+    assert "shared_head.head.weight of its own: the target's is used" in caplog.text
+    assert draft.head.config.final_norm
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "error", "said"),
+    [
+        ("deepseek", without("eh_proj.weight", "hnorm.weight"), None, None),
+        ("glm", without("shared_head.norm.weight"), WeightsError, "missing: layers.0.shared_head.norm.weight"),
+        ("glm", without("experts.1.up_proj.weight"), (WeightsError, DraftDirError), "does not fit"),
+        ("mimo", without("q_proj.bias"), WeightsError, "missing: model.layers.0.self_attn.q_proj.bias"),
+        ("mimo", lambda t: {**t, "model.mtp_layers.0.rest.weight": torch.ones(2)}, WeightsError, "unexpected"),
+        ("ernie", lambda t: {**t, "model.mtp_rest.weight": torch.ones(2)}, WeightsError, "unknown: model.mtp_rest"),
+        ("mimo", lambda t: {**t, "model.mtp_layers.0.input_proj.weight_scale": torch.ones(1)}, DraftDirError,
+         "quantised"),
+        ("deepseek", lambda t: {name: v + 1 if "embed_tokens" in name else v for name, v in t.items()}, DraftDirError,
+         "not the target's"),
+    ],
+)  # fmt: skip
+def test_modules_that_do_not_fit_are_refused(family, change, error, said, changed):
+    """With the names and the way out; a part that is left random would only be seen in a low accept_length."""
+    directory = changed(family, change)
+    if error is None:  # without its projection it is no MTP module
+        assert find_native(target_facts(directory)) is None
+        return
+    with pytest.raises(error, match=said):
+        read(directory)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.refused], ids=lambda row: row.title)
+def test_families_that_the_engine_cannot_serve_are_recognised(row, native_target, monkeypatch):
+    """By their names, and refused with the cause."""
+    directory = native_target("mimo")
+    facts = target_facts(directory)
+    found = find_native(facts)
+    monkeypatch.setattr(type(found), "family", row, raising=False)
+    object.__setattr__(found, "family", row)
+    with pytest.raises(DraftDirError, match=f"{row.title}.*is not read: .*`draft` none"):
+        load_native(None, facts, found)
+
+
+def test_a_target_without_a_module(tiny_target_directory, caplog):
+    """Asked for by name it is an error; without `draft`, decoding is plain, and options of drafts are errors."""
+    target = str(tiny_target_directory)
+    with pytest.raises(ConfigError, match="`draft` is native, but .* has no MTP module"):
+        load_engine(EngineConfig(target=target, draft="native"))
+    with pytest.raises(ConfigError, match="`shape` is 3,1,4, but nothing is drafted"):
+        load_engine(EngineConfig(target=target, shape="3,1,4"))
+    assert load_engine(EngineConfig(target=target)).draft is None
+
+
+def test_a_broken_module_does_not_keep_the_target_from_serving(changed, caplog):
+    """Nobody asked for it: it is named, and decoding is plain."""
+    directory = changed("mimo", without("q_proj.bias"))
+    loaded = load_engine(EngineConfig(target=str(directory)))
+    assert loaded.draft is None and "q_proj.bias. Nothing is drafted" in caplog.text
+    with pytest.raises(WeightsError, match="q_proj.bias"):
+        load_engine(EngineConfig(target=str(directory), draft="native"))
+
+
+def test_a_stated_module_that_is_missing(changed):
+    """A copy that lost a module keeps its config's word."""
+    directory = changed("mimo")
+    stated = read_json(directory / "config.json")
+    write_json(directory / "config.json", {**stated, "num_nextn_predict_layers": 2})
+    with pytest.raises(DraftDirError, match="states 2 MTP modules, and its weights hold 1"):
+        find_native(target_facts(directory))
