@@ -29,7 +29,7 @@ def in_words(settings: dict[str, Any], *more: str | None) -> str:
 
 
 class Vllm:
-    """vLLM's CPU build, plain or with an EAGLE-3 head as a chain."""
+    """vLLM's CPU build, plain, with an EAGLE-3 head as a chain, or (draft "native") with the target's MTP module."""
 
     most = None  # prompts at a time: any number
 
@@ -41,6 +41,8 @@ class Vllm:
         head = None
         if settings["draft"] is not None:
             head = {"method": "eagle3", "model": settings["draft"], "num_speculative_tokens": settings["num_steps"]}
+        if settings["draft"] == "native":
+            head = {"method": "mtp", "num_speculative_tokens": settings["num_steps"]}
         self._llm = vllm.LLM(
             model=settings["directory"],
             revision=None if os.path.isdir(settings["directory"]) else settings["revision"],
@@ -52,6 +54,7 @@ class Vllm:
             enable_prefix_caching=False,
             disable_log_stats=False,
             enforce_eager=bool(settings.get("eager")),
+            trust_remote_code=bool(settings.get("trust_remote_code")),
         )
         self.version = vllm.__version__
         dtype = self._llm.llm_engine.model_config.dtype

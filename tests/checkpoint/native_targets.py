@@ -95,32 +95,47 @@ def random_(model: torch.nn.Module, seed: int) -> None:
             value.data.copy_(torch.rand(value.shape, generator=generator) * 0.5 + 0.5)
 
 
-def module_config(family: str) -> Any:
+def module_config(family: str, **sizes: int) -> Any:
     """The configuration of the module's decoder layer: one layer of the family, dense in ERNIE, else with experts."""
     kind, settings, _ = FAMILIES[family]
-    one = {**SIZES, **settings, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
+    one = {**SIZES, **settings, **sizes, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
     one |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in settings else {}
     one |= {"moe_layer_start_index": 9, "moe_layer_end_index": 9} if family == "ernie" else {}
     one |= {"layer_types": ["full_attention"]} if family in HYBRID else {}
     return AutoConfig.for_model(kind, **one)
 
 
-def write_native_target(directory: Path, family: str, tokenizer: Any, *, copies: bool = True) -> Path:
+def calm(model: torch.nn.Module) -> None:
+    """Layers that change little: the next token depends on the last one mostly, and a module drafts it often."""
+    for name, value in model.named_parameters():
+        if ".layers." in name and value.dim() > 1:
+            value.data.mul_(0.2)
+    model.get_input_embeddings().weight.data.mul_(8)  # as large as what a module's projection gives
+
+
+def write_native_target(
+    directory: Path, family: str, tokenizer: Any, *, copies: bool = True, agreeing: bool = False, **sizes: int
+) -> Path:
     """Write a target of `family` with one MTP module into `directory`; two shards of the target, one of the module.
 
-    copies: the module repeats embedding and output matrix, where the family does."""
+    copies: the module repeats embedding and output matrix, where the family does. agreeing: many drafts are right.
+    sizes: in place of SIZES."""
     kind, settings, counts = FAMILIES[family]
-    config = AutoConfig.for_model(kind, **{**SIZES, **settings, "vocab_size": len(tokenizer)})
+    config = AutoConfig.for_model(kind, **{**SIZES, **settings, **sizes, "vocab_size": len(tokenizer)})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     random_(model, 0)
+    if agreeing:
+        calm(model)
     model.get_output_embeddings().weight.data[[0, 2]] = 0  # stop ids hardly ever win
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     whole = load_tensors(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
 
-    block = AutoModelForCausalLM.from_config(module_config(family), dtype=torch.float32)
+    block = AutoModelForCausalLM.from_config(module_config(family, **sizes), dtype=torch.float32)
     random_(block, 1)
+    if agreeing:
+        calm(block)
     block.save_pretrained(directory / "block")
     enorm, hnorm, eh_proj, norm, layer = NAMES[family]
     tensors = {
@@ -132,7 +147,11 @@ def write_native_target(directory: Path, family: str, tokenizer: Any, *, copies:
     for name in (enorm, hnorm, norm):
         if name is not None:
             tensors[f"{name}.weight"] = torch.rand(size, generator=generator) + 0.5
-    tensors[f"{eh_proj}.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.15
+    if agreeing and norm is not None:
+        tensors[f"{norm}.weight"] = model.get_decoder().norm.weight.detach().clone()
+    tensors[f"{eh_proj}.weight"] = torch.randn(size, 2 * size, generator=generator) * (0.05 if agreeing else 0.15)
+    if agreeing:
+        tensors[f"{eh_proj}.weight"][:, slice(size, None) if family == "mimo" else slice(size)] += torch.eye(size)
     if copies and NAMES[family] is IN_PLACE:
         tensors[f"{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         tensors[f"{layer}.shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()

@@ -34,12 +34,11 @@ def native_target(tiny_target, tmp_path_factory):
     """Writes a family's target, once."""
     written = {}
 
-    def write(family: str):
-        if family not in written:
-            written[family] = write_native_target(
-                tmp_path_factory.mktemp("native") / family, family, tiny_target.tokenizer
-            )
-        return written[family]
+    def write(family: str, agreeing: bool = False):
+        if (family, agreeing) not in written:
+            directory = tmp_path_factory.mktemp("native") / family
+            written[family, agreeing] = write_native_target(directory, family, tiny_target.tokenizer, agreeing=agreeing)
+        return written[family, agreeing]
 
     return write
 
@@ -118,6 +117,7 @@ def test_a_module_computes_what_its_family_does(family, native_target):
         hidden = target.body(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         embeds = target.embed_tokens(ids[0, 1:])
         wanted = published_module(family, tensors, embeds, hidden)
+        assert draft.head.config.features.after_norm == (family != "mimo")
         state = draft.head(embeds, hidden, torch.arange(len(embeds)), dense, len(embeds))
         found = draft.head.read(0, state)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
@@ -126,7 +126,7 @@ def test_a_module_computes_what_its_family_does(family, native_target):
 @pytest.mark.parametrize("family", SERVED)
 def test_answers_are_those_of_plain_decoding(family, native_target):
     """Chains by recursion, trees, a token map on the output's rows; one request and a ragged sixteen, in float32."""
-    directory = str(native_target(family))
+    directory = str(native_target(family, agreeing=True))
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 390, (2 + n,), generator=generator).tolist() for n in range(16)]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -139,7 +139,7 @@ def test_answers_are_those_of_plain_decoding(family, native_target):
         for some in (prompts[:1], prompts):
             done = loaded.engine.generate(some, params)
             assert [one.output_ids for one in done] == wanted[: len(some)]
-            assert all(one.events for one in done)
+        assert sum(event.accepted for one in done for event in one.events) > len(done), "hardly a draft was right"
         loaded.engine.check_integrity()
         loaded.engine.close()
     assert load_engine(EngineConfig(target=directory)).shape_name == "adaptive up to chain 3 (3,1,4)"

@@ -56,10 +56,13 @@ def our_answers(directory: Path, chats: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def vllms_answers(directory: Path, target: str, prompts: list[list[int]]) -> tuple[str, list[dict[str, Any]]]:
+def vllms_answers(
+    directory: Path | str, target: str, prompts: list[list[int]], *, steps: int = STEPS, **more: Any
+) -> tuple[str, list[dict[str, Any]]]:
     """vLLM's version, and its answers in the same words; its process ends with its input."""
-    settings = {"engine": "vllm", "directory": target, "revision": None, "draft": str(directory), "num_steps": STEPS}
-    settings |= {"dtype": "float32", "max_context": MAX_CONTEXT, "max_batch": 1, "eager": True}
+    settings = {"engine": "vllm", "directory": target, "revision": None, "draft": str(directory), "num_steps": steps}
+    settings |= {"dtype": "float32", "context_length": MAX_CONTEXT, "max_running_requests": 1, "eager": True}
+    settings |= {"threads": 1, **more}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

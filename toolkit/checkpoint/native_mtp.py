@@ -119,7 +119,8 @@ FAMILIES = (
         eh_proj="model.mtp_layers.{k}.input_proj",
         norm="model.mtp_layers.{k}.final_layernorm",
         block="model.mtp_layers.{k}.",
-        variants={"embedding_first": False, "zero_first_embedding": True},
+        # vLLM's MiMo hands its module the state before the final norm.
+        variants={"embedding_first": False, "target_hidden": "pre_norm", "zero_first_embedding": True},
         layer={"model_type": "qwen2"},
     ),
     _qwen("Qwen3-Next", "qwen3_next"),
