@@ -11,10 +11,12 @@ from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
+from toolkit.checkpoint.stitch_native import stitch
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name, split_revision
 
 DEFAULT_SHAPE = "3,1,4"
+NATIVE = "native"  # in place of an engine: the target's own checkpoint
 
 
 def export_path(
@@ -26,18 +28,24 @@ def export_path(
     shape: str | None = None,
     settings: Mapping[str, Any],
     hub_name: str | None = None,
+    token_map: str | Path | None = None,
 ) -> tuple[str, str, list[str]]:
-    """Write the head at `path` for the engine `to` into the new folder `out`.
+    """Write the head at `path` for the engine `to` into the new folder `out`; "native": into a copy of its target.
 
     target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
     None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
-    hub_name: the hub id that `out` will be pushed to.
+    hub_name: the hub id that `out` will be pushed to. token_map: a list of ids to write beside a "native" copy.
     Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
     `TargetError`.
     """
     draft = open_head(path, target=target, overrides=dict(settings))
     facts = _facts(draft, path, target)
-    launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
+    if to == NATIVE:
+        launch, notes = stitch(draft, facts, out, _shape(shape, draft), token_map)
+    elif token_map is not None:
+        raise ExportError(f"`token_map` is {token_map}, which only an export to native has beside it; leave it out")
+    else:
+        launch, notes = export_head(draft, to, out, facts, _shape(shape, draft), hub_name)
     if not (draft.meta.get("measured") or {}).get("recommended", True):
         notes.append("where it was measured, no shape was faster than plain decoding; measure it where it will serve")
     return draft.kind, launch, notes

@@ -13,13 +13,17 @@ from toolkit.commands.model_arguments import errors_with_flags
 from toolkit.commands.recipe_arguments import ArgumentsError
 
 HELP = "convert a draft head to the format of SGLang, vLLM, speculators or EAGLE, and print the launch line"
-FORMATS = ("sglang", "vllm", "speculators", "eagle", "toolkit")
+FORMATS = ("sglang", "vllm", "speculators", "eagle", "native", "toolkit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", required=True, metavar="DIR", help="the draft head: a directory or a hub id")
     parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="engine to convert for; toolkit: our draft directory"
+        "--to",
+        required=True,
+        choices=FORMATS,
+        help="engine to convert for; native: an mtp head becomes the MTP module in a copy of its target; toolkit: our "
+        "draft directory",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder for the export")
     parser.add_argument(
@@ -30,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S,K,N",
         help="draft shape of the launch line: levels, branches, nodes with the root (default: the best measured one, "
         "else 3,1,4)",
+    )
+    parser.add_argument(
+        "--token-map", metavar="FILE", help="with --to native: ids that SGLang drafts, written beside it as freq_N.pt"
     )
     parser.add_argument(
         "--set",
@@ -49,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exports, pushes where that is asked for, and prints what was written and the launch line."""
+    if args.push_to_hub is not None and args.to == "native":
+        raise ArgumentsError(
+            "--push-to-hub uploads heads, and --to native writes a whole model; upload it by `hf upload`"
+        )
     if args.push_to_hub is not None:
         check_push(args.push_to_hub)
     elif args.private:
@@ -67,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
             shape=args.shape,
             settings=settings,
             hub_name=args.push_to_hub,
+            token_map=args.token_map,
         )
-    print(f"{args.out}: {kind} head for {args.to}, read back and equal")
+    what = "a copy of the target with its module" if args.to == "native" else f"{kind} head for {args.to}"
+    print(f"{args.out}: {what}, read back and equal")
     for note in notes:
         print(f"  {note}")
     if args.push_to_hub is not None:

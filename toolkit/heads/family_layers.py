@@ -9,6 +9,7 @@ Shapes: T tokens, H hidden size, Hq/Hkv heads, D head dim of queries and keys, D
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def layer_config(config: PretrainedConfig, layers: int, **settings: Any) -> dict
         for name, value in own.to_dict().items()
         if name not in LEFT_OUT and not (name in everyone and everyone[name] == value)
     }
-    return kept | settings
+    return json.loads(json.dumps(kept | settings))  # as config.json will have it
 
 
 def family_model(stored: dict[str, Any]) -> PreTrainedModel:

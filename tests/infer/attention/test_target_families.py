@@ -55,6 +55,7 @@ LATENT = {  # DeepSeek's multi-head latent attention: keys of 16, values of 12
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+ROUTED = {name: value for name, value in LATENT.items() if "expert" in name or "group" in name or "moe" in name}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -85,6 +86,8 @@ FAMILIES = {
     "deepseek_v3": LATENT,
     "deepseek_v3-yarn": {**LATENT, "rope_parameters": YARN},
     "glm4": {"head_dim": 16},
+    "glm4_moe": {**ROUTED, "first_k_dense_replace": 1, "head_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
     "cohere2": {"sliding_window": 8, "head_dim": 16, "sliding_window_pattern": 2, "logit_scale": 0.3},
     "olmo2": {},
@@ -101,7 +104,6 @@ SWEEP = [pytest.param(family, marks=() if family in TYPICAL else pytest.mark.slo
 REFUSED = {
     "bloom": ({}, "called for layers \\[\\]"),  # ALiBi, in an attention of its own
     "stablelm": ({}, "does not hand the keywords"),
-    "qwen3_next": ({**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}, "one call in each of 4 layers"),
     "gemma4_text": ({"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}, "engine"),
     "mamba": ({}, "cannot be a target"),
 }

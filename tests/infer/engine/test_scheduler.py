@@ -25,10 +25,10 @@ def names(requests) -> str:
     return "".join(one.name for one in requests)
 
 
-def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, even: bool = False) -> Scheduler:
+def empty(max_batch: int, chunk: int = 64, capacity: int | None = None, padding: str = "any") -> Scheduler:
     pool = PagePool(max_batch, 64, capacity, page_size=4)
     memory = KVMemory(pool, context_length=20, lookahead=0, slack=1, reuse=False)
-    return Scheduler(max_batch, chunk, memory, even=even)
+    return Scheduler(max_batch, chunk, memory, padding=padding)
 
 
 def scheduler(waiting: str, running: str, max_batch: int) -> Scheduler:
@@ -73,14 +73,17 @@ def test_groups_respect_the_budget_and_a_long_prompt_goes_alone():
     assert names(made.next_group(12)) == "e"
 
 
-@pytest.mark.parametrize(("even", "groups"), [(True, ["ab", "cd", "e"]), (False, ["abcde", "", ""])])
-def test_prompts_of_about_one_length_are_read_together(monkeypatch, even, groups):
-    """Where padding costs as much as tokens do; order of arrival stays."""
+@pytest.mark.parametrize(
+    ("padding", "groups"),
+    [("little", ["ab", "cd", "e"]), ("any", ["abcde", "", ""]), ("none", ["a", "b", "c"])],
+)
+def test_prompts_of_about_one_length_are_read_together(monkeypatch, padding, groups):
+    """Where padding costs as much as tokens do, or changes a state; order of arrival stays."""
     monkeypatch.setattr("toolkit.infer.engine.scheduler.LEAST_PADDING", 2)
-    made = empty(8, even=even)
+    made = empty(8, padding=padding)
     made.waiting.extend(request(name, tokens) for name, tokens in zip("abcde", (6, 5, 2, 3, 9), strict=True))
     assert [names(made.next_group(64)) for _ in range(3)] == groups
-    assert names(made.running) == "abcde" and made.memory.pool.held > 0
+    assert names(made.running) == "".join(groups) and made.memory.pool.held > 0
 
 
 @pytest.mark.parametrize(("ended", "rows", "moves"), [("b", "adc", [(1, 3)]), ("d", "abc", []), ("abcd", "", [])])

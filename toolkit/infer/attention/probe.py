@@ -10,6 +10,7 @@ Shapes: B rows, N tokens per row, Hq/Hkv heads, D head dim of queries and keys, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,20 +57,20 @@ class AttentionProbe:
             )
         self.seen.append((layer, (k.shape[1], k.shape[3], v.shape[3]), k.dtype))
 
-    def kv_shape(self, name: str, layers: int, device: torch.device) -> KVShape:
-        """Return the KV shape of a target with `layers` layers.
+    def kv_shape(self, name: str, layers: Sequence[int], device: torch.device) -> KVShape:
+        """Return the KV shape of a target whose attention layers have the numbers `layers`.
 
-        Raises UnsupportedTargetError unless each layer called the attention once and all have one shape.
+        Raises UnsupportedTargetError unless each of them called the attention once and all have one shape.
         """
         called = [layer for layer, _, _ in self.seen]
         kinds = {kind for _, kind, _ in self.seen}
-        if called != list(range(layers)) or len(kinds) != 1:
+        if called != list(layers) or len(kinds) != 1:
             raise UnsupportedTargetError(
                 f"{name}: the engine's attention was called for layers {called} with (key heads, key width, value "
-                f"width) {sorted(kinds)}; the engine needs one call in each of {layers} layers, all of one shape"
+                f"width) {sorted(kinds)}; the engine needs one call in each of {len(layers)} layers, all of one shape"
             )
         (kv_heads, key_dim, value_dim), dtype = self.seen[0][1], self.seen[0][2]
-        return KVShape(layers, kv_heads, key_dim, dtype, device, value_dim)
+        return KVShape(len(layers), kv_heads, key_dim, dtype, device, value_dim)
 
 
 def _probe(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:

@@ -9,8 +9,10 @@ Shapes: B rows, N tokens per row, H hidden size, Hq/Hkv heads, D head dim of que
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,16 +20,18 @@ from torch import Tensor, nn
 
 from toolkit.errors import TargetError
 from toolkit.infer.attention.layer_attention import LayerCall, register_attention
+from toolkit.infer.attention.linear_layers import keeping, linear_layers, step_by_node
 from toolkit.infer.attention.metadata import AttentionMetadata, prompt_metadata, tree_metadata
 from toolkit.infer.attention.probe import PROBE, AttentionProbe
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
+from toolkit.infer.cache.linear_states import LinearStates, RowStates, StateProbe, StateShape
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.request.errors import UnsupportedTargetError
 from toolkit.targets.target import Target
 
-# input_ids and positions [B, N], metadata -> last hidden state [B, N, H]
-RunBody = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
+# input_ids and positions [B, N], metadata, states of linear-attention layers -> last hidden state [B, N, H]
+RunBody = Callable[[Tensor, Tensor, AttentionMetadata, RowStates | None], Tensor]
 
 ATTENTION = "toolkit"
 PROBE_TOKENS = 8
@@ -39,7 +43,9 @@ FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeErr
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, call: LayerCall) -> Tensor:
     """Attend with the forward's metadata. The probe has checked that the rest of `call` can be ignored."""
     metadata: AttentionMetadata = call.others["attention_metadata"]
-    return metadata.attend(module.layer_idx, q, k, v, scoring)
+    places: dict[int, int] | None = call.others.get("cache_layers")
+    layer = module.layer_idx if places is None else places[module.layer_idx]
+    return metadata.attend(layer, q, k, v, scoring)
 
 
 register_attention(ATTENTION, _attend)
@@ -57,7 +63,12 @@ class TargetForward:
         self.run_body: RunBody = self._run_body  # graphs/compiled_forward.py puts a compiled body here
         self._configs = _attention_configs(target.body)
         self.max_context = _context_limit(target)
+        self.linear_layers = linear_layers(target.config)
+        attending = (layer for layer in range(target.n_layers) if layer not in self.linear_layers)
+        self._cache_layers = {layer: place for place, layer in enumerate(attending)}
+        self.state_shapes: list[StateShape] = []  # of the linear-attention layers
         try:
+            step_by_node(target.layers, self.linear_layers)
             self.kv_shape = self._probe_layers()
             self.compare_logits()
         except TargetError:
@@ -73,13 +84,24 @@ class TargetForward:
         """Whether transformers compares positions with a length on the host in every forward (dynamic rope)."""
         return any(rope.get("rope_type") == "dynamic" for rope in _ropes(self.target.config))
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H]."""
-        return self.run_body(input_ids, positions, metadata)
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, states: RowStates | None = None
+    ) -> Tensor:
+        """input_ids and positions [B, N] -> last hidden state after the final norm [B, N, H].
 
-    def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        states: of the rows' linear-attention layers, for a target that has some.
+        """
+        return self.run_body(input_ids, positions, metadata, states)
+
+    def _run_body(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, states: RowStates | None
+    ) -> Tensor:
         with self.own_attention(ATTENTION):
-            return self.states(input_ids, positions, attention_metadata=metadata)
+            if states is None:
+                return self.states(input_ids, positions, attention_metadata=metadata)
+            with keeping(states):
+                linear = {self._state_keyword: states, "cache_layers": self._cache_layers}
+                return self.states(input_ids, positions, attention_metadata=metadata, **linear)
 
     def states(self, input_ids: Tensor, positions: Tensor, **keywords: Any) -> Tensor:
         """As `__call__`, with the attention that is set now; keywords: for the body's layers."""
@@ -102,9 +124,18 @@ class TargetForward:
         probe = AttentionProbe(self.max_context)
         device = self.target.device
         at = torch.arange(2, device=device)[None]
+        linear = StateProbe()
         with self.own_attention(PROBE):
-            self.states(torch.zeros_like(at), at, attention_metadata=probe)
-        return probe.kv_shape(type(self.target.model).__name__, self.target.n_layers, device)
+            more = {self._state_keyword: linear} if self.linear_layers else {}
+            self.states(torch.zeros_like(at), at, attention_metadata=probe, **more)
+        self.state_shapes = linear.shapes
+        return probe.kv_shape(type(self.target.model).__name__, list(self._cache_layers), device)
+
+    @cached_property
+    def _state_keyword(self) -> str:
+        """The name of the cache among the arguments of the body's forward."""
+        names = inspect.signature(self.target.body.forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
 
     def compare_logits(self, running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Compare the logits of the engine's forward with the model's own; half the tokens are a prompt, half a chain.
@@ -119,9 +150,12 @@ class TargetForward:
         cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
         nodes = (pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device), torch.tensor([half], device=device))
+        states = LinearStates(self.state_shapes, 1, device) if self.linear_layers else None
         with running():
-            first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half))
-            rest = self(ids[:, half:], at[:, half:], tree_metadata(cache, *nodes, PROBE_TOKENS, chain, at[:, :half]))
+            before, after = (None, None) if states is None else (states.prompt(0, [0]), states.nodes(1))
+            first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half), before)
+            metadata = tree_metadata(cache, *nodes, PROBE_TOKENS, chain, at[:, :half])
+            rest = self(ids[:, half:], at[:, half:], metadata, after)
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()
         theirs = self.target.model(input_ids=ids, use_cache=False).logits.float()
         difference = ((ours - theirs).norm() / theirs.norm()).item()

@@ -37,14 +37,14 @@ class MemorySettings:
     scattered_pages: bool | None = None
     mem_fraction_static: float | None = None
 
-    def pool(self, shape: KVShape, max_running_requests: int, context_length: int) -> PagePool:
-        """Return a page pool for cache entries of `shape`."""
+    def pool(self, shape: KVShape, max_running_requests: int, context_length: int, held: int = 0) -> PagePool:
+        """Return a page pool for cache entries of `shape`. held: bytes of the same memory that others take."""
         scattered = shape.device.type != "cpu" if self.scattered_pages is None else self.scattered_pages
         longest = context_length + max(ROOM, self.chunked_prefill_size)
-        pages = self._pages(shape, max_running_requests, context_length)
+        pages = self._pages(shape, max_running_requests, context_length, held)
         return PagePool(max_running_requests, longest, pages, contiguous=not scattered)
 
-    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int) -> int:
+    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int, held: int) -> int:
         if self.max_total_tokens is not None:
             return self.max_total_tokens // PAGE_SIZE
         if shape.device.type == "cuda":
@@ -52,7 +52,8 @@ class MemorySettings:
         else:
             share = usable_memory() * (self.mem_fraction_static or CPU_SHARE)
         one = context_length + ROOM
-        return max(min(max_running_requests * one, int(share) // shape.bytes_per_token), one) // PAGE_SIZE
+        room = max(0, int(share) - held) // shape.bytes_per_token
+        return max(min(max_running_requests * one, room), one) // PAGE_SIZE
 
 
 DEFAULT_MEMORY = MemorySettings()

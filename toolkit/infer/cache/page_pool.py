@@ -16,7 +16,7 @@ target's cache and of every drafter cache: one table serves all. At most `capaci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -60,9 +60,14 @@ class PagePool:
         self._spare = list(range(self.page_count - 1, first_spare - 1, -1))  # popped from the end: low pages first
         self._holders: dict[int, int] = {}  # page -> number of tables and cached prefixes that hold it
         self._stores: list[PagedStore] = []
+        self._row_moves: list[Callable[[int, int], None]] = []
 
     def attach(self, store: PagedStore) -> None:
         self._stores.append(store)
+
+    def attach_rows(self, move_row: Callable[[int, int], None]) -> None:
+        """Call move_row(destination, source) for every move of a row."""
+        self._row_moves.append(move_row)
 
     def pages_of(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -109,6 +114,8 @@ class PagePool:
     def move(self, destination: int, source: int) -> None:
         """Move the pages of row `source` to the empty row `destination`; contiguous pages are copied."""
         assert not self.tables[destination], f"row {destination} is not empty"
+        for move_row in self._row_moves:
+            move_row(destination, source)
         if not self.contiguous:
             self.tables[destination], self.tables[source] = self.tables[source], []
             return

@@ -20,6 +20,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySettings
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
@@ -27,7 +28,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import COMPILE_OPTIONS, install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
 from toolkit.infer.engine.round import EagerRounds, RoundContext, commit, round_numbers
-from toolkit.infer.engine.scheduler import Move, Scheduler
+from toolkit.infer.engine.scheduler import Move, Padding, Scheduler
 from toolkit.infer.graphs.compiled_forward import compile_for_eager_rounds
 from toolkit.infer.graphs.graph_rounds import GraphRounds
 from toolkit.infer.graphs.overlap import Launches
@@ -92,9 +93,13 @@ class Engine:
         with torch.inference_mode():
             self._forward = TargetForward(target)
             self.context_length = min(context_length or self._forward.max_context, self._forward.max_context)
-            pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length)
+            shapes = self._forward.state_shapes
+            held = max_running_requests * sum(one.bytes for one in shapes)
+            pool = memory.pool(self._forward.kv_shape, max_running_requests, self.context_length, held)
             self._cache = KVCache(self._forward.kv_shape, pool)
+            self._states = LinearStates.of_pool(shapes, pool, target.device)
             self.shape = None if draft is None else shape or DEFAULT_SHAPE
+            check_chains(self._states, self.shape, recorded=graphs is not None)
             has_head = isinstance(draft, DraftCheckpoint)
             self.verifier = choose_verifier(verify, self.shape, head=has_head, recorded=graphs is not None)
             draws = self.verifier.draws_for if self.verifier.draws_drafts else None
@@ -107,13 +112,14 @@ class Engine:
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
-        self._memory = KVMemory(
-            pool, self.context_length, self.drafter.lookahead, self._slack(self.shape), reuse=memory.prefix_cache
-        )
-        even = target.device.type == "cpu"
-        self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, even=even)
-        self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler)
-        context = RoundContext(self._forward, self._cache, head, self.context_length)
+        reuse = memory.prefix_cache and self._states is None  # only the states at the ends of rows are kept
+        slack = self._slack(self.shape)
+        self._memory = KVMemory(pool, self.context_length, self.drafter.lookahead, slack, reuse=reuse)
+        padding: Padding = "little" if target.device.type == "cpu" else "any"
+        padding = padding if self._states is None else "none"
+        self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)
+        self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler, self._states)
+        context = RoundContext(self._forward, self._cache, self._states, head, self.context_length)
         self._rounds = EagerRounds(context, state, self.verifier)
         parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
         recorded = None if graphs is None else GraphRounds(graphs, *parts)
@@ -185,6 +191,7 @@ class Engine:
 
         Raises EngineError without a draft head, DraftShapeError if the head or the verifier does not support it."""
         self.verifier.check_shape(shape)
+        check_chains(self._states, shape)
         slack = self._slack(shape)
         self._memory.check_slack(slack)
         self.drafter.set_shape(shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.drafters.drafter import Drafter, unread_tokens
 from toolkit.infer.engine.scheduler import Scheduler
 from toolkit.infer.request.draft_tree import root_only
@@ -25,8 +26,17 @@ from toolkit.targets.target import Target
 class PromptReader:
     """Prefills the prompts that the scheduler admits, with the target and the drafter."""
 
-    def __init__(self, target: Target, forward: TargetForward, cache: KVCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        target: Target,
+        forward: TargetForward,
+        cache: KVCache,
+        scheduler: Scheduler,
+        states: LinearStates | None = None,
+    ) -> None:
+        """states: of a hybrid target's linear-attention layers; the scheduler then groups prompts of equal length."""
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
+        self._states = states
 
     def read_due(self, drafter: Drafter, keep: Callable[[int, Request], None]) -> list[Request]:
         """Prefill one chunk of prompts, or further chunks while no request runs.
@@ -79,7 +89,8 @@ class PromptReader:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens, device=device)
         metadata = prompt_metadata(self._cache, first_row, starts, tokens)
         # Padding may lie past the context. The clamp keeps learned position tables in range.
-        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata)
+        states = None if self._states is None else self._states.prompt(first_row, starts)
+        hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
         drafter.admit(first_row, group, tokens)
         last = [request.unread - 1 for request in group]
         for request in group:

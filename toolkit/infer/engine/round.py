@@ -23,6 +23,7 @@ from torch import Tensor
 from toolkit.infer.attention.metadata import tree_metadata
 from toolkit.infer.attention.target_forward import TargetForward
 from toolkit.infer.cache.kv_cache import KVCache
+from toolkit.infer.cache.linear_states import LinearStates
 from toolkit.infer.cache.round_state import RoundRows, RoundState, RowState, advanced, row_states
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
@@ -35,10 +36,12 @@ from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The models and the cache of an engine's rounds. head: the drafter that keeps features of each round, or None."""
+    """The models and the cache of an engine's rounds. head: the drafter that keeps features of each round, or None.
+    states: of a hybrid target's linear-attention layers, else None."""
 
     forward: TargetForward
     cache: KVCache
+    states: LinearStates | None
     head: HeadDrafter | None
     context_length: int
 
@@ -56,6 +59,8 @@ def run_round(
     committed = (followed.accepted + 1) * rows.real
     if context.head is not None:
         context.head.keep_features(rows, tree, followed, committed)
+    if context.states is not None:
+        context.states.commit(followed.accepted)
     if not tree.is_chain:
         compact(context.cache, rows, followed)
     advance(rows, followed, committed)
@@ -74,7 +79,8 @@ def forward_tree(context: RoundContext, rows: RoundRows, tree: DraftTree) -> Ten
     # Nodes past the context are never committed. The clamp keeps learned position tables in range.
     positions = (rows.lengths[:, None] + tree.depths).clamp(max=context.context_length - 1)
     metadata = tree_metadata(context.cache, rows.table, rows.lengths, rows.span(tree.nodes), tree.mask, tree.depths)
-    return context.forward(tree.tokens, positions, metadata)
+    states = None if context.states is None else context.states.nodes(len(rows.roots))
+    return context.forward(tree.tokens, positions, metadata, states)
 
 
 def choose_tokens(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from toolkit.infer.cache.cache_manager import KVMemory
 from toolkit.infer.request.request import Request
@@ -16,16 +17,18 @@ from toolkit.infer.request.request import Request
 # Allowed padding in a forward of prompts of similar length: a number of tokens, or a share of the real tokens.
 LEAST_PADDING, MOST_PADDING = 32, 0.1
 Move = tuple[int, int]  # (destination row, source row)
+Padding = Literal["any", "little", "none"]
 
 
 class Scheduler:
     """The queue and the rows of one engine.
 
-    chunk: limit of padded prompt tokens in one forward. even: group prompts of similar length only, because padding
-    costs as much as tokens (CPU); False: group as many prompts as fit."""
+    chunk: limit of padded prompt tokens in one forward. padding: of prompts that are read together. "any": as many
+    prompts as fit are grouped. "little": prompts of similar length, because padding costs as much as tokens (CPU).
+    "none": prompts of equal length, because padding changes the states of linear-attention layers."""
 
-    def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, even: bool = False) -> None:
-        self.max_running_requests, self.chunk, self.memory, self._even = max_running_requests, chunk, memory, even
+    def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, padding: Padding = "any") -> None:
+        self.max_running_requests, self.chunk, self.memory, self._padding = max_running_requests, chunk, memory, padding
         self.waiting: deque[Request] = deque()  # by arrival
         self.running: list[Request] = []  # the request of row i at index i
         self.reading: Request | None = None
@@ -48,7 +51,8 @@ class Scheduler:
         while self.waiting and len(group) < free and self._admit(self.waiting[0]):
             longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
             padded = longest * (len(group) + 1)
-            uneven = self._even and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
+            allowed = max(LEAST_PADDING, MOST_PADDING * tokens) if self._padding == "little" else 0
+            uneven = self._padding != "any" and padded - tokens > allowed
             if padded > budget or uneven:
                 if group:
                     self.memory.release(len(self.running))

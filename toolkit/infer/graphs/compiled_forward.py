@@ -26,6 +26,7 @@ from torch.compiler import nested_compile_region
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.attention.opaque_attention import COMPILED, attending
 from toolkit.infer.attention.target_forward import TargetForward
+from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.drafters.drafter import Drafter
 from toolkit.infer.drafters.drafting_head import HeadReader
 from toolkit.infer.drafters.head_drafter import HeadDrafter
@@ -66,6 +67,10 @@ class CompiledForward:
         self, settings: CompileSettings, forward: TargetForward, reader: HeadReader | None, *, dynamic: bool = False
     ) -> None:
         device = forward.target.device
+        if forward.linear_layers:
+            raise CompileError(
+                "`torch_compile` is set, and the target's linear-attention layers are not compiled; leave it out"
+            )
         if dynamic and device.type != "cpu":
             raise CompileError(
                 f"`torch_compile` is given with a target on {device}, where only recorded rounds are compiled: leave "
@@ -140,7 +145,9 @@ class CompiledForward:
             for layer in self._head_calls:
                 layer.__dict__.pop("forward")
 
-    def _run_body(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _run_body(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, _states: RowStates | None
+    ) -> Tensor:
         """`TargetForward.run_body`, compiled."""
         # Copies: a program has guards on strides, which differ in views.
         input_ids, positions = (one.clone(memory_format=torch.contiguous_format) for one in (input_ids, positions))

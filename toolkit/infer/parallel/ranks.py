@@ -118,8 +118,8 @@ class _EqualMemory(MemorySettings):
 
     least: Callable[[int], int] = int
 
-    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int) -> int:
-        return self.least(super()._pages(shape, max_running_requests, context_length))
+    def _pages(self, shape: KVShape, max_running_requests: int, context_length: int, held: int) -> int:
+        return self.least(super()._pages(shape, max_running_requests, context_length, held))
 
 
 @dataclass(frozen=True)

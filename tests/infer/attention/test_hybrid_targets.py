@@ -1,0 +1,128 @@
+"""Targets with linear-attention layers: the states after a verify step are those of the last accepted node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoint.native_targets import DELTA
+from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.graphs.graph_rounds import GraphSettings
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import CompileError, DraftShapeError, EngineError, UnsupportedTargetError
+from toolkit.infer.request.params import SamplingParams
+
+FAMILIES = {
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request, small_target):
+    target = build(request.param, FAMILIES[request.param], small_target.tokenizer)
+    assert set(target.config.layer_types) == {"linear_attention", "full_attention"}
+    return target
+
+
+def prompts_of(*lengths: int, stem: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    begin = torch.randint(3, VOCABULARY, (stem,), generator=generator).tolist()
+    return [begin + torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def test_answers_are_exact(target, reference, oracle):
+    """Plain decoding and chains of which an oracle makes most tokens right: every number of accepted nodes comes, and
+    a state that is one node off changes the rest of the answer."""
+    prompts = prompts_of(14, 5, 21, 9, 17)
+    wanted = [reference(target, prompt, 24) for prompt in prompts]
+    assert len({token for answer in wanted for token in answer}) > 12, "the answers hardly vary"
+    params = SamplingParams(max_tokens=24)
+    engine = Engine(target, max_running_requests=2)
+    assert [request.output_ids for request in engine.generate(prompts, params, speculative=False)] == wanted
+    engine.shape = DraftShape.parse("4,1,5")
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    engine.drafter = oracle(answers, target.vocab_size, right=0.7, tree=False)
+    requests = engine.generate(prompts, params)
+    assert [request.output_ids for request in requests] == wanted
+    assert {event.accepted for request in requests for event in request.events if event.offered > 1} >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
+def test_little_memory(target, reference, scattered):
+    """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;
+    a head's chain, and n-gram lookup. No prefix is taken from another text: its states are not kept."""
+    prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
+    wanted = [reference(target, prompt, 40) for prompt in prompts]
+    for draft in (build_head(target), NgramLookup()):
+        memory = MemorySettings(208, chunked_prefill_size=7, scattered_pages=scattered)
+        engine = Engine(
+            target, draft, DraftShape.parse("3,1,4"), max_running_requests=5, context_length=128, memory=memory
+        )
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
+        while engine.has_work():
+            engine.step()
+            engine.check_integrity()
+        engine.close()
+        assert [request.output_ids for request in requests] == wanted
+        assert sum(request.preemptions for request in requests) > 0
+        assert sum(request.cached_tokens for request in requests) == 0
+
+
+def test_a_ragged_batch_of_sixteen(target):
+    """Adaptive drafting, rows that end at different times, and requests that draft nothing beside others."""
+    prompts = prompts_of(*range(1, 17))
+    params = [SamplingParams(max_tokens=6 + n, ignore_eos=True) for n in range(16)]
+    wanted = [one.output_ids for one in Engine(target).generate(prompts, params)]
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), adaptive=True)
+    plain = [engine.add_request(prompts[n], params[n], speculative=False) for n in (3, 8)]
+    done = engine.generate(prompts, params)
+    assert [one.output_ids for one in done] == wanted
+    assert [one.output_ids for one in plain] == [wanted[3], wanted[8]]
+    engine.check_integrity()
+
+
+def test_a_failed_round_leaves_the_states(target, monkeypatch):
+    """They change when a round commits, so the round can run again."""
+    prompts, params = prompts_of(9, 4), SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = [one.output_ids for one in Engine(target).generate(prompts, params)]
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"))
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden)[0, 0, 0].fail(), raising=False)
+    with pytest.raises(AttributeError):
+        engine.step()
+    monkeypatch.undo()
+    while engine.has_work():
+        engine.step()
+    assert [one.output_ids for one in requests] == wanted
+
+
+def test_what_needs_one_chain_is_refused(target):
+    """Trees, recorded rounds and compiled bodies: refused with the way out, not computed wrongly."""
+    head = build_head(target)
+    with pytest.raises(DraftShapeError, match="tree 3x2/6.*linear-attention layers.*3,1,4"):
+        Engine(target, head, DraftShape.parse("3,2,6"))
+    engine = Engine(target, head, DraftShape.parse("3,1,4"))
+    with pytest.raises(DraftShapeError, match="linear-attention layers"):
+        engine.set_shape(DraftShape.parse("3,2,6"))
+    engine.close()
+    with pytest.raises(EngineError, match="`cuda_graph_max_bs`.*leave it out"):
+        Engine(target, head, DraftShape.parse("3,1,4"), graphs=GraphSettings(2))
+    with pytest.raises(CompileError, match="linear-attention layers are not compiled"):
+        Engine(target, torch_compile=True)
+
+
+def test_another_rule_is_refused(target, monkeypatch):
+    """Linear attention of another kind has no step that the engine knows."""
+    from toolkit.infer.attention import linear_layers
+
+    monkeypatch.setattr(linear_layers, "RULES", ("no_such_rule", "nor_this"))
+    with pytest.raises(UnsupportedTargetError, match="other than the gated delta rule"):
+        Engine(target)

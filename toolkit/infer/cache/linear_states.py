@@ -1,0 +1,195 @@
+"""States of linear-attention layers (gated delta rule, arXiv 2412.06464): what they keep in place of keys and values.
+
+A layer has two: the last inputs of its convolution, and the recurrent state. Both depend on every earlier token, so a
+rejected draft cannot be masked: after a verify step they must be those of the last accepted node. A forward over a
+chain therefore leaves the states after each node, and `commit` takes the accepted one:
+
+    node        root   draft 1   draft 2   draft 3         accepted 1: the states after draft 1 stay
+    state    S   S0      S1        S2        S3
+
+transformers' layers reach the states through the methods of its caches; `RowStates` has those that they call.
+
+Shapes: R rows of the engine, B rows of a forward, N tokens of each; C channels of the convolution, K its width; Hv
+heads of values, Dk and Dv widths of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError, EngineError
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One layer's states of a row. layer: its number in the target. conv: (C, K). recurrent: (Hv, Dk, Dv)."""
+
+    layer: int
+    conv: tuple[int, int]
+    conv_dtype: torch.dtype
+    recurrent: tuple[int, int, int]
+    recurrent_dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        conv, recurrent = (torch.Size(size).numel() for size in (self.conv, self.recurrent))
+        return conv * self.conv_dtype.itemsize + recurrent * self.recurrent_dtype.itemsize
+
+
+class LinearStates:
+    """The states of every row: conv [R, C, K] and recurrent [R, Hv, Dk, Dv] of each layer, by its number."""
+
+    def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device) -> None:
+        self.conv = {one.layer: torch.zeros(rows, *one.conv, dtype=one.conv_dtype, device=device) for one in shapes}
+        self.recurrent = {
+            one.layer: torch.zeros(rows, *one.recurrent, dtype=one.recurrent_dtype, device=device) for one in shapes
+        }
+        self._nodes: RowStates | None = None  # of the last forward over chains
+
+    @classmethod
+    def of_pool(cls, shapes: Sequence[StateShape], pool: PagePool, device: torch.device) -> LinearStates | None:
+        """States of the rows of `pool`, which move with its rows; None for a target without such layers."""
+        if not shapes:
+            return None
+        states = cls(shapes, pool.rows, device)
+        pool.attach_rows(states.move_row)
+        return states
+
+    def prompt(self, first_row: int, starts: Sequence[int]) -> RowStates:
+        """The states of prompts in rows from first_row on; a prompt that starts at position 0 starts with zeros."""
+        for row, start in enumerate(starts, start=first_row):
+            if start == 0:
+                for store in (*self.conv.values(), *self.recurrent.values()):
+                    store[row].zero_()
+        return RowStates(self, slice(first_row, first_row + len(starts)), by_node=False)
+
+    def nodes(self, rows: int) -> RowStates:
+        """The states of chains in the first `rows` rows. They change in `commit` only, so a failed round can run
+        again."""
+        self._nodes = RowStates(self, slice(rows), by_node=True)
+        return self._nodes
+
+    def commit(self, accepted: Tensor) -> None:
+        """Keep the states after node accepted[b] of each row, accepted [B] int64 on the device."""
+        nodes, self._nodes = self._nodes, None
+        assert nodes is not None, "no forward over chains ran"
+        every = torch.arange(len(accepted), device=accepted.device)
+        for layer, states in nodes.after_node.items():
+            self.recurrent[layer][nodes.rows] = torch.stack(states)[accepted, every]
+            width, inputs = self.conv[layer].shape[2], nodes.inputs[layer]
+            at = accepted[:, None] + 1 + torch.arange(width, device=accepted.device)
+            self.conv[layer][nodes.rows] = inputs.gather(2, at[:, None].expand(-1, inputs.shape[1], -1))
+
+    def move_row(self, destination: int, source: int) -> None:
+        for store in (*self.conv.values(), *self.recurrent.values()):
+            store[destination] = store[source]
+
+
+def check_chains(states: LinearStates | None, shape: DraftShape | None, *, recorded: bool = False) -> None:
+    """Raise DraftShapeError or EngineError for what targets with such layers do not support: trees, and CUDA graphs."""
+    if states is None:
+        return
+    if shape is not None and not shape.is_chain:
+        raise DraftShapeError(
+            f"the draft shape is a {shape.name} ({shape.as_text()}), and the target has linear-attention layers, whose "
+            "states follow one chain; give a shape with top_k 1, such as 3,1,4"
+        )
+    if recorded:
+        raise EngineError(
+            "`cuda_graph_max_bs` is set, and rounds of a target with linear-attention layers are not recorded; leave "
+            "it out"
+        )
+
+
+class _Cache:
+    """The methods of a transformers cache, besides those of linear-attention layers, that a model calls."""
+
+    is_sliding: tuple[bool, ...] = (False,)
+
+    def is_recording_past(self, _layer: int) -> bool:
+        """True: the layer calls `update_conv_state` for a single token too."""
+        return True
+
+    def update(self, keys: Tensor, values: Tensor, *_layer: Any, **_others: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of an attention layer: the engine's attention keeps them."""
+        return keys, values
+
+    def get_seq_length(self, *_layer: Any, **_others: Any) -> int:
+        return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, *_layer: Any) -> tuple[int, int]:
+        return query_length, 0
+
+
+class RowStates(_Cache):
+    """The states of a forward's rows, with the methods of a transformers cache that its layers call.
+
+    by_node: the rows hold chains, whose states are kept after each node. inputs [B, C, K + N]: of each layer's
+    convolution. after_node: N states [B, Hv, Dk, Dv] of each layer.
+    """
+
+    def __init__(self, states: LinearStates, rows: slice, *, by_node: bool) -> None:
+        self.rows, self.by_node = rows, by_node
+        self._states = states
+        self.inputs: dict[int, Tensor] = {}
+        self.after_node: dict[int, list[Tensor]] = {}
+        self.running: list[Tensor] = []  # states after the nodes of the layer that runs now
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._states.conv[layer_idx][self.rows]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._states.recurrent[layer_idx][self.rows]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **_others: Any) -> Tensor:
+        """The inputs [B, C, N] of the convolution, after those that the rows hold: [B, C, K + N]."""
+        held = self._states.conv[layer_idx]
+        whole = torch.cat((held[self.rows].to(conv_states.dtype), conv_states), dim=-1)
+        if self.by_node:
+            self.inputs[layer_idx] = whole
+        else:
+            held[self.rows] = whole[..., -held.shape[2] :]
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_others: Any) -> Tensor:
+        """The state [B, Hv, Dk, Dv] after the last token."""
+        if self.by_node:
+            self.after_node[layer_idx], self.running = self.running or [recurrent_states], []
+        else:
+            self._states.recurrent[layer_idx][self.rows] = recurrent_states
+        return recurrent_states
+
+
+class StateProbe(_Cache):
+    """Takes the place of `RowStates` in a first forward and records the shapes of the states."""
+
+    by_node = False
+
+    def __init__(self) -> None:
+        self._conv: dict[int, tuple[tuple[int, int], torch.dtype]] = {}
+        self.shapes: list[StateShape] = []
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, conv_kernel_size: int, **_others: Any) -> Tensor:
+        self._conv[layer_idx] = (conv_states.shape[1], conv_kernel_size), conv_states.dtype
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_others: Any) -> Tensor:
+        _, heads, key_dim, value_dim = recurrent_states.shape
+        sizes = (heads, key_dim, value_dim)
+        self.shapes.append(StateShape(layer_idx, *self._conv[layer_idx], sizes, recurrent_states.dtype))
+        return recurrent_states
