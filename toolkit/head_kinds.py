@@ -11,16 +11,18 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class HeadKind:
     """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
-    layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`."""
+    layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
+    ship heads of this kind in their own checkpoints."""
 
     head: str
     settings: tuple[str, ...] = ()
     layer_per_step: bool = False
+    native: bool = False
 
 
 # By the name in config.json and in recipes, which is also the name of the file.
 HEAD_KINDS = {
     "eagle3": HeadKind("Eagle3Head", ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head")),
     "eagle2": HeadKind("Eagle2Head", ("unroll.token_weight", "unroll.feature_weight")),
-    "mtp": HeadKind("MtpHead", layer_per_step=True),
+    "mtp": HeadKind("MtpHead", layer_per_step=True, native=True),
 }

@@ -73,10 +73,10 @@ class HeadSettings:
         None,
         "eagle3: initial output matrix and norm; target: the target's; frozen: the same, not trained; null: as `init`",
     )
-    init: Literal["target", "copied", "random"] = setting(
+    init: Literal["target", "copied", "random", "native"] = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
-        "target; copied: the same without the regression",
+        "target; copied: the same without the regression; native (mtp): the MTP module in the target's own checkpoint",
     )
 
     @property
@@ -234,6 +234,8 @@ class TrainSettings:
         yield "head.aux_layer_ids", rising, "null or three ascending indices into hidden_states"
         sees = head.sliding_window is None or head.sliding_window >= steps
         yield "head.sliding_window", sees, f"at least ttt_steps ({steps}), or null,"
+        native = head.init != "native" or HEAD_KINDS[head.kind].native
+        yield "head.init", native, "target, copied or random (native modules are mtp heads),"
         yield "head.layers", head.stages <= steps, f"at most ttt_steps ({steps}), the layers that are trained,"
         # A setting that this kind of head does not use must not look as if it had an effect.
         own = HEAD_KINDS[head.kind].settings

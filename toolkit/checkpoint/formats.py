@@ -45,7 +45,7 @@ FORMATS = {
     "eagle2": Formats(
         import_eagle2, EAGLE2, "speculators 0.9 reads EAGLE-3 and later; --to vllm, sglang and eagle are possible"
     ),
-    "mtp": Formats(why_not="other engines read MTP layers only from the target's own checkpoint; --to native writes it"),
+    "mtp": Formats(why_not="other engines read MTP layers from the target's own checkpoint; --to native writes it"),
 }
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, embeddings_differ
 from toolkit.checkpoint.errors import DraftDirError
-from toolkit.checkpoint.native_families import NativeFamily, at, family_of
+from toolkit.errors import TargetError
 from toolkit.heads.family_layers import family_model, layer_config
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.heads.native_families import NativeFamily, at, family_of
 from toolkit.log import get_logger
-from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, tensor_names
+from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, target_facts, tensor_names
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict
@@ -62,6 +63,18 @@ def find_native(facts: TargetFacts) -> NativeModules | None:
         )
     roots = tuple({at(family.root, k, facts.n_layers) for k in range(count)})
     return NativeModules(family, count, tuple(name for name in names if name.startswith(roots)))
+
+
+def native_of(target: Target) -> tuple[TargetFacts, NativeModules]:
+    """The MTP modules of a loaded target. Raises TargetError if it has none, and the errors of `find_native`."""
+    facts = target_facts(target.name, target.revision)
+    found = find_native(facts)
+    if found is None:
+        raise TargetError(
+            f"{target.name} has no MTP module in its checkpoint, from which train.head.init=native would start; set "
+            "train.head.init=target"
+        )
+    return facts, found
 
 
 @torch.no_grad()

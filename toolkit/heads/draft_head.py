@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.heads.decoder_layer import Attend, AttendingLayer, KVSizes
+from toolkit.heads.decoder_layer import Attend, KVSizes
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.rope import Rope
 
@@ -46,7 +46,7 @@ class LayerCopy(NamedTuple):
     prefix: of its parameter names in the log. zeroed: parameters that start at zero instead.
     """
 
-    layer: AttendingLayer
+    layer: nn.Module
     source: int = -1
     prefix: str = ""
     zeroed: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class WarmStart:
     """
 
     copies: Sequence[LayerCopy]
-    last_norm: tuple[str, nn.RMSNorm] | None
+    last_norm: tuple[str, nn.Module] | None
     solved: nn.Linear
     solved_reads: Callable[[Tensor, Tensor], Tensor]
     repeats: Sequence[nn.Module] = ()

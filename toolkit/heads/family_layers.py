@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,21 +81,27 @@ class FamilyRope:
         return self._rotary(like[None], positions[None])
 
 
+class _Attended(Exception):
+    """Ends the run of `kv_sizes`: what follows the attention (experts on the meta device) need not run."""
+
+
 def kv_sizes(layer: nn.Module, rope: FamilyRope, hidden_size: int) -> KVSizes:
-    """Run a layer over one token to find its sizes. Raises HeadError for an attention that `Attend` cannot compute."""
+    """Sizes of a layer's keys and values, by a run of its attention over one token.
+
+    Raises HeadError for an attention that `Attend` cannot compute."""
     weight = next(layer.parameters())
     found: list[KVSizes] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found.append(KVSizes(k.shape[1], k.shape[2], v.shape[2]))
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        raise _Attended
 
-    x, at = torch.zeros(1, hidden_size, dtype=weight.dtype, device=weight.device), torch.zeros(1, dtype=torch.long)
-    at = at.to(weight.device)
-    with torch.no_grad():
+    x = torch.zeros(1, hidden_size, dtype=weight.dtype, device=weight.device)
+    at = torch.zeros(1, dtype=torch.long, device=weight.device)
+    with torch.no_grad(), suppress(_Attended):
         run_layer(layer, x, rope(at, x), at, attend)
-    if len(found) != 1:
-        raise HeadError(f"{type(layer).__name__} attends {len(found)} times; one attention in a layer is supported")
+    if not found:
+        raise HeadError(f"{type(layer).__name__} has no attention that transformers' interface reaches")
     return found[0]
 
 

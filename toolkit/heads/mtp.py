@@ -27,13 +27,21 @@ from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, DecoderLayer, KVSizes
 from toolkit.heads.draft_head import DraftHead, LayerCopy, WarmStart
-from toolkit.heads.family_layers import FamilyRope, family_model, kv_sizes, run_layer
-from toolkit.heads.head_config import EngineNames, Features, HeadConfig
+from toolkit.heads.family_layers import FamilyRope, family_model, kv_sizes, layer_config, run_layer
+from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
+from toolkit.heads.native_families import family_of
 from toolkit.heads.rope import Rope
+from toolkit.log import get_logger
 
 if TYPE_CHECKING:  # serving does not import pydantic
     from toolkit.train_settings import HeadSettings
 
+log = get_logger(__name__)
+
+# Families whose decoder layer is Llama's: our own layer, which torch.compile and tensor parallelism know, computes it.
+LLAMA_LIKE = ("llama",)
+# Errors of a layer that is called in a way that it does not know.
+FOREIGN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 NormSide = Literal["post_norm", "pre_norm"]
 
 
@@ -94,9 +102,10 @@ class MtpConfig(HeadConfig):
     def from_settings(
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> MtpConfig:
-        return cls.from_target_config(
-            config, vocab_size=vocab_size, num_mtp_layers=settings.layers, sliding_window=settings.sliding_window
-        )
+        own: dict[str, Any] = {"num_mtp_layers": settings.layers, "sliding_window": settings.sliding_window}
+        if settings.sliding_window is None and config.model_type not in LLAMA_LIKE:
+            own |= _family_settings(config, settings.layers)
+        return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
     def serving_keys(self) -> dict[str, Any]:
         # No other engine serves MTP layers apart from their target, so no existing architecture name fits.
@@ -105,6 +114,21 @@ class MtpConfig(HeadConfig):
             "model_type": "mtp_draft_head",
             "num_nextn_predict_layers": self.num_mtp_layers,
         }
+
+
+def _family_settings(config: Any, layers: int) -> dict[str, Any]:
+    """Fields of a new head in the form of its target's family. Empty if a head cannot attend as the family's layer does
+    (soft caps, sinks): its layer is then Llama's."""
+    family = family_of(config.model_type)
+    own = layer_config(config, layers, **family.layer)
+    try:
+        with torch.device("meta"):
+            decoder = family_model(own).get_decoder()
+            kv_sizes(decoder.layers[0], FamilyRope(decoder.rotary_emb), config.hidden_size)
+    except (HeadError, *FOREIGN) as error:
+        log.info("the head's layer is Llama's, not that of %s: %s", config.model_type, error)
+        return {}
+    return {"layer_config": own, **family.variants}
 
 
 def add_mtp_parts(layer: nn.Module, config: MtpConfig, norm: Callable[..., nn.Module]) -> nn.Module:

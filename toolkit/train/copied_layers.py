@@ -46,7 +46,7 @@ class CopyReport:
 
 
 @torch.no_grad()
-def copy_decoder_layer(layer: AttendingLayer, theirs: nn.Module, width: int) -> CopyReport:
+def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
     """Copy the parts of `theirs`, a layer of the target of width H, that match in shape and meaning.
 
     If the head's layer reads the embedding and the hidden state, the target's projections go into the half for the
@@ -56,7 +56,10 @@ def copy_decoder_layer(layer: AttendingLayer, theirs: nn.Module, width: int) -> 
         return _copy(layer, theirs, width)
 
 
-def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> CopyReport:
+def _copy(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
+    if type(layer) is type(theirs):
+        return _copy_alike(layer, theirs)
+    assert isinstance(layer, AttendingLayer), "a layer of another family is of our own class"
     source, report = _tensors(theirs), CopyReport([], [])
     copied: set[str] = set()
     for name, parameter in layer.named_parameters():
@@ -83,6 +86,19 @@ def _copy(layer: AttendingLayer, theirs: nn.Module, width: int) -> CopyReport:
     report.dropped += [] if _is_silu(theirs) else ["mlp.act_fn"]
     if getattr(getattr(theirs, "self_attn", None), "attn_logit_softcapping", None) is not None:
         report.dropped.append("self_attn.attn_logit_softcapping")
+    return report
+
+
+def _copy_alike(layer: nn.Module, theirs: nn.Module) -> CopyReport:
+    """Copy a layer of the target's own class, with its buffers."""
+    report = CopyReport([], [])
+    source = {**_tensors(theirs), **dict(theirs.named_buffers())}
+    own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    for name, value in source.items():
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+        else:
+            report.dropped.append(name)
     return report
 
 
@@ -179,13 +195,17 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_norm(mine: nn.RMSNorm, theirs: nn.Module, width: int) -> bool:
+def copy_norm(mine: nn.Module, theirs: nn.Module, width: int) -> bool:
     """Copy the scale that the target's norm applies, measured with a probe: some families store w, others w - 1.
 
     The probe has alternating signs, so mean 0 and mean square 1, and a LayerNorm does not change it. The difference of
     the results of two opposite probes cancels a bias, which the head's norms do not have. Returns False if the norm has
     no such scale.
     """
+    if type(mine) is type(theirs):
+        mine.load_state_dict(theirs.state_dict())
+        return True
+    assert isinstance(mine, nn.RMSNorm), "a norm of another family is torch's"
     like = next(theirs.parameters(), mine.weight)
     probe = torch.ones(1, width, device=like.device, dtype=like.dtype)
     probe[:, 1::2] = -1

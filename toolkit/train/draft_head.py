@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from toolkit.checkpoint.native_mtp import load_native, module_config, native_of
 from toolkit.data.batches import Batch
 from toolkit.errors import TargetError
 from toolkit.heads.draft_head import DraftHead
@@ -44,23 +45,43 @@ class HeadPlan:
 
 def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
     """The plan of a new head. Raises `TargetError` or `HeadError` when the settings do not fit the target."""
-    kind = head_class(settings.head.kind).config_class
-    config = kind.from_settings(
-        settings.head,
-        target.config,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=token_map.size,
-        n_layers=target.n_layers,
-    )
+    if settings.head.init == "native":
+        config = _native_config(settings, target)
+    else:
+        config = head_class(settings.head.kind).config_class.from_settings(
+            settings.head,
+            target.config,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=token_map.size,
+            n_layers=target.n_layers,
+        )
     ids = config.features.layer_ids(target.n_layers)
     if ids is not None:
         check_aux_layer_ids(ids, target.n_layers)
-    if settings.head.init != "random" and (config.regressed_layer or 0) > target.n_layers:
+    if settings.head.init in ("target", "copied") and (config.regressed_layer or 0) > target.n_layers:
         raise TargetError(
             f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy; lower "
             "it, or set train.head.init=random"
         )
     return HeadPlan(config, token_map if config.own_vocabulary else TokenMap.identity(target.vocab_size), ids)
+
+
+def _native_config(settings: TrainSettings, target: Target) -> HeadConfig:
+    """The configuration of the target's own MTP module. Raises `TargetError` if it has none, or another depth."""
+    _, found = native_of(target)
+    if found.count != settings.head.layers:
+        raise TargetError(
+            f"train.head.layers = {settings.head.layers}, but the MTP module of {target.name} has {found.count} "
+            f"layers; set train.head.layers={found.count}"
+        )
+    return module_config(found.family, found.count, target.config, target.vocab_size)
+
+
+def native_head(target: Target) -> DraftHead:
+    """The target's own MTP module, in float32 on the target's device, to be trained further."""
+    head = load_native(target, *native_of(target)).head.cast(target.device, torch.float32)
+    log.info("the head starts from the target's own MTP module")
+    return head.train().requires_grad_(True)
 
 
 def start_head(

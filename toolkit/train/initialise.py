@@ -35,14 +35,14 @@ RIDGE = 1e-3
 
 
 def initialise_random(head: nn.Module, seed: int) -> None:
-    """Normal weights of standard deviation 0.02, norms at one, biases at zero, as EAGLE-3 was published. Draws from a
-    generator of its own."""
+    """Normal weights of standard deviation 0.02 and biases at zero, as EAGLE-3 was published; a new head's norms are at
+    one as they are. Draws from a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
+            if parameter.dim() == 1 and name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * RANDOM_STD)
 
 
@@ -80,12 +80,23 @@ def initialise_from_target(
 def _copy_layers(start: WarmStart, target: Target) -> CopyReport:
     report = CopyReport([], [])
     for layer, source, prefix, zeroed in start.copies:
-        of_layer = copy_decoder_layer(layer, target.layers[source], target.hidden_size)
+        of_layer = copy_decoder_layer(layer, _source(layer, target, source), target.hidden_size)
         for name in zeroed:
             layer.get_parameter(name).zero_()
         report.not_copied += [prefix + name for name in of_layer.not_copied if name not in zeroed]
         report.dropped += of_layer.dropped
     return report
+
+
+def _source(layer: nn.Module, target: Target, number: int) -> nn.Module:
+    """The layer of the target to copy: the last of those with the class and attention of `layer`, else `number`."""
+    own = {name: part.shape for name, part in layer.named_parameters()}
+    alike = [
+        one
+        for one in target.layers
+        if type(one) is type(layer) and all(own.get(name) == part.shape for name, part in one.named_parameters())
+    ]
+    return alike[number] if len(alike) >= -number else target.layers[number]
 
 
 def _regress(

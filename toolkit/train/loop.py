@@ -20,7 +20,7 @@ from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
 from toolkit.train.accelerator import build_accelerator
-from toolkit.train.draft_head import anchors_of, plan_head, start_head, trained_head
+from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
 from toolkit.train.evaluation import Evaluation, describe_best, due, has_stopped
 from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
@@ -131,8 +131,11 @@ class Trainer:
             for batch in self.data.plan.epoch(0)
             for first in range(0, len(batch), size)
         )
-        regressed = {"target": batches, "copied": (), "random": None}[start]
-        head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
+        if start == "native":
+            head = native_head(self.target)
+        else:
+            regressed = {"target": batches, "copied": (), "random": None}[start]
+            head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
         return self.accelerator.prepare(self._trained(head), build_optimizer(head, settings))
 
     def _trained(self, head: Any) -> torch.nn.Module:

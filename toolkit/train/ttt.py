@@ -22,6 +22,7 @@ from copy import copy
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.heads.decoder_layer import Attend
@@ -45,12 +46,14 @@ class TTTAttention:
         self.values: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, kv*G, hd], k and v [T, kv, hd] -> [T, kv*G, hd]; with anchors T = B*N."""
+        """q [T, kv*G, hd], k [T, kv, hd] and v [T, kv, w], w <= hd -> [T, kv*G, w]; with anchors T = B*N."""
+        width = v.shape[-1]
+        v = F.pad(v, (0, k.shape[-1] - width))  # the kernels know one width (latent attention has narrower values)
         q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys += (k,)
         self.values += (v,)
         out = _MergedAttention.apply(q, self._reach(q.device), *self.keys, *self.values)
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.transpose(1, 2).flatten(0, 1)[..., :width]
 
     def at_anchors(self, anchors: torch.Tensor) -> TTTAttention:
         """A copy for the roots anchors [B, N] only; to be called after the first step."""
