@@ -249,3 +249,19 @@ def test_a_stated_module_that_is_missing(changed):
     write_json(directory / "config.json", {**stated, "num_nextn_predict_layers": 2})
     with pytest.raises(DraftDirError, match="states 2 MTP modules, and its weights hold 1"):
         find_native(target_facts(directory))
+
+
+def test_drafts_beyond_what_was_trained_are_warned_of(native_target, tmp_path, caplog):
+    """One layer that repeats was trained for one token; the fall by depth is told where it was measured."""
+    target = str(native_target("mimo"))
+    load_engine(EngineConfig(target=target, shape="1,1,2"))
+    assert "was trained to draft" not in caplog.text
+    load_engine(EngineConfig(target=target, shape="3,1,4"))
+    assert "was trained to draft 1 tokens in a row, and the shape 3,1,4 drafts 3" in caplog.text
+    draft = read(target)[1]
+    meta = {"target": {"name": target}, "training": {"unroll": {"ttt_steps": 2}}}
+    save_draft(tmp_path, draft.head.state_dict(), draft.head.config, None, meta)
+    rows = [{"shape": "chain", "accept_rate": [0.8, 0.6, None]}, {"shape": "chain", "accept_rate": [0.8]}]
+    write_json(tmp_path / "measured.json", {"best_shape": "3,1,4", "rows": rows})
+    load_engine(EngineConfig(draft=tmp_path, adaptive=False))
+    assert "trained to draft 2 tokens in a row" in caplog.text and "80 60 - % at depth 1, 2, .." in caplog.text

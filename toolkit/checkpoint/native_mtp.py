@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from toolkit.log import get_logger
 from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, target_facts, tensor_names
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.weights import WeightsError, load_strict
+from toolkit.weights import WeightsError, load_strict, read_json
 
 log = get_logger(__name__)
 
+STITCHED = "stitched.json"  # in copies that `toolkit export --to native` writes
 # Tensors that only quantised checkpoints have.
 QUANTISED = re.compile(r"\.(weight_scale(_inv)?|weight_scale_2|weight_packed|qweight|qzeros|scales|input_scale)$")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,9 +104,15 @@ def load_native(target: Target, facts: TargetFacts, found: NativeModules) -> Dra
     head = module_head(family, tensors, count, target.config, target.vocab_size, what)
     meta = {
         "target": {"name": facts.name, "revision": facts.revision, "fingerprint": target.fingerprint},
-        "native": {"family": family.title, "modules": count},
+        "native": {"family": family.title, "modules": count, "trained_steps": _trained_steps(facts) or count},
     }
     return DraftCheckpoint(head=head, token_map=TokenMap.identity(target.vocab_size), meta=meta)
+
+
+def _trained_steps(facts: TargetFacts) -> int | None:
+    """The steps of the training that a copy with a tuned module is the result of (`stitch_native.py`)."""
+    path = Path(facts.source) / STITCHED
+    return read_json(path).get("trained_steps") if path.is_file() else None
 
 
 def quantised_names(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.checkpoint.native_mtp import find_native, module_config, module_head, quantised_names
+from toolkit.checkpoint.native_mtp import STITCHED, find_native, module_config, module_head, quantised_names
 from toolkit.heads.family_layers import family_model
 from toolkit.heads.mtp import MtpConfig
 from toolkit.heads.native_families import NativeFamily, at, family_of
@@ -34,7 +34,6 @@ from toolkit.tokenmap.files import load_freq_list, save_freq_list
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file, write_json
 
 FRESH = "model-mtp.safetensors"
-RECORD = "stitched.json"
 # The family whose layer a Llama-like head has.
 LLAMA = "llama"
 
@@ -84,13 +83,14 @@ def stitch(
         record = {
             "target": {"name": facts.name, "revision": facts.revision},
             "family": family.title,
+            "trained_steps": (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps"),
             "tensors": sorted(tensors),
             "other_tensors": len(files.keys() - tensors.keys()),
             "files_copied": untouched,
             "files_written": sorted(hashes.keys() - set(untouched)),
             "sha256": hashes,
         }
-        write_json(temporary / RECORD, record)
+        write_json(temporary / STITCHED, record)
         temporary.chmod(0o755)  # mkdtemp makes private folders
         os.replace(temporary, out)
     finally:

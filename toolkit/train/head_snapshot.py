@@ -38,7 +38,7 @@ def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: t
     """A frozen copy of the head with these weights."""
     head = empty_head(config)
     load_strict(head, weights, "the head in training")
-    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return head.cast(device, dtype).eval().requires_grad_(False)
 
 
 def as_draft(weights: Weights, config: HeadConfig, token_map: TokenMap, target: Target) -> DraftCheckpoint:

@@ -20,6 +20,7 @@ from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.load.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
+    depth_warning,
     fit_draft,
     load_draft,
     measured_shape,
@@ -96,6 +97,9 @@ def build_engine(
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive)
+    too_deep = None if draft is None or shape is None else depth_warning(draft, shape)
+    if too_deep is not None:
+        logger.warning("%s", too_deep)
     engine = (Engine if ranks is None else engine_of(ranks))(
         target,
         draft,
