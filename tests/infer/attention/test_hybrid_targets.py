@@ -55,7 +55,7 @@ def test_answers_are_exact(target, reference, oracle):
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "scattered"])
 def test_little_memory(target, reference, scattered):
     """Prompts in chunks of 7, five at once where three have room: rows move, requests are preempted and read again;
-    a head's chain, and n-gram lookup. No prefix is taken from another text: its states are not kept."""
+    a head's chain, and n-gram lookup. A preempted request finds the prefix of its own text again."""
     prompts = prompts_of(4, 5, 1, 9, 7, stem=35)
     wanted = [reference(target, prompt, 40) for prompt in prompts]
     for draft in (build_head(target), NgramLookup()):
@@ -70,7 +70,27 @@ def test_little_memory(target, reference, scattered):
         engine.close()
         assert [request.output_ids for request in requests] == wanted
         assert sum(request.preemptions for request in requests) > 0
-        assert sum(request.cached_tokens for request in requests) == 0
+
+
+def test_prefixes_are_reused(target, reference):
+    """A conversation goes on: its text up to the last whole page is not read again, with the states at its end. A
+    prompt that only begins alike starts where states are kept, or anew."""
+    (first,), params = prompts_of(41), SamplingParams(max_tokens=20, ignore_eos=True)
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), max_running_requests=2, context_length=200)
+    begun = engine.generate([first], params)[0]
+    turns = [first + begun.output_ids + more for more in prompts_of(9, 30)]
+    alike = [first[:34] + prompts_of(7)[0], first[:20] + prompts_of(7)[0]]
+    done = engine.generate([*turns, *alike], params)
+    plain = Engine(target, memory=MemorySettings(prefix_cache=False), context_length=200)
+    wanted = [one.output_ids for one in plain.generate([*turns, *alike], params)]
+    assert [one.output_ids for one in done] == wanted
+    assert [one.cached_tokens for one in done] == [48, 48, 32, 0]  # 61 tokens, of which the last ones are not read yet
+    engine.check_integrity()
+    many = [prompt + [5] for prompt in prompts_of(*range(20, 40))]
+    for prompt in many:  # only the latest states are kept
+        engine.generate([prompt], params)
+    assert engine.generate([turns[0]], params)[0].cached_tokens == 0
+    assert engine.generate([many[-1] + [7, 8]], params)[0].cached_tokens > 0
 
 
 def test_a_ragged_batch_of_sixteen(target):

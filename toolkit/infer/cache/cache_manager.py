@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from toolkit.infer.cache.kv_cache import KVShape
+from toolkit.infer.cache.linear_states import LinearStates, Snapshot
 from toolkit.infer.cache.page_pool import PAGE_SIZE, PagePool
 from toolkit.infer.cache.prefix_cache import PrefixCache
 from toolkit.infer.request.errors import EngineError
@@ -63,12 +64,22 @@ class KVMemory:
     """Manages the pages of rows and cached prefixes.
 
     lookahead: number of tokens after a position that the drafter's entry at this position depends on.
-    slack: positions that a step may write after a row's tokens (drafted nodes). reuse: cache prefixes.
+    slack: positions that a step may write after a row's tokens (drafted nodes). reuse: cache prefixes. states: of a
+    hybrid target's rows; a cached prefix then ends where its states are kept.
     Raises EngineError if one request could need more than the pool holds: it could never end.
     """
 
-    def __init__(self, pool: PagePool, context_length: int, lookahead: int, slack: int, *, reuse: bool) -> None:
-        self.pool, self.slack = pool, slack
+    def __init__(
+        self,
+        pool: PagePool,
+        context_length: int,
+        lookahead: int,
+        slack: int,
+        *,
+        reuse: bool,
+        states: LinearStates | None = None,
+    ) -> None:
+        self.pool, self.slack, self._states = pool, slack, states
         self.releases = 0  # number of row releases so far
         self._context_length, self._lookahead = context_length, lookahead
         self._prefixes = PrefixCache(pool, lookahead) if reuse else None
@@ -93,9 +104,16 @@ class KVMemory:
         """
         size = self.pool.page_size
         found: list[int] = []
+        states: Snapshot | None = None
         if self._prefixes is not None:
-            found = self._prefixes.find(tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
+            wanted = (tokens, (len(tokens) - max(1, self._lookahead)) // size, self._whole(drafted))
+            if self._states is None:
+                found = self._prefixes.find(*wanted)
+            else:
+                found, states = self._prefixes.find_states(*wanted)
         if self._start(row, found, len(tokens), reserve):
+            if self._states is not None and states is not None:
+                self._states.restore(row, states)
             return len(found) * size
         # In the contiguous layout the cached prefix takes room beside its copy: try again without the prefix.
         return 0 if found and self._start(row, [], len(tokens), reserve) else None
@@ -126,7 +144,8 @@ class KVMemory:
     def keep(self, row: int, tokens: Sequence[int], positions: int, drafted: bool = True) -> None:
         """Cache the row's first `positions` positions as a prefix. drafted: the drafter's cache holds them too."""
         if self._prefixes is not None:
-            self._prefixes.keep(tokens, row, positions, self._whole(drafted))
+            states = None if self._states is None else self._states.snapshot(row)
+            self._prefixes.keep(tokens, row, positions, self._whole(drafted), states)
 
     def _whole(self, drafted: bool) -> bool:
         """Whether pages hold all entries of their tokens; without lookahead the target's entries are all of them."""

@@ -15,7 +15,7 @@ heads of values, Dk and Dv widths of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch import Tensor
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, EngineError
+
+Stores = dict[int, Tensor]  # by the layer's number in the target
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,36 @@ class StateShape:
 
     @property
     def bytes(self) -> int:
+        """Of one row, with the states at the end of its last page."""
         conv, recurrent = (torch.Size(size).numel() for size in (self.conv, self.recurrent))
-        return conv * self.conv_dtype.itemsize + recurrent * self.recurrent_dtype.itemsize
+        return 2 * (conv * self.conv_dtype.itemsize + recurrent * self.recurrent_dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A row's states after `position` tokens: of each layer its convolution's inputs [C, K] and state [Hv, Dk, Dv]."""
+
+    position: int
+    conv: dict[int, Tensor]
+    recurrent: dict[int, Tensor]
 
 
 class LinearStates:
-    """The states of every row: conv [R, C, K] and recurrent [R, Hv, Dk, Dv] of each layer, by its number."""
+    """The states of every row: conv [R, C, K] and recurrent [R, Hv, Dk, Dv] of each layer, by its number.
 
-    def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device) -> None:
-        self.conv = {one.layer: torch.zeros(rows, *one.conv, dtype=one.conv_dtype, device=device) for one in shapes}
-        self.recurrent = {
-            one.layer: torch.zeros(rows, *one.recurrent, dtype=one.recurrent_dtype, device=device) for one in shapes
-        }
+    The states at the last end of a page that a row has passed are kept too: the prefix cache keeps whole pages.
+    """
+
+    def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device, page_size: int = 0) -> None:
+        def zeros(sizes: Callable[[StateShape], tuple[int, ...]], dtype: Callable[[StateShape], torch.dtype]) -> Stores:
+            return {one.layer: torch.zeros(rows, *sizes(one), dtype=dtype(one), device=device) for one in shapes}
+
+        self.conv, self._conv_at_page = (zeros(lambda one: one.conv, lambda one: one.conv_dtype) for _ in range(2))
+        self.recurrent, self._recurrent_at_page = (
+            zeros(lambda one: one.recurrent, lambda one: one.recurrent_dtype) for _ in range(2)
+        )
+        self._page_size = page_size
+        self._page_ends = torch.zeros(rows, dtype=torch.long, device=device)
         self._nodes: RowStates | None = None  # of the last forward over chains
 
     @classmethod
@@ -58,7 +78,7 @@ class LinearStates:
         """States of the rows of `pool`, which move with its rows; None for a target without such layers."""
         if not shapes:
             return None
-        states = cls(shapes, pool.rows, device)
+        states = cls(shapes, pool.rows, device, pool.page_size)
         pool.attach_rows(states.move_row)
         return states
 
@@ -68,7 +88,15 @@ class LinearStates:
             if start == 0:
                 for store in (*self.conv.values(), *self.recurrent.values()):
                     store[row].zero_()
+                self._page_ends[row] = 0
         return RowStates(self, slice(first_row, first_row + len(starts)), by_node=False)
+
+    def end_prompt(self, row: int, end: int) -> None:
+        """Note that the row's states are those after `end` tokens: the end of a page is kept for the prefix cache."""
+        if end % self._page_size == 0:
+            for whole, at_page in self._pairs():
+                at_page[row] = whole[row]
+            self._page_ends[row] = end
 
     def nodes(self, rows: int) -> RowStates:
         """The states of chains in the first `rows` rows. They change in `commit` only, so a failed round can run
@@ -76,20 +104,53 @@ class LinearStates:
         self._nodes = RowStates(self, slice(rows), by_node=True)
         return self._nodes
 
-    def commit(self, accepted: Tensor) -> None:
-        """Keep the states after node accepted[b] of each row, accepted [B] int64 on the device."""
+    def commit(self, lengths: Tensor, accepted: Tensor) -> None:
+        """Keep the states after node accepted[b] of each row, accepted [B] int64 on the device. lengths [B]: tokens
+        before the round; node n ends lengths[b] + n + 1 tokens."""
         nodes, self._nodes = self._nodes, None
         assert nodes is not None, "no forward over chains ran"
-        every = torch.arange(len(accepted), device=accepted.device)
-        for layer, states in nodes.after_node.items():
-            self.recurrent[layer][nodes.rows] = torch.stack(states)[accepted, every]
-            width, inputs = self.conv[layer].shape[2], nodes.inputs[layer]
-            at = accepted[:, None] + 1 + torch.arange(width, device=accepted.device)
-            self.conv[layer][nodes.rows] = inputs.gather(2, at[:, None].expand(-1, inputs.shape[1], -1))
+        whole = lengths + accepted + 1
+        ends = whole - whole % self._page_size
+        passed, at_end = ends > lengths, (ends - lengths - 1).clamp(min=0)
+        for layer in nodes.after_node:
+            for store, at_page, taken in (
+                (self.conv, self._conv_at_page, nodes.conv_after),
+                (self.recurrent, self._recurrent_at_page, nodes.state_after),
+            ):
+                store[layer][nodes.rows] = taken(layer, accepted)
+                kept = at_page[layer][nodes.rows]
+                here = passed.view(-1, *[1] * (kept.dim() - 1))
+                at_page[layer][nodes.rows] = torch.where(here, taken(layer, at_end).to(kept.dtype), kept)
+        self._page_ends[nodes.rows] = torch.where(passed, ends, self._page_ends[nodes.rows])
+
+    def snapshot(self, row: int) -> Snapshot | None:
+        """A copy of the states at the end of the row's last page; None before the first one. Reads from the device."""
+        position = int(self._page_ends[row])
+        if position == 0:
+            return None
+        conv, recurrent = (
+            {layer: store[row].clone() for layer, store in stores.items()}
+            for stores in (self._conv_at_page, self._recurrent_at_page)
+        )
+        return Snapshot(position, conv, recurrent)
+
+    def restore(self, row: int, snapshot: Snapshot) -> None:
+        """Start the row after the tokens of a snapshot."""
+        for layer in self.conv:
+            self.conv[layer][row], self.recurrent[layer][row] = snapshot.conv[layer], snapshot.recurrent[layer]
+        self.end_prompt(row, snapshot.position)
 
     def move_row(self, destination: int, source: int) -> None:
-        for store in (*self.conv.values(), *self.recurrent.values()):
+        for store in (*(one for pair in self._pairs() for one in pair), self._page_ends):
             store[destination] = store[source]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The states of each layer, with those at the end of a page."""
+        return [
+            (one[layer], at_page[layer])
+            for one, at_page in ((self.conv, self._conv_at_page), (self.recurrent, self._recurrent_at_page))
+            for layer in one
+        ]
 
 
 def check_chains(states: LinearStates | None, shape: DraftShape | None, *, recorded: bool = False) -> None:
@@ -143,6 +204,16 @@ class RowStates(_Cache):
         self.inputs: dict[int, Tensor] = {}
         self.after_node: dict[int, list[Tensor]] = {}
         self.running: list[Tensor] = []  # states after the nodes of the layer that runs now
+
+    def state_after(self, layer: int, node: Tensor) -> Tensor:
+        """The recurrent state [B, Hv, Dk, Dv] after node[b] of each row, node [B]."""
+        return torch.stack(self.after_node[layer])[node, torch.arange(len(node), device=node.device)]
+
+    def conv_after(self, layer: int, node: Tensor) -> Tensor:
+        """The inputs [B, C, K] of the convolution up to node[b] of each row."""
+        inputs, width = self.inputs[layer], self._states.conv[layer].shape[2]
+        at = node[:, None] + 1 + torch.arange(width, device=node.device)
+        return inputs.gather(2, at[:, None].expand(-1, inputs.shape[1], -1))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self._states.conv[layer_idx][self.rows]

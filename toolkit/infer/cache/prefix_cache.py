@@ -21,8 +21,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from toolkit.infer.cache.linear_states import Snapshot
 from toolkit.infer.cache.page_pool import PagePool
 
+STATES_PER_ROW = 2  # prefixes of hybrid targets whose states are kept; a state is as large as many pages
 _Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's entries too, and the tokens of the key
 
 
@@ -32,6 +34,7 @@ class _Node:
     above: dict[_Key, _Node]  # the dictionary that contains this node: its parent's `below`, or the roots
     key: _Key
     below: dict[_Key, _Node] = field(default_factory=dict)
+    states: Snapshot | None = None  # of a hybrid target: at the end of the page
 
 
 class PrefixCache:
@@ -56,8 +59,18 @@ class PrefixCache:
         self._touch(path)
         return [node.page for node in path]
 
-    def keep(self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True) -> None:
-        """Cache the row's pages of its first `positions` positions, as far as there is room.
+    def find_states(self, tokens: Sequence[int], most: int, drafted: bool = True) -> tuple[list[int], Snapshot | None]:
+        """As `find`, for a hybrid target: the longest prefix at whose end states are kept, and these states."""
+        path = self._path(tokens, most, drafted)
+        while path and path[-1].states is None:
+            path.pop()
+        self._touch(path)
+        return [node.page for node in path], path[-1].states if path else None
+
+    def keep(
+        self, tokens: Sequence[int], row: int, positions: int, drafted: bool = True, states: Snapshot | None = None
+    ) -> None:
+        """Cache the row's pages of its first `positions` positions, as far as there is room, and the row's `states`.
 
         Only full pages are cached, and with `drafted` only those whose next `lookahead` tokens are known.
         tokens: the tokens of the row. drafted: the drafter's entries are valid too.
@@ -75,6 +88,16 @@ class PrefixCache:
             node = above[key] = _Node(page, above, key)
             path.append(node)
         self._touch(path)
+        number = 0 if states is None else states.position // self._pool.page_size
+        if 0 < number <= len(path):
+            path[number - 1].states = states
+            self._forget_states()
+
+    def _forget_states(self) -> None:
+        """Drop the states that were used least recently beyond the largest number that is kept."""
+        holding = [node for node in self._recency if node.states is not None]
+        for node in holding[: max(0, len(holding) - STATES_PER_ROW * self._pool.rows)]:
+            node.states = None
 
     def evict(self, pages: int) -> bool:
         """Evict the least recently used pages until `pages` pages are free in the pool.

@@ -112,9 +112,8 @@ class Engine:
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
         if adaptive and self.shape is not None:
             self.drafter = AdaptiveDrafter(self.drafter, self.shape)
-        reuse = memory.prefix_cache and self._states is None  # only the states at the ends of rows are kept
-        slack = self._slack(self.shape)
-        self._memory = KVMemory(pool, self.context_length, self.drafter.lookahead, slack, reuse=reuse)
+        sizes = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
+        self._memory = KVMemory(pool, *sizes, reuse=memory.prefix_cache, states=self._states)
         padding: Padding = "little" if target.device.type == "cpu" else "any"
         padding = padding if self._states is None else "none"
         self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)

@@ -34,7 +34,7 @@ class PromptReader:
         scheduler: Scheduler,
         states: LinearStates | None = None,
     ) -> None:
-        """states: of a hybrid target's linear-attention layers; the scheduler then groups prompts of equal length."""
+        """states: of a hybrid target's linear-attention layers; the scheduler then gives prompts one by one."""
         self._target, self._forward, self._cache, self._scheduler = target, forward, cache, scheduler
         self._states = states
 
@@ -67,9 +67,10 @@ class PromptReader:
         scheduler = self._scheduler
         group = scheduler.next_group(most)
         if group:
-            tokens = max(request.unread for request in group)
-            fresh = self._read(len(scheduler.running) - len(group), group, tokens, drafter)
-            return group, fresh, tokens * len(group)
+            row, padded = len(scheduler.running) - len(group), len(group) * max(request.unread for request in group)
+            self._read_to_page_end(row, group, drafter)
+            fresh = self._read(row, group, max(request.unread for request in group), drafter)
+            return group, fresh, padded
         request = scheduler.reading
         if request is None:
             return [], [], 0
@@ -77,7 +78,21 @@ class PromptReader:
         row = len(scheduler.running)
         if tokens == request.unread:
             group = [scheduler.reading_is_complete()]
-        return group, self._read(row, [request], tokens, drafter), tokens
+            self._read_to_page_end(row, group, drafter)
+        return group, self._read(row, [request], min(tokens, request.unread), drafter), tokens
+
+    def _read_to_page_end(self, row: int, group: Sequence[Request], drafter: Drafter) -> None:
+        """For a hybrid target, read a prompt up to its last whole page first: the prefix cache keeps the states there.
+
+        The rest needs at least `lookahead` tokens, see `chunk_of`.
+        """
+        if self._states is None:
+            return
+        (request,) = group  # the scheduler gives prompts of such targets one by one
+        end = request.n_read + request.unread - max(1, drafter.lookahead)
+        tokens = end - end % self._cache.pool.page_size - request.n_read
+        if tokens > 0:
+            self._read(row, group, tokens, drafter)
 
     def _read(self, first_row: int, group: Sequence[Request], tokens: int, drafter: Drafter) -> list[Request]:
         """Read the next `tokens` tokens of the rows from first_row on, to the end of all their texts or of none.
@@ -93,8 +108,10 @@ class PromptReader:
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
         drafter.admit(first_row, group, tokens)
         last = [request.unread - 1 for request in group]
-        for request in group:
+        for row, request in enumerate(group, start=first_row):
             request.n_read += min(tokens, request.unread)
+            if self._states is not None:
+                self._states.end_prompt(row, request.n_read)
         return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
 
     def _first_tokens(

@@ -60,7 +60,7 @@ def run_round(
     if context.head is not None:
         context.head.keep_features(rows, tree, followed, committed)
     if context.states is not None:
-        context.states.commit(followed.accepted)
+        context.states.commit(rows.lengths, followed.accepted)
     if not tree.is_chain:
         compact(context.cache, rows, followed)
     advance(rows, followed, committed)

@@ -25,7 +25,7 @@ class Scheduler:
 
     chunk: limit of padded prompt tokens in one forward. padding: of prompts that are read together. "any": as many
     prompts as fit are grouped. "little": prompts of similar length, because padding costs as much as tokens (CPU).
-    "none": prompts of equal length, because padding changes the states of linear-attention layers."""
+    "none": one prompt at a time, because padding changes the states of linear-attention layers."""
 
     def __init__(self, max_running_requests: int, chunk: int, memory: KVMemory, *, padding: Padding = "any") -> None:
         self.max_running_requests, self.chunk, self.memory, self._padding = max_running_requests, chunk, memory, padding
@@ -51,8 +51,8 @@ class Scheduler:
         while self.waiting and len(group) < free and self._admit(self.waiting[0]):
             longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
             padded = longest * (len(group) + 1)
-            allowed = max(LEAST_PADDING, MOST_PADDING * tokens) if self._padding == "little" else 0
-            uneven = self._padding != "any" and padded - tokens > allowed
+            uneven = self._padding == "little" and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
+            uneven = uneven or (self._padding == "none" and len(group) > 0)
             if padded > budget or uneven:
                 if group:
                     self.memory.release(len(self.running))
