@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Cache
 
 from toolkit.targets import mimo  # noqa: F401 (registers the family)
 from toolkit.weights import load_tensors, read_json, save_tensors, write_json
@@ -62,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "llama": ("llama", {}, "num_nextn_predict_layers"),
 }
 HYBRID = ("qwen3-next", "qwen3.5")  # with linear-attention layers
+SERVES_HYBRIDS = hasattr(Cache, "get_conv_state")  # transformers 5.23 and later
+FAMILIES = {name: row for name, row in FAMILIES.items() if SERVES_HYBRIDS or name not in HYBRID}
 # What the modules' own parts are called in the published checkpoints: enorm, hnorm, eh_proj, last norm, decoder layer.
 IN_PLACE = tuple(f"model.layers.{LAYERS}{part}" for part in (".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", ""))
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")

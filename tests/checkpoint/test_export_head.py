@@ -178,7 +178,7 @@ def test_what_a_loader_would_drop_is_refused(make_eagle3, tiny_draft, tiny_facts
 def test_heads_that_others_do_not_load(tiny_target, eagle2_head, tiny_facts, tmp_path):
     whole = TokenMap.identity(tiny_target.vocab_size)
     mtp = MtpHead(MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size))
-    with pytest.raises(ExportError, match="only from the target's own checkpoint"):
+    with pytest.raises(ExportError, match="from the target's own checkpoint; --to native writes it"):
         export(DraftCheckpoint(mtp, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)
     with pytest.raises(ExportError, match="vLLM's has none"):
         export(DraftCheckpoint(eagle2_head, whole), "vllm", tmp_path / "o", tiny_facts, CHAIN)

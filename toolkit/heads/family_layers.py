@@ -78,7 +78,10 @@ class FamilyRope:
         """cos and sin [1, T, ...] for `positions` [T] on `like`'s device, in its dtype."""
         if next(self._rotary.buffers()).device != like.device:
             self._rotary.to(device=like.device)
-        return self._rotary(like[None], positions[None])
+        at = positions[None]
+        if hasattr(self._rotary, "mrope_section"):  # of text, height and width; text has one position
+            at = at.expand(3, *at.shape)
+        return self._rotary(like[None], at)
 
 
 class _Attended(Exception):

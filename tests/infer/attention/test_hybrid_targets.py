@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.checkpoint.native_targets import DELTA
+from tests.checkpoint.native_targets import DELTA, SERVES_HYBRIDS
 from tests.infer.attention.test_target_families import EXPERTS, VOCABULARY, build, build_head
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
@@ -20,6 +20,8 @@ FAMILIES = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32},
 }
+
+pytestmark = pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

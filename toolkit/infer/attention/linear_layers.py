@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import Cache
 
 from toolkit.infer.cache.linear_states import RowStates, StateProbe
 from toolkit.infer.request.errors import UnsupportedTargetError
 
 LINEAR = "linear_attention"  # in `layer_types` of a configuration
-# The two rules of Qwen3-Next and Qwen3.5: names in transformers' module, or (before 5.20) attributes of the layer.
+# The two rules of Qwen3-Next and Qwen3.5: names in transformers' module, or attributes of the layer.
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 Rule = Callable[..., Any]
@@ -47,6 +49,11 @@ def step_by_node(layers: nn.ModuleList, numbers: tuple[int, ...]) -> None:
     """Let the layers with these numbers run node by node inside `keeping`; other forwards of the model do not change.
 
     Raises UnsupportedTargetError for a layer without the two rules."""
+    if numbers and not hasattr(Cache, "get_conv_state"):
+        raise UnsupportedTargetError(
+            f"targets with linear-attention layers need transformers 5.23 or later, and {transformers.__version__} is "
+            "installed; pip install -U transformers"
+        )
     for number in numbers:
         mixer = next(
             (part for part in layers[number].modules() if hasattr(part, "conv1d") and part is not layers[number]), None
