@@ -141,7 +141,7 @@ def test_a_module_that_cannot_be_written_is_refused(family, change, said, tuned,
 
 def test_heads_of_another_form_are_refused(tuned, tiny_target, tiny_target_directory, tmp_path, capsys):
     """Another kind, another family's layer, an existing folder."""
-    _, draft = tuned("qwen3.5")
+    _, draft = tuned("deepseek")
     assert stitched(draft, tmp_path / "copy", "--target", str(tiny_target_directory)) == 2
     assert "it has the layer of another family" in capsys.readouterr().err
     config = Eagle2Config.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
