@@ -226,6 +226,6 @@ def test_hooks_around_compiled_layers_fire(traced_programs, own_target):
 
 
 def test_eager_rounds_on_a_gpu_are_not_compiled(own_target):
-    forward = SimpleNamespace(target=SimpleNamespace(device=CUDA))
+    forward = SimpleNamespace(target=SimpleNamespace(device=CUDA), linear_layers=())
     with pytest.raises(CompileError, match="target on cuda, where only recorded rounds are compiled"):
         CompiledForward(CompileSettings(), forward, None, dynamic=True)
