@@ -46,7 +46,11 @@ Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
 Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
 ShapeOrAdaptive = Annotated[
-    str, needs(re.compile(r"adaptive|\d+,\d+,\d+").fullmatch, 'be "adaptive" or "num_steps,top_k,num_draft_tokens"')
+    str,
+    needs(
+        re.compile(r"adaptive|mtp-[34]|\d+,\d+,\d+").fullmatch,
+        'be "adaptive" or "num_steps,top_k,num_draft_tokens", or "mtp-3", "mtp-4"',
+    ),
 ]
 Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]

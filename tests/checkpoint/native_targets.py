@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ def random_(model: torch.nn.Module, seed: int) -> None:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.dim() > 1:
             value.data.copy_(torch.randn(value.shape, generator=generator) * 0.15)
+        elif name.endswith("A_log"):
+            value.data.fill_(math.log(0.02))  # linear attention that forgets slowly
         elif "norm" in name or "bias" in name:
             value.data.copy_(torch.rand(value.shape, generator=generator) * 0.5 + 0.5)
 

@@ -20,8 +20,9 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, embedding_distance, em
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.errors import TargetError
 from toolkit.heads.family_layers import family_model, layer_config
-from toolkit.heads.mtp import MtpConfig, MtpHead
-from toolkit.heads.native_families import NativeFamily, at, family_of
+from toolkit.heads.head_config import HeadError
+from toolkit.heads.mtp import LLAMA_LIKE, MtpConfig, MtpHead
+from toolkit.heads.native_families import OTHERS, NativeFamily, at, family_of
 from toolkit.log import get_logger
 from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, target_facts, tensor_names
 from toolkit.targets.target import Target
@@ -54,14 +55,18 @@ def find_native(facts: TargetFacts) -> NativeModules | None:
     count = 0
     while any(name.startswith(at(family.block, count, facts.n_layers)) for name in names):
         count += 1
-    if f"{at(family.eh_proj, 0, facts.n_layers)}.weight" not in names:
-        return None
+    begun = any(name.startswith(at(family.root, 0, facts.n_layers)) for name in names)
+    if family is OTHERS:  # further layers alone make no module
+        begun = f"{at(family.eh_proj, 0, facts.n_layers)}.weight" in names
     own = stated_config(facts.source, facts.revision)
+    count = max(count, 1) if begun else 0
     stated = next((own[key] for key in NATIVE_MTP_KEYS if own.get(key)), count)
+    if stated == count == 0:
+        return None
     if stated != count:
         raise DraftDirError(
-            f"the config of target {facts.name} states {stated} MTP modules, and its weights hold {count}; download "
-            "it again, or decode without the modules (`draft` none)"
+            f"the config of target {facts.name} states {stated} MTP modules, and its weights hold {count or 'none'}; "
+            "download it again, or decode without the modules (`draft` none)"
         )
     roots = tuple({at(family.root, k, facts.n_layers) for k in range(count)})
     return NativeModules(family, count, tuple(name for name in names if name.startswith(roots)))
@@ -101,7 +106,11 @@ def load_native(target: Target, facts: TargetFacts, found: NativeModules) -> Dra
         )
     for k in range(count):
         _check_repeated(family, tensors, k, target, what)
-    head = module_head(family, tensors, count, target.config, target.vocab_size, what)
+    try:
+        head = module_head(family, tensors, count, target.config, target.vocab_size, what)
+        head.kv_sizes()
+    except HeadError as error:
+        raise DraftDirError(f"{what} cannot be used: {error}; decode without it (`draft` none)") from error
     meta = {
         "target": {"name": facts.name, "revision": facts.revision, "fingerprint": target.fingerprint},
         "native": {"family": family.title, "modules": count, "trained_steps": _trained_steps(facts) or count},
@@ -126,7 +135,7 @@ def module_config(family: NativeFamily, count: int, config: Any, vocab_size: int
         config,
         vocab_size=vocab_size,
         num_mtp_layers=count,
-        layer_config=layer_config(config, count, **family.layer),
+        layer_config=None if config.model_type in LLAMA_LIKE else layer_config(config, count, **family.layer),
         **family.variants,
     )
 
@@ -148,7 +157,8 @@ def module_head(
     if left:
         raise WeightsError(f"{what} has tensors that are unknown: {', '.join(sorted(left))}")
     head = MtpHead(own)
-    load_strict(head, {**of_head, **_layer_state(own, of_layers, what)}, what)
+    layers = of_layers if own.layer_config is None else _layer_state(own, of_layers, what)
+    load_strict(head, {**of_head, **layers}, what)
     return head.cast("cpu", next(iter(of_head.values())).dtype).eval().requires_grad_(False)
 
 
@@ -174,7 +184,8 @@ def _layer_state(config: MtpConfig, tensors: dict[str, Tensor], what: str) -> di
 
     tensors: by names of the published checkpoints, "layers.0.mlp.experts.0.up_proj.weight".
     """
-    model = family_model(config.layer_config or {})
+    assert config.layer_config is not None, "the layers are of a family's class"
+    model = family_model(config.layer_config)
     body = model.base_model_prefix
     # from_pretrained wants a whole model: what is not a layer is filled.
     whole = {name: value for name, value in model.state_dict().items() if not name.startswith(f"{body}.layers.")}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from toolkit.tokenmap.files import load_freq_list, save_freq_list
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file, write_json
 
 FRESH = "model-mtp.safetensors"
-# The family whose layer a Llama-like head has.
-LLAMA = "llama"
 
 
 def stitch(
@@ -108,8 +105,6 @@ def _family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
     if family.most is not None and config.num_mtp_layers > family.most:
         raise ExportError(f"the head has {config.num_mtp_layers} layers; {family.title} has {family.most}")
     wanted = module_config(family, config.num_mtp_layers, facts.config, facts.vocab_size)
-    if config.layer_config is None and facts.model_type == LLAMA:
-        wanted = replace(wanted, layer_config=None)
     differing = [
         name
         for name, value in wanted.to_dict().items()
@@ -119,7 +114,7 @@ def _family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
         what = "the layer of another family" if "layer_config" in differing else ", ".join(differing)
         raise ExportError(
             f"the head is not in the form of {family.title} modules of {facts.name}: it has {what}; train one with "
-            "train.init=native or for this target"
+            "train.head.init=native, or a fresh one for this target"
         )
     return family
 
@@ -209,11 +204,12 @@ def _check(
     head = module_head(family, back, found.count, facts.config, facts.vocab_size, "the copy's module").state_dict()
     state = draft.head.state_dict()
     wrong = sorted(name for name in state.keys() | head.keys() if not _equal(state.get(name), head.get(name)))
-    others = tensor_names(facts).keys() - tensors.keys()
-    for name in sorted(others):
-        (mine,), (theirs,) = (read_tensors(one, [name]).values() for one in (written, facts))
-        if mine.dtype != theirs.dtype or not torch.equal(_bytes(mine), _bytes(theirs)):
-            wrong.append(name)
+    files = tensor_names(facts)
+    for file in sorted({files[name] for name in tensors if name in files}):  # the others are copies of whole files
+        mine, theirs = load_tensors(copy / file), load_tensors(_folder(facts) / file)
+        kept = sorted(theirs.keys() - tensors.keys())
+        wrong += sorted(mine.keys() ^ theirs.keys())
+        wrong += [name for name in kept if name in mine and not torch.equal(_bytes(mine[name]), _bytes(theirs[name]))]
     if wrong:
         raise ExportError(
             f"the copy does not read back as the target with this head: {', '.join(wrong[:5])} differ. It was deleted. "

@@ -18,6 +18,11 @@ ENGINE = (
 )  # fmt: skip
 SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
 OWN = ("seed", "no_check", "out")
+DRAFT_HELP = (
+    "the head to measure: a draft directory or another project's head; ngram (lookup) or native (the target's own MTP "
+    "module), with --target"
+)
+TARGET_HELP = "target model (default: the one that --draft names)"
 VERIFY_HELP = (
     "how drafts are accepted at a temperature above 0 (default: target; the meaning of each: `toolkit serve --help`); "
     "tokens of others than target are not compared with those of plain decoding"
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
-    add_engine_arguments(group, ENGINE, verify=VERIFY_HELP)
+    add_engine_arguments(group, ENGINE, verify=VERIFY_HELP, draft=DRAFT_HELP, target=TARGET_HELP)
     group.add_argument(
         "--prompts",
         nargs="+",

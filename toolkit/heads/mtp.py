@@ -103,7 +103,9 @@ class MtpConfig(HeadConfig):
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> MtpConfig:
         own: dict[str, Any] = {"num_mtp_layers": settings.layers, "sliding_window": settings.sliding_window}
-        if settings.sliding_window is None and config.model_type not in LLAMA_LIKE:
+        if settings.sliding_window is not None:
+            log.info("train.head.sliding_window: the head's layer is Llama's, which has a window")
+        elif config.model_type not in LLAMA_LIKE:
             own |= _family_settings(config, settings.layers)
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
@@ -120,6 +122,8 @@ def _family_settings(config: Any, layers: int) -> dict[str, Any]:
     """Fields of a new head in the form of its target's family. Empty if a head cannot attend as the family's layer does
     (soft caps, sinks): its layer is then Llama's."""
     family = family_of(config.model_type)
+    if family.most is not None and layers > family.most:
+        raise HeadError(f"train.head.layers = {layers}, but a {family.title} module has {family.most}; set that number")
     own = layer_config(config, layers, **family.layer)
     try:
         with torch.device("meta"):

@@ -16,9 +16,9 @@ class NativeFamily:
 
     In names {k} is the number of the module and {n} the target's number of layers plus k. root: what the names of all
     tensors of a module begin with. block: what those of its decoder layer begin with. norm None: the module has no last
-    norm. embedding, output: repeat the target's embedding and output matrix. count_key: the key of config.json
-    that counts the modules. variants: fields of MtpConfig. layer:
-    settings of the decoder layer's configuration. most: modules that are read. refused: why none is.
+    norm. embedding, output: repeat the target's embedding and output matrix. count_key: the key of config.json that
+    counts the modules. variants: fields of MtpConfig. layer: settings of the decoder layer's configuration. most:
+    modules that are read. refused: why none is.
     """
 
     title: str

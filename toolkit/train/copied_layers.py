@@ -57,7 +57,7 @@ def copy_decoder_layer(layer: nn.Module, theirs: nn.Module, width: int) -> CopyR
 
 
 def _copy(layer: nn.Module, theirs: nn.Module, width: int) -> CopyReport:
-    if type(layer) is type(theirs):
+    if isinstance(theirs, type(layer)):  # a sharded layer is of a subclass
         return _copy_alike(layer, theirs)
     assert isinstance(layer, AttendingLayer), "a layer of another family is of our own class"
     source, report = _tensors(theirs), CopyReport([], [])
@@ -99,6 +99,7 @@ def _copy_alike(layer: nn.Module, theirs: nn.Module) -> CopyReport:
             own[name].copy_(value)
         else:
             report.dropped.append(name)
+    report.not_copied += [name for name in own if name.startswith(("self_attn.", "mlp.")) and name not in source]
     return report
 
 
@@ -202,7 +203,7 @@ def copy_norm(mine: nn.Module, theirs: nn.Module, width: int) -> bool:
     the results of two opposite probes cancels a bias, which the head's norms do not have. Returns False if the norm has
     no such scale.
     """
-    if type(mine) is type(theirs):
+    if isinstance(theirs, type(mine)):
         mine.load_state_dict(theirs.state_dict())
         return True
     assert isinstance(mine, nn.RMSNorm), "a norm of another family is torch's"

@@ -69,6 +69,11 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
 def _native_config(settings: TrainSettings, target: Target) -> HeadConfig:
     """The configuration of the target's own MTP module. Raises `TargetError` if it has none, or another depth."""
     _, found = native_of(target)
+    if settings.head.sliding_window is not None:
+        raise TargetError(
+            f"train.head.sliding_window = {settings.head.sliding_window}, but a native MTP module attends as its "
+            "family does; set it to null"
+        )
     if found.count != settings.head.layers:
         raise TargetError(
             f"train.head.layers = {settings.head.layers}, but the MTP module of {target.name} has {found.count} "

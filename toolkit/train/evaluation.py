@@ -76,7 +76,7 @@ class Evaluation:
         if position.best_step == position.step:
             weights = gathered_weights(self.accelerator, model) if weights is None else weights
             if self.accelerator.is_main_process:
-                state = in_dtype(weights, self.side.target.dtype)
+                state = in_dtype(weights, self.config, self.side.target.dtype)
                 save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
         return position
 

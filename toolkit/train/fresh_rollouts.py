@@ -97,7 +97,7 @@ class FreshRollouts:
         path = self.folder / f"{step:06d}.head.safetensors"
         weights = gathered_weights(self.accelerator, model)
         if self.accelerator.is_main_process:
-            save_tensors(path, in_dtype(weights, self.target.dtype))
+            save_tensors(path, in_dtype(weights, self.config, self.target.dtype))
         self.accelerator.wait_for_everyone()
         return as_draft(load_tensors(path), self.config, self.token_map, self.target)
 

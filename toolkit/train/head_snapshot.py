@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
-from toolkit.heads.registry import empty_head
+from toolkit.heads.registry import build_head, empty_head
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.state import Position
@@ -29,9 +29,11 @@ def gathered_weights(accelerator: Accelerator, model: torch.nn.Module) -> Weight
     return {name.removeprefix("head."): value.detach() for name, value in state.items() if name.startswith("head.")}
 
 
-def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The weights in the dtype in which they are saved and served."""
-    return {name: value.to(dtype) for name, value in weights.items()}
+def in_dtype(weights: Weights, config: HeadConfig, dtype: torch.dtype) -> Weights:
+    """The weights in the dtype in which they are saved and served; buffers keep theirs, as in `DraftHead.cast`."""
+    with torch.device("meta"):
+        cast = {name for name, _ in build_head(config).named_parameters()}
+    return {name: value.to(dtype) if name in cast else value for name, value in weights.items()}
 
 
 def head_of(weights: Weights, config: HeadConfig, device: torch.device, dtype: torch.dtype) -> DraftHead:

@@ -94,7 +94,7 @@ def _source(layer: nn.Module, target: Target, number: int) -> nn.Module:
     alike = [
         one
         for one in target.layers
-        if type(one) is type(layer) and all(own.get(name) == part.shape for name, part in one.named_parameters())
+        if isinstance(one, type(layer)) and all(own.get(name) == part.shape for name, part in one.named_parameters())
     ]
     return alike[number] if len(alike) >= -number else target.layers[number]
 

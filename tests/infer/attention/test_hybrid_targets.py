@@ -126,6 +126,28 @@ def test_a_failed_round_leaves_the_states(target, monkeypatch):
     assert [one.output_ids for one in requests] == wanted
 
 
+def test_a_failed_chunk_is_read_again(target, monkeypatch):
+    """States change when a forward over a prompt is complete, so a chunk that failed is not applied twice."""
+    (prompt,), params = prompts_of(40), SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = Engine(target).generate([prompt], params)[0].output_ids
+    memory = MemorySettings(chunked_prefill_size=7)
+    engine = Engine(target, build_head(target), DraftShape.parse("3,1,4"), memory=memory)
+    request, admit, calls = engine.add_request(prompt, params), engine.drafter.admit, []
+
+    def fails_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("no memory")
+        admit(*arguments)
+
+    monkeypatch.setattr(engine.drafter, "admit", fails_once)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.step()
+    while engine.has_work():
+        engine.step()
+    assert request.output_ids == wanted and len(calls) > 5
+
+
 def test_what_needs_one_chain_is_refused(target):
     """Trees, recorded rounds and compiled bodies: refused with the way out, not computed wrongly."""
     head = build_head(target)

@@ -20,13 +20,12 @@ import transformers
 from torch import nn
 from transformers import Cache
 
-from toolkit.infer.cache.linear_states import RowStates, StateProbe
+from toolkit.infer.cache.linear_states import RowStates
 from toolkit.infer.request.errors import UnsupportedTargetError
 
 LINEAR = "linear_attention"  # in `layer_types` of a configuration
-# The two rules of Qwen3-Next and Qwen3.5: names in transformers' module, or attributes of the layer.
+# The two rules of Qwen3-Next and Qwen3.5: names in transformers' modules.
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 Rule = Callable[..., Any]
 
 
@@ -59,9 +58,7 @@ def step_by_node(layers: nn.ModuleList, numbers: tuple[int, ...]) -> None:
             (part for part in layers[number].modules() if hasattr(part, "conv1d") and part is not layers[number]), None
         )
         module = sys.modules[type(mixer).__module__]
-        if all(hasattr(mixer, name) for name in ATTRIBUTES):
-            _replace(mixer, *ATTRIBUTES)
-        elif all(hasattr(module, name) for name in RULES):
+        if all(hasattr(module, name) for name in RULES):
             _replace(module, *RULES)
         else:
             raise UnsupportedTargetError(
@@ -99,9 +96,9 @@ def _by_node(chunk: Rule, step: Rule) -> Rule:
 
 
 @contextmanager
-def keeping(states: RowStates | StateProbe) -> Iterator[None]:
+def keeping(states: RowStates) -> Iterator[None]:
     """Context manager around a forward: chains leave their states after each node in `states`."""
-    _running.states = states if isinstance(states, RowStates) and states.by_node else None
+    _running.states = states if states.by_node else None
     try:
         yield
     finally:

@@ -150,10 +150,12 @@ class TargetForward:
         cache = KVCache(self.kv_shape, pool)
         chain = torch.ones(1, half, half, dtype=torch.bool, device=device).tril()
         nodes = (pool.table(0, 1, pool.pages_of(PROBE_TOKENS), device), torch.tensor([half], device=device))
-        states = LinearStates(self.state_shapes, 1, device) if self.linear_layers else None
+        states = LinearStates(self.state_shapes, 1, device, pool.page_size) if self.linear_layers else None
         with running():
             before, after = (None, None) if states is None else (states.prompt(0, [0]), states.nodes(1))
             first = self(ids[:, :half], at[:, :half], prompt_metadata(cache, 0, [0], half), before)
+            if states is not None:
+                states.end_prompt([half])
             metadata = tree_metadata(cache, *nodes, PROBE_TOKENS, chain, at[:, :half])
             rest = self(ids[:, half:], at[:, half:], metadata, after)
         ours = self.target.logits(torch.cat((first, rest), dim=1)).float()

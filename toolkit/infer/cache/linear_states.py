@@ -26,6 +26,7 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 
+STATES_PER_ROW = 2  # kept prefixes whose states are kept too; a state is as large as many pages
 Stores = dict[int, Tensor]  # by the layer's number in the target
 
 
@@ -41,9 +42,9 @@ class StateShape:
 
     @property
     def bytes(self) -> int:
-        """Of one row, with the states at the end of its last page."""
+        """Of one row, with the states at the end of its last page and those that the prefix cache keeps."""
         conv, recurrent = (torch.Size(size).numel() for size in (self.conv, self.recurrent))
-        return 2 * (conv * self.conv_dtype.itemsize + recurrent * self.recurrent_dtype.itemsize)
+        return (2 + STATES_PER_ROW) * (conv * self.conv_dtype.itemsize + recurrent * self.recurrent_dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LinearStates:
     The states at the last end of a page that a row has passed are kept too: the prefix cache keeps whole pages.
     """
 
-    def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device, page_size: int = 0) -> None:
+    def __init__(self, shapes: Sequence[StateShape], rows: int, device: torch.device, page_size: int) -> None:
         def zeros(sizes: Callable[[StateShape], tuple[int, ...]], dtype: Callable[[StateShape], torch.dtype]) -> Stores:
             return {one.layer: torch.zeros(rows, *sizes(one), dtype=dtype(one), device=device) for one in shapes}
 
@@ -72,6 +73,7 @@ class LinearStates:
         self._page_size = page_size
         self._page_ends = torch.zeros(rows, dtype=torch.long, device=device)
         self._nodes: RowStates | None = None  # of the last forward over chains
+        self._prompt: RowStates | None = None  # of the last forward over prompts
 
     @classmethod
     def of_pool(cls, shapes: Sequence[StateShape], pool: PagePool, device: torch.device) -> LinearStates | None:
@@ -83,25 +85,34 @@ class LinearStates:
         return states
 
     def prompt(self, first_row: int, starts: Sequence[int]) -> RowStates:
-        """The states of prompts in rows from first_row on; a prompt that starts at position 0 starts with zeros."""
-        for row, start in enumerate(starts, start=first_row):
-            if start == 0:
-                for store in (*self.conv.values(), *self.recurrent.values()):
-                    store[row].zero_()
-                self._page_ends[row] = 0
-        return RowStates(self, slice(first_row, first_row + len(starts)), by_node=False)
+        """The states of prompts in rows from first_row on; a prompt that starts at position 0 starts with zeros. The
+        rows' own states change in `end_prompt` only, so a failed forward can run again."""
+        self._prompt = RowStates(self, slice(first_row, first_row + len(starts)), starts=starts)
+        return self._prompt
 
-    def end_prompt(self, row: int, end: int) -> None:
-        """Note that the row's states are those after `end` tokens: the end of a page is kept for the prefix cache."""
+    def end_prompt(self, ends: Sequence[int]) -> None:
+        """Keep the states after the tokens of a forward over prompts; ends: of all tokens that each row has now. States
+        at the end of a page are kept for the prefix cache too."""
+        read, self._prompt = self._prompt, None
+        assert read is not None, "no forward over prompts ran"
+        for layer in self.conv:
+            self.conv[layer][read.rows], self.recurrent[layer][read.rows] = read.inputs[layer], read.after[layer]
+        for row, end in enumerate(ends, start=read.rows.start):
+            self._keep_page_end(row, end)
+
+    def _keep_page_end(self, row: int, end: int) -> None:
+        """Note that the row's states are those after `end` tokens."""
         if end % self._page_size == 0:
             for whole, at_page in self._pairs():
                 at_page[row] = whole[row]
             self._page_ends[row] = end
+        elif end < self._page_size:
+            self._page_ends[row] = 0
 
     def nodes(self, rows: int) -> RowStates:
         """The states of chains in the first `rows` rows. They change in `commit` only, so a failed round can run
         again."""
-        self._nodes = RowStates(self, slice(rows), by_node=True)
+        self._nodes = RowStates(self, slice(rows))
         return self._nodes
 
     def commit(self, lengths: Tensor, accepted: Tensor) -> None:
@@ -112,16 +123,19 @@ class LinearStates:
         whole = lengths + accepted + 1
         ends = whole - whole % self._page_size
         passed, at_end = ends > lengths, (ends - lengths - 1).clamp(min=0)
+        new: list[tuple[Tensor, Tensor]] = []  # all are computed before one is written: a failure leaves the old ones
         for layer in nodes.after_node:
             for store, at_page, taken in (
                 (self.conv, self._conv_at_page, nodes.conv_after),
                 (self.recurrent, self._recurrent_at_page, nodes.state_after),
             ):
-                store[layer][nodes.rows] = taken(layer, accepted)
                 kept = at_page[layer][nodes.rows]
                 here = passed.view(-1, *[1] * (kept.dim() - 1))
-                at_page[layer][nodes.rows] = torch.where(here, taken(layer, at_end).to(kept.dtype), kept)
-        self._page_ends[nodes.rows] = torch.where(passed, ends, self._page_ends[nodes.rows])
+                new.append((store[layer], taken(layer, accepted)))
+                new.append((at_page[layer], torch.where(here, taken(layer, at_end).to(kept.dtype), kept)))
+        new.append((self._page_ends, torch.where(passed, ends, self._page_ends[nodes.rows])))
+        for stored, value in new:
+            stored[nodes.rows] = value
 
     def snapshot(self, row: int) -> Snapshot | None:
         """A copy of the states at the end of the row's last page; None before the first one. Reads from the device."""
@@ -138,7 +152,7 @@ class LinearStates:
         """Start the row after the tokens of a snapshot."""
         for layer in self.conv:
             self.conv[layer][row], self.recurrent[layer][row] = snapshot.conv[layer], snapshot.recurrent[layer]
-        self.end_prompt(row, snapshot.position)
+        self._keep_page_end(row, snapshot.position)
 
     def move_row(self, destination: int, source: int) -> None:
         for store in (*(one for pair in self._pairs() for one in pair), self._page_ends):
@@ -194,16 +208,27 @@ class _Cache:
 class RowStates(_Cache):
     """The states of a forward's rows, with the methods of a transformers cache that its layers call.
 
-    by_node: the rows hold chains, whose states are kept after each node. inputs [B, C, K + N]: of each layer's
-    convolution. after_node: N states [B, Hv, Dk, Dv] of each layer.
+    starts: of prompts, the tokens that each row has read; None: the rows hold chains, whose states are kept after each
+    node. inputs [B, C, K + N] (prompts: [B, C, K], the last ones): of each layer's convolution. after [B, Hv, Dk, Dv]:
+    the states after a prompt's tokens. after_node: N such states, after each node.
     """
 
-    def __init__(self, states: LinearStates, rows: slice, *, by_node: bool) -> None:
-        self.rows, self.by_node = rows, by_node
-        self._states = states
+    def __init__(self, states: LinearStates, rows: slice, starts: Sequence[int] | None = None) -> None:
+        self.rows, self.by_node = rows, starts is None
+        self._states, self._fresh = states, [row for row, start in enumerate(starts or ()) if start == 0]
         self.inputs: dict[int, Tensor] = {}
+        self.after: dict[int, Tensor] = {}
         self.after_node: dict[int, list[Tensor]] = {}
         self.running: list[Tensor] = []  # states after the nodes of the layer that runs now
+
+    def _begin(self, store: Tensor) -> Tensor:
+        """The rows' states before the forward."""
+        held = store[self.rows]
+        if not self._fresh:
+            return held
+        held = held.clone()
+        held[self._fresh] = 0
+        return held
 
     def state_after(self, layer: int, node: Tensor) -> Tensor:
         """The recurrent state [B, Hv, Dk, Dv] after node[b] of each row, node [B]."""
@@ -216,19 +241,16 @@ class RowStates(_Cache):
         return inputs.gather(2, at[:, None].expand(-1, inputs.shape[1], -1))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self._states.conv[layer_idx][self.rows]
+        return self._begin(self._states.conv[layer_idx])
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self._states.recurrent[layer_idx][self.rows]
+        return self._begin(self._states.recurrent[layer_idx])
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, **_others: Any) -> Tensor:
         """The inputs [B, C, N] of the convolution, after those that the rows hold: [B, C, K + N]."""
-        held = self._states.conv[layer_idx]
-        whole = torch.cat((held[self.rows].to(conv_states.dtype), conv_states), dim=-1)
-        if self.by_node:
-            self.inputs[layer_idx] = whole
-        else:
-            held[self.rows] = whole[..., -held.shape[2] :]
+        held = self._begin(self._states.conv[layer_idx])
+        whole = torch.cat((held.to(conv_states.dtype), conv_states), dim=-1)
+        self.inputs[layer_idx] = whole if self.by_node else whole[..., -held.shape[2] :]
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_others: Any) -> Tensor:
@@ -236,14 +258,12 @@ class RowStates(_Cache):
         if self.by_node:
             self.after_node[layer_idx], self.running = self.running or [recurrent_states], []
         else:
-            self._states.recurrent[layer_idx][self.rows] = recurrent_states
+            self.after[layer_idx] = recurrent_states
         return recurrent_states
 
 
 class StateProbe(_Cache):
     """Takes the place of `RowStates` in a first forward and records the shapes of the states."""
-
-    by_node = False
 
     def __init__(self) -> None:
         self._conv: dict[int, tuple[tuple[int, int], torch.dtype]] = {}

@@ -21,10 +21,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.infer.cache.linear_states import Snapshot
+from toolkit.infer.cache.linear_states import STATES_PER_ROW, Snapshot
 from toolkit.infer.cache.page_pool import PagePool
 
-STATES_PER_ROW = 2  # prefixes of hybrid targets whose states are kept; a state is as large as many pages
 _Key = tuple[bool, tuple[int, ...]]  # whether the page holds the drafter's entries too, and the tokens of the key
 
 

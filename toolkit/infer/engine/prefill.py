@@ -108,10 +108,10 @@ class PromptReader:
         hidden = self._forward(input_ids, positions.clamp(max=self._forward.max_context - 1), metadata, states)
         drafter.admit(first_row, group, tokens)
         last = [request.unread - 1 for request in group]
-        for row, request in enumerate(group, start=first_row):
+        for request in group:
             request.n_read += min(tokens, request.unread)
-            if self._states is not None:
-                self._states.end_prompt(row, request.n_read)
+        if self._states is not None:
+            self._states.end_prompt([request.n_read for request in group])
         return self._first_tokens(group, input_ids, hidden, last) if last[0] < tokens else []
 
     def _first_tokens(

@@ -52,7 +52,6 @@ class Scheduler:
             longest, tokens = max(longest, self.waiting[0].unread), tokens + self.waiting[0].unread
             padded = longest * (len(group) + 1)
             uneven = self._padding == "little" and padded - tokens > max(LEAST_PADDING, MOST_PADDING * tokens)
-            uneven = uneven or (self._padding == "none" and len(group) > 0)
             if padded > budget or uneven:
                 if group:
                     self.memory.release(len(self.running))
@@ -61,6 +60,8 @@ class Scheduler:
                 break
             group.append(self.waiting.popleft())
             self.running.append(group[-1])
+            if self._padding == "none":
+                break
         return group
 
     def _gathered(self) -> int:

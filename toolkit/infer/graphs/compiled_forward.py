@@ -34,6 +34,9 @@ from toolkit.infer.graphs.draft_attention import drafting, drafting_layers
 from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.infer.kernels.reference import attend_causal
 from toolkit.infer.request.errors import CompileError
+from toolkit.log import get_logger
+
+log = get_logger(__name__)
 
 Options = dict[str, str | int | bool | Callable[..., Any]]  # of torch.compile
 SIZES = 256  # limit of programs per compiled function; Dynamo's default of 8 is too low for one program per size
@@ -79,6 +82,8 @@ class CompiledForward:
         self.settings, self._forward, self._reader, self._dynamic = settings, forward, reader, dynamic
         self._body = self._compile(forward.states, dynamic=None if dynamic else False)
         of_head = [] if reader is None else drafting_layers(reader.head.module)
+        if reader is not None and not of_head:
+            log.info("the draft head runs eagerly: its layer is a class of transformers, which is not compiled")
         programs = {kind: self._compile(kind.forward, dynamic=dynamic) for kind in {type(layer) for layer in of_head}}
         self._head_calls: dict[nn.Module, Callable[..., Any]] = {
             layer: self._head_call(layer, programs[type(layer)]) for layer in of_head

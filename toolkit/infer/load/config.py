@@ -69,9 +69,8 @@ class EngineConfig:
     revision: str | None = option(None, "revision of a `target` on a hub (default: main)", metavar="NAME")
     shape: str | None = option(
         None,
-        "draft shape of a step: levels, branches of a node, and verified nodes, the root included; 4,1,5 is a chain of "
-        "4 drafted tokens, 5,4,16 a tree; mtp-3 and mtp-4 are SGLang's for MTP modules, 2,1,3 and 3,1,4 (default: the "
-        "best one measured with the head, else 3,1,4 for a native MTP module and 4,1,5 for others)",
+        "draft shape of a step: levels, branches, verified nodes with the root; 4,1,5 is a chain of 4 drafted tokens, "
+        "5,4,16 a tree; mtp-3 and mtp-4 are SGLang's for MTP modules (default: the best one measured, else a chain)",
         metavar="S,K,N",
     )
     adaptive: bool | None = option(
@@ -114,14 +113,12 @@ class EngineConfig:
     )
     torch_compile_max_bs: int | None = option(
         None,
-        "with `torch_compile` on a GPU: rounds of up to N requests run compiled layers (default: 32, or "
-        "`cuda_graph_max_bs` if that is less)",
+        "with `torch_compile` on a GPU: compile rounds of up to N requests (default: 32, at most `cuda_graph_max_bs`)",
         metavar="N",
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "run a round (draft step and verify step) of up to N requests as one CUDA graph (GPU); every round then has "
-        "the same draft shape (default: no graphs)",
+        "run a round of up to N requests as one CUDA graph (GPU), all with one draft shape (default: no graphs)",
         metavar="N",
     )
     disable_overlap_schedule: bool = option(
@@ -148,13 +145,10 @@ class EngineConfig:
     )
     mem_fraction_static: float | None = option(
         None,
-        "in place of `max_total_tokens`: the cache's share of the machine's memory (default: 0.125), or of what a GPU "
-        "has free after the target is loaded (default: 0.8)",
+        "in place of `max_total_tokens`: the cache's share of the memory (default: 0.125, of a GPU's free one 0.8)",
         metavar="F",
     )
-    chunked_prefill_size: int = option(
-        1024, "read prompts in parts of N tokens; running answers go on between them (default: 1024)", metavar="N"
-    )
+    chunked_prefill_size: int = option(1024, "read prompts in parts of N tokens (default: 1024)", metavar="N")
     prefix_cache: bool = option(
         True, "keep what was read: what a later prompt shares with its beginning is not read again"
     )
@@ -163,6 +157,12 @@ class EngineConfig:
     def drafts(self) -> bool:
         """Whether decoding may be speculative. Without `draft` it is if the target has an MTP module of its own."""
         return str(self.draft) != NONE and not self.no_draft
+
+    @property
+    def of_drafts(self) -> list[str]:
+        """The options that are given and mean nothing without drafts."""
+        given = [name for name in ("shape", "adaptive", "token_map") if getattr(self, name)]
+        return [*given, *(["draft_quantization"] if self.draft_quantization == "int8" else [])]
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options. Raises ConfigError for an unknown name."""
@@ -220,11 +220,10 @@ class EngineConfig:
 
     def check_plain(self) -> None:
         """Raise ConfigError if an option asks for drafts: nothing is drafted."""
-        for name in ("shape", "adaptive", "token_map"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
-                )
+        for name in self.of_drafts:
+            raise ConfigError(
+                f"`{name}` is {getattr(self, name)}, but nothing is drafted; give `draft`, or leave `{name}` out"
+            )
 
     def _check_verifier(self) -> None:
         from toolkit.infer.verify.verifiers import choose_verifier
@@ -235,7 +234,7 @@ class EngineConfig:
     def _check_draft_quantization(self, device_type: str) -> None:
         if self.draft_quantization != "int8":
             return
-        if not self.drafts or str(self.draft) == NGRAM:
+        if str(self.draft) == NGRAM:
             raise ConfigError("`draft_quantization` is int8, but there is no draft head; give `draft`, or leave it out")
         if device_type != "cpu":
             raise ConfigError(

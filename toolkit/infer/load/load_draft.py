@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_matches
-from toolkit.checkpoint.native_mtp import find_native, load_native
+from toolkit.checkpoint.native_mtp import NativeModules, find_native, load_native
 from toolkit.checkpoint.open_head import open_head
-from toolkit.errors import TargetError
+from toolkit.errors import TargetError, UnknownFamilyError
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.engine.engine import DEFAULT_SHAPE
 from toolkit.infer.load.config import NATIVE, NGRAM, ConfigError, EngineConfig, parse_shape
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.log import get_logger
-from toolkit.targets.facts import target_facts
+from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.target import Target
 from toolkit.tokenmap.build import forced_ids_for
 from toolkit.tokenmap.files import load_freq_list
@@ -58,33 +59,50 @@ def target_source(config: EngineConfig, draft: Draft | None) -> TargetSource:
     return TargetSource(name, revision, quantization)
 
 
-def native_draft(config: EngineConfig, source: TargetSource, target: Target) -> DraftCheckpoint | None:
-    """The MTP module in the target's own checkpoint, as `draft` "native" asks for it; None if there is none.
+def find_module(config: EngineConfig, source: TargetSource) -> tuple[TargetFacts, NativeModules] | None:
+    """The MTP module in the target's own checkpoint, before the target's weights are loaded; None: decode plainly.
 
-    Without `draft`, a module that cannot be read is a warning, and decoding is plain. Raises ConfigError if an option
-    asks for drafts and there is no module; for "native" also DraftDirError, WeightsError and TargetError.
+    Raises ConfigError if there is none and `draft` is "native" or an option asks for drafts. A checkpoint that cannot
+    be searched is an error for "native", else there is no module.
     """
     asked = str(config.draft) == NATIVE
+    found: NativeModules | None = None
     try:
         facts = target_facts(source.name, source.revision)
         found = find_native(facts)
-        draft = None if found is None else load_native(target, facts, found)
-    except (DraftDirError, WeightsError, TargetError) as error:
-        if asked or config.shape is not None:
+    except (DraftDirError, TargetError) as error:
+        if asked or isinstance(error, UnknownFamilyError):
+            raise
+        # Weights other than safetensors have no names to search. An incomplete module is worth a word.
+        level = logging.WARNING if isinstance(error, DraftDirError) else logging.DEBUG
+        logger.log(level, "%s. Nothing is drafted", error)
+    if found is not None:
+        return facts, found
+    if asked:
+        raise ConfigError(f"`draft` is native, but {source.name} has no MTP module in its checkpoint; give a head")
+    config.check_plain()
+    return None
+
+
+def native_draft(
+    config: EngineConfig, target: Target, facts: TargetFacts, found: NativeModules
+) -> DraftCheckpoint | None:
+    """The module as a draft. One that cannot be read is a warning and None, unless drafts are asked for.
+
+    Raises DraftDirError and WeightsError.
+    """
+    try:
+        draft = load_native(target, facts, found)
+    except (DraftDirError, WeightsError) as error:
+        if str(config.draft) == NATIVE or config.of_drafts:
             raise
         logger.warning("%s. Nothing is drafted", error)
-        draft = None
-    if draft is not None:
-        own = draft.meta["native"]
-        logger.info(
-            "drafting with the target's own MTP module (%s, %d); `draft` none switches it off",
-            own["family"],
-            own["modules"],
-        )
-    elif asked:
-        raise ConfigError(f"`draft` is native, but {source.name} has no MTP module in its checkpoint; give a head")
-    else:
-        config.check_plain()
+        return None
+    logger.info(
+        "drafting with the target's own MTP module (%s, %d); `draft` none switches it off",
+        found.family.title,
+        found.count,
+    )
     return draft
 
 

@@ -21,6 +21,7 @@ from toolkit.infer.load.config import NATIVE, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_draft import (
     check_takes_token_map,
     depth_warning,
+    find_module,
     fit_draft,
     load_draft,
     measured_shape,
@@ -97,7 +98,7 @@ def build_engine(
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive)
-    too_deep = None if draft is None or shape is None else depth_warning(draft, shape)
+    too_deep = None if draft is None or shape is None or config.shape is None else depth_warning(draft, shape)
     if too_deep is not None:
         logger.warning("%s", too_deep)
     engine = (Engine if ranks is None else engine_of(ranks))(
@@ -128,6 +129,7 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     draft = None if config.no_draft else draft
     if draft is not None and config.token_map is not None:
         check_takes_token_map(draft, config.token_map)
+    module = find_module(config, source) if native and not config.no_draft else None
     logger.info("loading the target %s", source.name)
     if ranks is None:
         load = load_target
@@ -136,8 +138,8 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     target = load(
         source.name, revision=source.revision, quantization=source.quantization, dtype=config.dtype, device=device
     )
-    if native and not config.no_draft:
-        draft = native_draft(config, source, target)
+    if module is not None:
+        draft = native_draft(config, target, *module)
     if draft is not None:
         draft = fit_draft(draft, target, config.token_map)
     if ranks is None:

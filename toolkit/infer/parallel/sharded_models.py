@@ -229,6 +229,9 @@ def _probe_logits(target: Target) -> torch.Tensor:
 def _shard_head(head: Any, ranks: Ranks, divided: list[str], whole: list[str]) -> None:
     """Shard the attention by heads, the MLPs by width, and the head's own output matrix by vocabulary."""
     size, config = ranks.size, head.config
+    if not any(isinstance(module, Attention) for module in head.modules()):  # MTP layers of a family's own class
+        whole.append("the draft head")
+        return
     heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     by_heads, by_width = heads % size == 0 and key_heads % size == 0, width % size == 0
     plan: dict[str, Column | Row] = {}
