@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.native_targets import (
+    DELTA,
     FAMILIES,
     HYBRID,
     NAMES,
+    SIZES,
     change_module,
     module_config,
     write_native_target,
@@ -17,15 +21,14 @@ from tests.checkpoint.native_targets import (
 from toolkit.checkpoint.draft_dir import load_draft, save_draft
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.checkpoint.native_mtp import find_native, load_native
-from toolkit.heads.native_families import FAMILIES as ROWS
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.params import SamplingParams
-from toolkit.targets.facts import target_facts
+from toolkit.targets.facts import bare_facts, target_facts
 from toolkit.targets.load import load_target
 from toolkit.tokenmap.files import save_freq_list
 from toolkit.tokenmap.token_map import TokenMap
-from toolkit.weights import WeightsError, read_json, write_json
+from toolkit.weights import WeightsError, load_tensors, read_json, write_json
 
 TOKENS = [(7 * place * place + 3 * place) % 300 + 5 for place in range(12)]
 
@@ -210,18 +213,6 @@ def test_modules_that_do_not_fit_are_refused(family, change, error, said, change
         read(directory)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.refused], ids=lambda row: row.title)
-def test_families_that_the_engine_cannot_serve_are_recognised(row, native_target, monkeypatch):
-    """By their names, and refused with the cause."""
-    directory = native_target("mimo")
-    facts = target_facts(directory)
-    found = find_native(facts)
-    monkeypatch.setattr(type(found), "family", row, raising=False)
-    object.__setattr__(found, "family", row)
-    with pytest.raises(DraftDirError, match=f"{row.title}.*is not read: .*`draft` none"):
-        load_native(None, facts, found)
-
-
 def test_a_target_without_a_module(tiny_target_directory, caplog):
     """Asked for by name it is an error; without `draft`, decoding is plain, and options of drafts are errors."""
     target = str(tiny_target_directory)
@@ -287,3 +278,51 @@ def test_a_token_map_on_the_output_rows(native_target, tmp_path):
     loaded = load_engine(EngineConfig(target=directory, token_map=tmp_path / "freq.pt", shape="3,1,4"))
     assert loaded.draft.token_map.size < 393
     assert [one.output_ids for one in loaded.engine.generate(prompts, params)] == wanted
+
+
+@pytest.mark.skipif("qwen3.5" not in FAMILIES, reason="needs transformers 5.23 or later")
+def test_qwen_3_5_as_it_is_published(native_target, tiny_target, tmp_path):
+    """A multimodal checkpoint: the text model under model.language_model, its settings in text_config, mtp.* beside."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    kind = {**SIZES, **DELTA, "vocab_size": len(tiny_target.tokenizer), "mtp_num_hidden_layers": 1}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=kind, vision_config=vision))
+    model.save_pretrained(tmp_path)
+    tiny_target.tokenizer.save_pretrained(tmp_path)
+    module = "model-00003-of-00003.safetensors"
+    shutil.copyfile(native_target("qwen3.5") / module, tmp_path / module)
+    names = {name: file for file in ("model.safetensors", module) for name in load_tensors(tmp_path / file)}
+    write_json(tmp_path / "model.safetensors.index.json", {"metadata": {}, "weight_map": names})
+    prompts, params = [[5, 6, 7, 8], [9, 10]], SamplingParams(max_tokens=8, ignore_eos=True)
+    plain = load_engine(EngineConfig(target=str(tmp_path), draft="none")).engine.generate(prompts, params)
+    loaded = load_engine(EngineConfig(target=str(tmp_path), draft="native", shape="mtp-4"))
+    done = loaded.engine.generate(prompts, params)
+    assert [one.output_ids for one in done] == [one.output_ids for one in plain]
+    assert loaded.draft.meta["native"]["family"] == "Qwen3.5"
+
+
+PUBLISHED = {  # of families that the engine refuses: model type, and names of modules after 4 layers
+    "MiMo-V2": ("mimo_v2", [f"model.mtp.layers.{k}.{part}" for k in range(3) for part in ("eh_proj", "enorm")]),
+    "LongCat-Flash": ("longcat_flash", ["model.mtp.layers.0.eh_proj", "model.mtp.norm", "model.mtp.embed_tokens"]),
+    "Step-3.5": (
+        "step3p5",
+        [f"model.layers.{n}.{part}" for n in (4, 5, 6) for part in ("eh_proj", "transformer.norm", "hnorm")],
+    ),
+}
+
+
+@pytest.mark.parametrize("title", PUBLISHED)
+def test_names_of_families_that_are_refused(title, tmp_path):
+    """Recognised by the names that they publish, from config.json and the index alone."""
+    kind, names = PUBLISHED[title]
+    count = 1 if title == "LongCat-Flash" else 3
+    config = {"model_type": kind, "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 400}
+    write_json(tmp_path / "config.json", {**config, "num_nextn_predict_layers": count})
+    tensors = [f"{name}.weight" for name in [*names, *(f"model.layers.{n}.mlp.up_proj" for n in range(4))]]
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(tensors, "a.safetensors")})
+    facts = bare_facts(str(tmp_path))
+    found = find_native(facts)
+    assert (found.family.title, found.count, len(found.names)) == (title, count, len(names))
+    with pytest.raises(DraftDirError, match=f"{title}.*is not read: .*`draft` none"):
+        load_native(None, facts, found)
