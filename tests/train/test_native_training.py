@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from tests.train.test_parity import _batch, _prompts
 from tests.train.test_ttt import _served_chain
-from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.native_mtp import load_native, native_of
 from toolkit.checkpoint.stitch_native import stitch
@@ -26,6 +32,7 @@ from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, r
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "smollm2-135m-mtp.yaml"
 STEPS, TOKENS = 3, 16
 NATIVE = HeadSettings(kind="mtp", init="native")
 
@@ -137,3 +144,29 @@ def test_what_has_no_module_is_refused(tiny_target, tiny_target_directory, targe
         planned(targets("mimo"), HeadSettings(kind="mtp", init="native", layers=2))
     with pytest.raises(RecipeError, match="train.head.init"):
         TrainSettings(head=HeadSettings(kind="eagle3", init="native"))
+
+
+@pytest.mark.process
+def test_the_training_command_goes_on_from_a_native_module(tiny_target, tmp_path):
+    """Rollouts, offline features, ZeRO-2, real accept_length and the saved head; the module has gated attention, the
+    target linear attention."""
+    family = "qwen3.5" if "qwen3.5" in FAMILIES else "deepseek"
+    write_native_target(tmp_path / family, family, tiny_target.tokenizer, agreeing=True)
+    rows = [{"prompt": f"count {number} apples and write about rivers"} for number in range(12)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = [
+        f"target.model={family}", "prompts.synthesize=0", "prompts.sources=[p.jsonl]", "rollouts.max_tokens=16",
+        "rollouts.keep_features=false", "token_map.size=128", "train.head.init=native", "train.unroll.curriculum=[]",
+        "train.evaluation.eval_every=2", "train.evaluation.real_every=2", "train.save_every=2",
+        'train.evaluation.real_shapes=["3,1,4"]', "train.data.max_length=128",
+    ]  # fmt: skip
+
+    command = [sys.executable, "-m", "toolkit", "run", str(RECIPE), "--until", "train", *settings, "train.max_steps=4"]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "starts from the target's own MTP module" in done.stdout + done.stderr
+    saved = load_draft(tmp_path / "runs" / "smollm2-135m-mtp" / "ckpt")
+    native = load_native(load_target(tmp_path / family), *native_of(load_target(tmp_path / family)))
+    assert saved.head.config == native.head.config and saved.meta["training"]["head"]["init"] == "native"
+    assert any(not torch.equal(one, native.head.state_dict()[name]) for name, one in saved.head.state_dict().items())
