@@ -183,6 +183,8 @@ def _add(
     """Add a module to a copy that has none: a weights file, its entries in the index, and the number of modules."""
     save_tensors(copy / FRESH, tensors)
     index = read_json(copy / INDEX) if (copy / INDEX).is_file() else {"metadata": {}}
+    if "total_size" in index.get("metadata", {}):
+        index["metadata"]["total_size"] += sum(value.nbytes for value in tensors.values())
     write_json(copy / INDEX, {**index, "weight_map": {**files, **dict.fromkeys(tensors, FRESH)}})
     config: dict[str, Any] = read_json(copy / CONFIG)
     if family.count_key is not None:

@@ -103,10 +103,14 @@ class MtpConfig(HeadConfig):
         cls, settings: HeadSettings, config: Any, *, vocab_size: int, draft_vocab_size: int, n_layers: int
     ) -> MtpConfig:
         own: dict[str, Any] = {"num_mtp_layers": settings.layers, "sliding_window": settings.sliding_window}
-        if settings.sliding_window is not None:
-            log.info("train.head.sliding_window: the head's layer is Llama's, which has a window")
-        elif config.model_type not in LLAMA_LIKE:
+        if config.model_type not in LLAMA_LIKE and settings.sliding_window is None:
             own |= _family_settings(config, settings.layers)
+        elif config.model_type not in LLAMA_LIKE:
+            log.warning(
+                "train.head.sliding_window is set, so the MTP layers are Llama's, with this window; a copy of a %s target "
+                "cannot hold them (toolkit export --to native)",
+                config.model_type,
+            )
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
 
     def serving_keys(self) -> dict[str, Any]:

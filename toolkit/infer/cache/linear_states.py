@@ -97,8 +97,10 @@ class LinearStates:
         assert read is not None, "no forward over prompts ran"
         for layer in self.conv:
             self.conv[layer][read.rows], self.recurrent[layer][read.rows] = read.inputs[layer], read.after[layer]
-        for row, end in enumerate(ends, start=read.rows.start):
-            self._keep_page_end(row, end)
+        for number, end in enumerate(ends):
+            if number in read.fresh:  # the end of a page that another text left in the row
+                self._page_ends[read.rows.start + number] = 0
+            self._keep_page_end(read.rows.start + number, end)
 
     def _keep_page_end(self, row: int, end: int) -> None:
         """Note that the row's states are those after `end` tokens."""
@@ -106,8 +108,6 @@ class LinearStates:
             for whole, at_page in self._pairs():
                 at_page[row] = whole[row]
             self._page_ends[row] = end
-        elif end < self._page_size:
-            self._page_ends[row] = 0
 
     def nodes(self, rows: int) -> RowStates:
         """The states of chains in the first `rows` rows. They change in `commit` only, so a failed round can run
@@ -209,13 +209,14 @@ class RowStates(_Cache):
     """The states of a forward's rows, with the methods of a transformers cache that its layers call.
 
     starts: of prompts, the tokens that each row has read; None: the rows hold chains, whose states are kept after each
-    node. inputs [B, C, K + N] (prompts: [B, C, K], the last ones): of each layer's convolution. after [B, Hv, Dk, Dv]:
-    the states after a prompt's tokens. after_node: N such states, after each node.
+    node. fresh: numbers of the rows that start at token 0. inputs [B, C, K + N] (prompts: [B, C, K], the last ones): of
+    each layer's convolution. after [B, Hv, Dk, Dv]: the states after a prompt's tokens. after_node: N such states,
+    after each node.
     """
 
     def __init__(self, states: LinearStates, rows: slice, starts: Sequence[int] | None = None) -> None:
         self.rows, self.by_node = rows, starts is None
-        self._states, self._fresh = states, [row for row, start in enumerate(starts or ()) if start == 0]
+        self._states, self.fresh = states, [row for row, start in enumerate(starts or ()) if start == 0]
         self.inputs: dict[int, Tensor] = {}
         self.after: dict[int, Tensor] = {}
         self.after_node: dict[int, list[Tensor]] = {}
@@ -224,10 +225,10 @@ class RowStates(_Cache):
     def _begin(self, store: Tensor) -> Tensor:
         """The rows' states before the forward."""
         held = store[self.rows]
-        if not self._fresh:
+        if not self.fresh:
             return held
         held = held.clone()
-        held[self._fresh] = 0
+        held[self.fresh] = 0
         return held
 
     def state_after(self, layer: int, node: Tensor) -> Tensor:
