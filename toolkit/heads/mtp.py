@@ -107,8 +107,8 @@ class MtpConfig(HeadConfig):
             own |= _family_settings(config, settings.layers)
         elif config.model_type not in LLAMA_LIKE:
             log.warning(
-                "train.head.sliding_window is set, so the MTP layers are Llama's, with this window; a copy of a %s target "
-                "cannot hold them (toolkit export --to native)",
+                "train.head.sliding_window is set, so the MTP layers are Llama's, with this window; a copy of a %s "
+                "target cannot hold them (toolkit export --to native)",
                 config.model_type,
             )
         return cls.from_target_config(config, vocab_size=vocab_size, **own)
