@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "toolkit"
 FLOORS = {
     "head_kinds": 0,
     "recipe": 0,
+    "recipe_fields": 0,
     "recipe_yaml": 0,
     "train_settings": 0,
     "weights": 0,
@@ -55,6 +56,9 @@ INFER = {
 SIDEWAYS = {
     ("recipe", "recipe_yaml"),
     ("recipe", "train_settings"),
+    ("recipe", "recipe_fields"),
+    ("recipe_fields", "head_kinds"),
+    ("train_settings", "recipe_fields"),
     ("recipe", "log"),
     ("train_settings", "recipe_yaml"),
     ("train_settings", "head_kinds"),

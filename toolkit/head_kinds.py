@@ -12,17 +12,27 @@ from dataclasses import dataclass
 class HeadKind:
     """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
     layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
-    ship heads of this kind in their own checkpoints."""
+    ship heads of this kind in their own checkpoints. vocabulary: the default of train.head.vocabulary; None: the head
+    has an output matrix of its own. normalised_steps: the weights of the loss's steps sum to 1 (FastMTP)."""
 
     head: str
     settings: tuple[str, ...] = ()
     layer_per_step: bool = False
     native: bool = False
+    vocabulary: str | None = None
+    normalised_steps: bool = False
 
 
 # By the name in config.json and in recipes, which is also the name of the file.
 HEAD_KINDS = {
     "eagle3": HeadKind("Eagle3Head", ("head.aux_layer_ids", "head.fc_norm", "head.norm_output", "head.lm_head")),
-    "eagle2": HeadKind("Eagle2Head", ("unroll.token_weight", "unroll.feature_weight")),
-    "mtp": HeadKind("MtpHead", layer_per_step=True, native=True),
+    "eagle2": HeadKind(
+        "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
+    ),
+    "mtp": HeadKind(
+        "MtpHead", ("head.vocabulary",), layer_per_step=True, native=True, vocabulary="draft", normalised_steps=True
+    ),
 }
+
+# Names of draft shapes. SGLang's settings for MTP modules (lmsys.org/blog/2025-07-17-mtp): 3 and 4 tokens, top-k 1.
+SHAPE_PRESETS = {"mtp-3": "2,1,3", "mtp-4": "3,1,4"}

@@ -16,8 +16,9 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
 from toolkit.log import get_logger
+from toolkit.recipe_fields import EachOnce, HeadName, ShapeOrAdaptive, Some, setting
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
-from toolkit.train_settings import EachOnce, HeadName, ShapeOrAdaptive, Some, TrainSettings, setting
+from toolkit.train_settings import TrainSettings
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Share = Annotated[float, Field(gt=0, le=1)]

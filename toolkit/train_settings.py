@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
+from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
 from toolkit.recipe_yaml import RecipeError, Rule, check
-
-T = TypeVar("T")
-LossName = Literal["soft_cross_entropy", "hard_cross_entropy", "total_variation", "lk_hybrid"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def setting(default: T, meaning: str, *, former: str | None = None, not_in_fingerprint: bool = False) -> T:
-    """Return a field with its meaning, which docs/recipe.md prints.
-
-    former: its dotted name before it was renamed. Errors name the new one; fingerprints keep the last part of the
-        former one, so that older run folders stay valid.
-    not_in_fingerprint: it does not affect the result of its stage.
-    """
-    metadata = {"meaning": meaning, "former": former, "not_in_fingerprint": not_in_fingerprint}
-    key: Any = field(default=default, metadata=metadata)
-    return key
-
-
-def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
-    """Return a constraint: values for which `valid` is false are errors that say `needed`."""
-
-    def checked(value: Any) -> Any:
-        if not valid(value):
-            raise ValueError(f"it must {needed}")
-        return value
-
-    checked.__doc__ = needed  # for docs/recipe.md
-    return AfterValidator(checked)
-
-
-HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(HEAD_KINDS)}")]
-Some = needs(len, "hold at least one value")
-EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
-Shape = Annotated[str, needs(re.compile(r"\d+,\d+,\d+").fullmatch, 'be "num_steps,top_k,num_draft_tokens"')]
-ShapeOrAdaptive = Annotated[
-    str,
-    needs(
-        re.compile(r"adaptive|mtp-[34]|\d+,\d+,\d+").fullmatch,
-        'be "adaptive" or "num_steps,top_k,num_draft_tokens", or "mtp-3", "mtp-4"',
-    ),
-]
-Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
-Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
 
 
 @dataclass(frozen=True)
@@ -77,6 +34,11 @@ class HeadSettings:
         None,
         "eagle3: initial output matrix and norm; target: the target's; frozen: the same, not trained; null: as `init`",
     )
+    vocabulary: Literal["draft", "target"] | None = setting(
+        None,
+        "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
+        "draft for mtp, target for eagle2",
+    )
     init: Literal["target", "copied", "random", "native"] = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
@@ -87,6 +49,11 @@ class HeadSettings:
     def stages(self) -> int:
         """Layers that draft one level each, as `HeadConfig.stages` of the head that these settings ask for."""
         return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
+
+    @property
+    def whole_vocabulary(self) -> bool:
+        """Whether the head drafts all ids of the target, whatever the token map keeps."""
+        return (self.vocabulary or HEAD_KINDS[self.kind].vocabulary) == "target"
 
 
 @dataclass(frozen=True)
@@ -99,7 +66,9 @@ class UnrollSettings:
         "shares of the training that unroll 1, 2, ... steps; the rest unrolls ttt_steps",
         former="train.ttt_curriculum",
     )
-    step_decay: Annotated[float, Field(gt=0, le=1)] = setting(0.8, "the loss of step k has weight step_decay^k")
+    step_decay: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.8, "the loss of step k has weight step_decay^k (mtp: divided by their sum, as in FastMTP)"
+    )
     loss: LossName = setting(
         "soft_cross_entropy", "the loss, against the target's distribution on the draft vocabulary"
     )

@@ -183,12 +183,24 @@ def test_heads_that_share_the_output_matrix_round_trip(tiny_target, tmp_path, co
         check_draft_matches(loaded, tiny_target)
 
 
+def test_a_head_that_shares_the_output_matrix_keeps_its_token_map(tiny_target, tmp_path):
+    """It drafts the ids that it was trained on; a map that is not whole is named."""
+    config_class, head_class, own = SHARED[1]
+    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size, **own)
+    kept = TokenMap.from_ids(range(5, 90), tiny_target.vocab_size)
+    directory = save_draft(tmp_path / "ckpt", head_class(config).state_dict(), config, kept, {})
+    assert load_draft(directory).token_map == kept
+    _rewrite(directory, lambda tensors: tensors.update(t2d=~tensors["t2d"]))
+    with pytest.raises(WeightsError, match="do not describe the same token map"):
+        load_draft(directory)
+
+
 @pytest.mark.parametrize(("config_class", "head_class", "own"), SHARED[1:3])
 def test_damage_to_them_is_named(tiny_target, tmp_path, config_class, head_class, own):
     """Strict as for EAGLE-3: a tensor, a choice or the kind itself that is missing or strange."""
     _, directory = _saved_shared(tiny_target, tmp_path / "ckpt", config_class, head_class, own)
     _rewrite(directory, lambda tensors: tensors.update(d2t=torch.zeros(2)))
-    with pytest.raises(WeightsError, match="unexpected: d2t"):
+    with pytest.raises(WeightsError, match="lacks t2d"):
         load_draft(directory)
     _rewrite(directory, lambda tensors: (tensors.pop("d2t"), tensors.pop("layers.0.mlp.up_proj.weight")))
     with pytest.raises(WeightsError, match="missing: layers.0.mlp.up_proj.weight"):

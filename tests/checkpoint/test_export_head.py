@@ -18,6 +18,7 @@ from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import load_tensors
 
@@ -86,6 +87,16 @@ def test_sglang_gets_a_bias_of_zeros(tiny_target, tiny_facts, tmp_path):
         DraftCheckpoint(head, TokenMap.identity(config.vocab_size)), "sglang", tmp_path / "o", tiny_facts, CHAIN
     )
     assert not load_tensors(tmp_path / "o" / "model.safetensors")["fc.bias"].any() and "zeros" in notes[0]
+
+
+def test_a_map_of_a_head_with_the_targets_matrix_goes_beside_it(tiny_target, tiny_facts, eagle2_head, tmp_path):
+    """SGLang reads it from its own file; our directory keeps it with the weights."""
+    kept = TokenMap.from_ids(range(7, 80), tiny_target.vocab_size)
+    _, notes = export(DraftCheckpoint(eagle2_head, kept), "sglang", tmp_path / "o", tiny_facts, CHAIN)
+    assert load_freq_list(tmp_path / "o" / "freq_73.pt", tiny_target.vocab_size) == kept
+    assert f"--speculative-token-map {tmp_path}/o/freq_73.pt" in " ".join(notes)
+    export(DraftCheckpoint(eagle2_head, kept), "toolkit", tmp_path / "ours", tiny_facts, CHAIN)
+    assert load_draft(tmp_path / "ours").token_map == kept
 
 
 class TestWhatLoadersRead:

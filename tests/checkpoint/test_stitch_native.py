@@ -104,7 +104,7 @@ def test_a_fresh_module_is_added_to_a_target_that_had_none(tiny_target, tiny_tar
     assert load_freq_list(copy / "freq_100.pt", tiny_target.vocab_size).size == 100
     assert read_json(copy / "config.json")["num_nextn_predict_layers"] == 1
     assert answers(EngineConfig(target=str(copy), draft="native", shape="3,2,6")) == answers(
-        EngineConfig(draft=draft, shape="3,2,6")
+        EngineConfig(draft=draft, shape="3,2,6", token_map=ids)
     )
     ids = torch.tensor(PROMPTS[5])[None]
     logits = [AutoModelForCausalLM.from_pretrained(one)(ids).logits for one in (tiny_target_directory, copy)]

@@ -29,11 +29,13 @@ from toolkit.targets.load import load_target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import native_head, plan_head, start_head, trained_head
 from toolkit.train.step import TargetSide, forecast_accept_length, micro_step, replayed_steps, supervised_counts
+from toolkit.train.trained_head import step_weights
 from toolkit.train.ttt import unroll
 from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "smollm2-135m-mtp.yaml"
 STEPS, TOKENS = 3, 16
+LEFT_OUT = 40  # ids that are not drafted
 NATIVE = HeadSettings(kind="mtp", init="native")
 
 
@@ -53,7 +55,9 @@ def targets(tiny_target, tmp_path_factory):
 
 def planned(target, head: HeadSettings):
     settings = TrainSettings(head=head, unroll=UnrollSettings(ttt_steps=STEPS, step_decay=0.6))
-    return settings, plan_head(settings, target, TokenMap.identity(target.vocab_size))
+    return settings, plan_head(
+        settings, target, TokenMap.from_ids(range(target.vocab_size - LEFT_OUT), target.vocab_size)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,6 +138,23 @@ def test_a_fresh_module_has_the_form_of_its_family(family, targets):
 def test_another_family_trains_llamas_layer(tiny_target, targets, caplog):
     """Llama's own, and that of families whose attention a head cannot compute."""
     assert planned(tiny_target, HeadSettings(kind="mtp"))[1].config.layer_config is None
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle2"])
+def test_a_head_without_an_output_matrix_trains_on_the_token_map_or_on_all_ids(kind, tiny_target):
+    """MTP on the map by default, EAGLE-1/2 on all ids; the setting decides."""
+    sizes = {
+        choice: planned(tiny_target, HeadSettings(kind=kind, vocabulary=choice))[1].token_map.size
+        for choice in (None, "draft", "target")
+    }
+    whole, cut = tiny_target.vocab_size, tiny_target.vocab_size - LEFT_OUT
+    assert sizes == {None: cut if kind == "mtp" else whole, "draft": cut, "target": whole}
+
+
+def test_the_weights_of_mtp_steps_sum_to_one():
+    """FastMTP's; those of other heads are the plain powers."""
+    assert step_weights("eagle3", 0.5, 3).tolist() == [1.0, 0.5, 0.25]
+    torch.testing.assert_close(step_weights("mtp", 0.5, 3), torch.tensor([4.0, 2.0, 1.0]) / 7)
 
 
 def test_what_has_no_module_is_refused(tiny_target, tiny_target_directory, targets):

@@ -44,7 +44,8 @@ SAME_EMBEDDING = 0.15
 class DraftCheckpoint:
     """A loaded head with the token map it drafts with. `meta` says where it came from (target, training, measured).
 
-    A head that shares the target's output matrix has the whole vocabulary, unless a map was given when it was loaded.
+    A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
+    or a map was given when it was loaded.
     Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
     be the target's.
     """
@@ -72,11 +73,10 @@ def save_draft(
     """Write a draft directory, or write it again.
 
     config.json is removed first and written last, so that a directory with a config is complete. measured.json of other
-    weights is removed. token_map: of a head with a vocabulary of its own, else None.
+    weights is removed. token_map: None if the head drafts all ids, with the target's output matrix.
     """
     directory = Path(directory)
-    wanted = config.own_vocabulary
-    assert (token_map is not None) == wanted, f"an {config.kind} head has {'a' if wanted else 'no'} token map"
+    assert token_map is not None or not config.own_vocabulary, f"an {config.kind} head has a token map"
     tensors = dict(head_state)
     # The writer is as strict as the reader: a head that cannot be read back must not be saved.
     load_strict(empty_head(config), tensors, "the head that is being saved")
@@ -132,7 +132,7 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     stored = read_config(directory)
     config = _config_from(stored, directory)
     tensors = load_tensors(directory / "model.safetensors")
-    if config.own_vocabulary:
+    if config.own_vocabulary or "d2t" in tensors:
         token_map = _token_map_from(tensors, config, directory)
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     else:
@@ -178,10 +178,11 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
             f"{directory}/model.safetensors lacks {', '.join(absent)}: the token map of the draft vocabulary"
         )
     token_map = TokenMap.from_d2t(tensors["d2t"], config.vocab_size)
-    if token_map.size != config.output_size or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
+    rows = config.output_size if config.own_vocabulary else token_map.size
+    if token_map.size != rows or not torch.equal(token_map.t2d, tensors["t2d"].bool()):
         raise WeightsError(
             f"{directory}/model.safetensors: d2t ({token_map.size} ids) and t2d ({int(tensors['t2d'].sum())} ids) and "
-            f"draft_vocab_size {config.output_size} do not describe the same token map"
+            f"draft_vocab_size {rows} do not describe the same token map"
         )
     return token_map
 

@@ -22,6 +22,8 @@ from toolkit.checkpoint.open_head import import_head
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
 from toolkit.targets.facts import TargetFacts
+from toolkit.tokenmap.files import save_freq_list
+from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import atomic_write, save_tensors, write_json
 
 log = get_logger(__name__)
@@ -58,8 +60,9 @@ def export_head(
             _write_own(draft, temporary, facts, hidden)
             back, wanted, added = load_draft(temporary), draft.head.config, {}
         else:
+            draft, map_notes = _without_map(draft, to, temporary, here)
             result = exported(draft, to, facts, shape.chain)
-            notes = result.notes + [one.line for one in draft.resolutions if one.warning]
+            notes = result.notes + map_notes + [one.line for one in draft.resolutions if one.warning]
             result.config = without_paths(result.config, hidden)
             _write(result, temporary)
             back = import_head(read_checkpoint(temporary), facts=facts)
@@ -78,6 +81,18 @@ def export_head(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return launch, notes
+
+
+def _without_map(draft: DraftCheckpoint, to: str, directory: Path, out: str) -> tuple[DraftCheckpoint, list[str]]:
+    """A head with the target's output matrix, without its token map, which is written as freq_N.pt; and notes."""
+    kept = draft.token_map
+    if draft.head.config.own_vocabulary or kept.size == kept.vocab_size:
+        return draft, []
+    note = f"the head was trained on {kept.size} ids; {to} drafts all {kept.vocab_size}"
+    if to == "sglang":
+        save_freq_list(directory / f"freq_{kept.size}.pt", kept)
+        note = f"SGLang drafts the {kept.size} ids of the head with --speculative-token-map {out}/freq_{kept.size}.pt"
+    return replace(draft, token_map=TokenMap.identity(kept.vocab_size)), [note]
 
 
 def _write(result: Exported, directory: Path) -> None:
@@ -104,7 +119,8 @@ def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidd
         # The path exists on this machine alone; a directory that names no target asks for --target.
         meta["target"] = {key: value for key, value in meta["target"].items() if key != "name"}
     meta = without_paths(meta, hidden)
-    token_map = draft.token_map if draft.head.config.own_vocabulary else None
+    cut = draft.head.config.own_vocabulary or draft.token_map.size < draft.token_map.vocab_size
+    token_map = draft.token_map if cut else None
     save_draft(directory, draft.head.state_dict(), draft.head.config, token_map, meta)
     if "measured" in draft.meta:
         write_json(directory / "measured.json", draft.meta["measured"])

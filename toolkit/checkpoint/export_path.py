@@ -12,6 +12,7 @@ from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.launch_lines import Shape
 from toolkit.checkpoint.open_head import open_head
 from toolkit.checkpoint.stitch_native import stitch
+from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.targets.facts import TargetFacts, target_facts
 from toolkit.targets.load import full_name, split_revision
 
@@ -34,7 +35,7 @@ def export_path(
 
     target: org/name@revision, where the head names none or another. shape: levels, branches, nodes for the launch line;
     None: the best measured one, else 3,1,4. settings: how ambiguous settings of a foreign checkpoint are read.
-    hub_name: the hub id that `out` will be pushed to. token_map: a list of ids to write beside a "native" copy.
+    hub_name: the hub id that `out` will be pushed to. token_map: a file of the ids that a "native" copy drafts.
     Returns the head's kind, the launch line, and notes for the user. Raises `ExportError`, `DraftDirError`,
     `TargetError`.
     """
@@ -65,7 +66,11 @@ def _facts(draft: DraftCheckpoint, path: str, target: str | None) -> TargetFacts
 def _shape(text: str | None, draft: DraftCheckpoint) -> Shape:
     """The shape asked for, else the best measured one, else the default."""
     measured: Any = draft.meta.get("measured") or {}
-    words = (text or measured.get("best_shape") or DEFAULT_SHAPE).split(",")
+    named = text or measured.get("best_shape") or DEFAULT_SHAPE
+    words = SHAPE_PRESETS.get(named, named).split(",")
     if len(words) != 3 or not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ExportError(f"`shape` is {','.join(words)}; three whole numbers from 1 are needed, such as 3,1,4")
+        raise ExportError(
+            f"`shape` is {','.join(words)}; three whole numbers from 1 are needed, such as 3,1,4, or "
+            f"{' or '.join(SHAPE_PRESETS)}"
+        )
     return Shape(*(int(word) for word in words))

@@ -110,7 +110,7 @@ def _describe(report: Report, draft: DraftCheckpoint) -> None:
         ("rope", ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items())),
     ]  # fmt: skip
     own = f"{draft.token_map.size:,} of {draft.token_map.vocab_size:,} ids"
-    shared = f"the target's own {config.vocab_size:,} ids and output matrix"
+    shared = f"{own}, with the target's output matrix"
     report.rows.append(("draft vocabulary", own if config.own_vocabulary else shared))
     ids, needs = config.features.aux_layer_ids, ""
     if ids is not None:

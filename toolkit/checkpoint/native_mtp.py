@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,17 @@ from toolkit.heads.head_config import HeadError
 from toolkit.heads.mtp import LLAMA_LIKE, MtpConfig, MtpHead
 from toolkit.heads.native_families import OTHERS, NativeFamily, at, family_of
 from toolkit.log import get_logger
-from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, target_facts, tensor_names
+from toolkit.targets.facts import (
+    NATIVE_MTP_KEYS,
+    TargetFacts,
+    read_tensors,
+    stated_config,
+    target_facts,
+    target_file,
+    tensor_names,
+)
 from toolkit.targets.target import Target
+from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, read_json
 
@@ -111,17 +119,22 @@ def load_native(target: Target, facts: TargetFacts, found: NativeModules) -> Dra
         head.kv_sizes()
     except HeadError as error:
         raise DraftDirError(f"{what} cannot be used: {error}; decode without it (`draft` none)") from error
+    record = target_file(facts.source, facts.revision, STITCHED)
+    stitched = {} if record is None else read_json(record)
     meta = {
         "target": {"name": facts.name, "revision": facts.revision, "fingerprint": target.fingerprint},
-        "native": {"family": family.title, "modules": count, "trained_steps": _trained_steps(facts) or count},
+        "native": {"family": family.title, "modules": count, "trained_steps": stitched.get("trained_steps") or count},
     }
-    return DraftCheckpoint(head=head, token_map=TokenMap.identity(target.vocab_size), meta=meta)
+    return DraftCheckpoint(head=head, token_map=_token_map(facts, stitched, target.vocab_size), meta=meta)
 
 
-def _trained_steps(facts: TargetFacts) -> int | None:
-    """The steps of the training that a copy with a tuned module is the result of (`stitch_native.py`)."""
-    path = Path(facts.source) / STITCHED
-    return read_json(path).get("trained_steps") if path.is_file() else None
+def _token_map(facts: TargetFacts, stitched: Mapping[str, Any], vocab_size: int) -> TokenMap:
+    """The ids that a tuned module drafts: those of the list beside it, else all."""
+    name = stitched.get("token_map")
+    path = None if name is None else target_file(facts.source, facts.revision, name)
+    if name is not None and path is None:
+        raise DraftDirError(f"{facts.name} lacks {name}, which its {STITCHED} names; copy the target again")
+    return TokenMap.identity(vocab_size) if path is None else load_freq_list(path, vocab_size)
 
 
 def quantised_names(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -185,10 +198,15 @@ def _layer_state(config: MtpConfig, tensors: dict[str, Tensor], what: str) -> di
     tensors: by names of the published checkpoints, "layers.0.mlp.experts.0.up_proj.weight".
     """
     assert config.layer_config is not None, "the layers are of a family's class"
-    model = family_model(config.layer_config)
-    body = model.base_model_prefix
+    with torch.device("meta"):
+        model = family_model(config.layer_config)
+    body, dtype = model.base_model_prefix, next(iter(tensors.values())).dtype
     # from_pretrained wants a whole model: what is not a layer is filled.
-    whole = {name: value for name, value in model.state_dict().items() if not name.startswith(f"{body}.layers.")}
+    whole = {
+        name: torch.zeros(value.shape, dtype=dtype)
+        for name, value in model.state_dict().items()
+        if not name.startswith(f"{body}.layers.")
+    }
     whole |= {f"{body}.{name}": value for name, value in tensors.items()}
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.

@@ -40,9 +40,10 @@ def stitch(
 ) -> tuple[str, list[str]]:
     """Write the head into a copy of the target, the new folder `out`. Returns a launch line and notes for the user.
 
-    token_map: a list of ids that is copied beside it as freq_N.pt, for SGLang. Raises `ExportError` for a head that is
-    not in the form of the target's family, a quantised module, an existing `out`, and when the copy does not read back
-    as the same head; then nothing is left behind. Raises TargetError for a target without safetensors weights.
+    token_map: a file of the ids to draft, written beside it as freq_N.pt; None: those of the draft. Raises TargetError
+    for a target without safetensors weights, and `ExportError` for a head that is not in the form of the target's
+    family, a quantised module, an existing `out`, and when the copy does not read back as the same head; then nothing
+    is left behind.
     """
     out = Path(out)
     if out.exists():
@@ -67,10 +68,14 @@ def stitch(
         if found is None:
             _add(temporary, files, tensors, draft, family)
         notes = _notes(draft, facts, str(out.resolve()), shape)
-        if token_map is not None:
-            kept = load_freq_list(token_map, facts.vocab_size)
-            save_freq_list(temporary / f"freq_{kept.size}.pt", kept)
-            notes.append(f"SGLang drafts these ids with --speculative-token-map {out / f'freq_{kept.size}.pt'}")
+        kept = draft.token_map if token_map is None else load_freq_list(token_map, facts.vocab_size)
+        map_file = f"freq_{kept.size}.pt" if kept.size < kept.vocab_size else None
+        if map_file is not None:
+            save_freq_list(temporary / map_file, kept)
+            notes.append(
+                f"toolkit drafts the {kept.size} ids in {map_file}; SGLang does with --speculative-token-map "
+                f"{out / map_file}"
+            )
         _check(draft, family, temporary, facts, tensors)
         hashes = {path.name: sha256_file(path) for path in sorted(temporary.glob("*.safetensors"))}
         untouched = sorted(name for name in weights - changed)
@@ -81,6 +86,7 @@ def stitch(
             "target": {"name": facts.name, "revision": facts.revision},
             "family": family.title,
             "trained_steps": (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps"),
+            "token_map": map_file,
             "tensors": sorted(tensors),
             "other_tensors": len(files.keys() - tensors.keys()),
             "files_copied": untouched,

@@ -33,10 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         metavar="S,K,N",
         help="draft shape of the launch line: levels, branches, nodes with the root (default: the best measured one, "
-        "else 3,1,4)",
+        "else 3,1,4); or mtp-3, mtp-4",
     )
     parser.add_argument(
-        "--token-map", metavar="FILE", help="with --to native: ids that SGLang drafts, written beside it as freq_N.pt"
+        "--token-map",
+        metavar="FILE",
+        help="with --to native: ids to draft, written beside it as freq_N.pt (default: the head's)",
     )
     parser.add_argument(
         "--set",

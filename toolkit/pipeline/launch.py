@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.recipe import REPOSITORY
+from toolkit.recipe_fields import HeadName
 from toolkit.threads import physical_cores
-from toolkit.train_settings import HeadName, TrainSettings
+from toolkit.train_settings import TrainSettings
 
 ACCELERATE_CONFIG = REPOSITORY / "recipes" / "accelerate" / "zero2.yaml"
 TRAIN_SCRIPTS = REPOSITORY / "toolkit" / "train"  # one for each kind of head

@@ -11,7 +11,7 @@ from toolkit.errors import exit_status
 from toolkit.pipeline.prerequisites import bring_up_to_date
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP
 from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe
-from toolkit.train_settings import HeadName
+from toolkit.recipe_fields import HeadName
 
 
 def train_from_command_line(head: HeadName, argv: Sequence[str] | None) -> int:

@@ -93,15 +93,15 @@ def bare_facts(name: str, revision: str | None = None) -> TargetFacts:
 
 def is_sharded(facts: TargetFacts) -> bool:
     """Whether the safetensors weights have an index. Raises `TargetError` when the hub cannot be reached."""
-    return _file(facts.source, facts.revision, INDEX) is not None
+    return target_file(facts.source, facts.revision, INDEX) is not None
 
 
 def tensor_names(facts: TargetFacts) -> dict[str, str]:
     """Name -> file of each tensor of the target's safetensors weights. Raises `TargetError` without such weights."""
-    index = _file(facts.source, facts.revision, INDEX)
+    index = target_file(facts.source, facts.revision, INDEX)
     if index is not None:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    single = _file(facts.source, facts.revision, SINGLE)
+    single = target_file(facts.source, facts.revision, SINGLE)
     if single is None:
         raise TargetError(f"target {facts.name} has neither {SINGLE} nor {INDEX}; safetensors weights are needed")
     with _opened(single) as weights:
@@ -129,7 +129,7 @@ def read_tensors(facts: TargetFacts, names: Iterable[str]) -> dict[str, torch.Te
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for file, own in by_file.items():
-        path = _file(facts.source, facts.revision, file)
+        path = target_file(facts.source, facts.revision, file)
         if path is None:
             raise TargetError(f"target {facts.name} lacks {file}, which its index lists; download it again")
         with _opened(path) as weights:
@@ -139,14 +139,14 @@ def read_tensors(facts: TargetFacts, names: Iterable[str]) -> dict[str, torch.Te
 
 def stated_config(name: str, revision: str | None = None) -> dict[str, Any]:
     """The text model's part of config.json, without the defaults of transformers. Raises `TargetError`."""
-    path = _file(name, revision, CONFIG)
+    path = target_file(name, revision, CONFIG)
     if path is None:
         raise TargetError(f"target {name} has no {CONFIG}; a Hugging Face model directory or hub id is needed")
     stated = read_json(path)
     return {**stated, **(stated.get("text_config") or {})}
 
 
-def _file(source: str, revision: str | None, name: str) -> Path | None:
+def target_file(source: str, revision: str | None, name: str) -> Path | None:
     """The path of a target's file, downloaded if `source` is a hub id; None when the target has no such file."""
     if Path(source).is_dir():
         path = Path(source) / name

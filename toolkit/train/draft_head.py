@@ -34,7 +34,7 @@ log = get_logger(__name__)
 class HeadPlan:
     """What is fixed about a head before it has weights.
 
-    token_map: the ids that the head's logits cover; all target ids if the head uses the target's output matrix.
+    token_map: the ids that the head is trained on and drafts.
     aux_layer_ids: the layers whose inputs the head reads. None: it reads the last hidden state, after the final norm.
     """
 
@@ -63,7 +63,8 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
             f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy; lower "
             "it, or set train.head.init=random"
         )
-    return HeadPlan(config, token_map if config.own_vocabulary else TokenMap.identity(target.vocab_size), ids)
+    whole = settings.head.whole_vocabulary
+    return HeadPlan(config, TokenMap.identity(target.vocab_size) if whole else token_map, ids)
 
 
 def _native_config(settings: TrainSettings, target: Target) -> HeadConfig:
@@ -106,7 +107,10 @@ def start_head(
     head = build_head(plan.config).to(target.device)
     own_vocabulary = plan.config.own_vocabulary
     if not own_vocabulary:
-        log.info("the head uses the target's output matrix and full vocabulary: the run's token map is not used")
+        log.info(
+            "the head uses %s rows of the target's output matrix (train.head.vocabulary)",
+            "all" if settings.head.whole_vocabulary else f"the token map's {plan.token_map.size}",
+        )
     if batches is None:
         initialise_random(head, seed)
     else:

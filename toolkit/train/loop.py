@@ -290,7 +290,7 @@ class Trainer:
 
     def _finish(self, position: Position) -> Path:
         ckpt = self.directory.parent / "ckpt"
-        token_map = self.plan.token_map if self.plan.config.own_vocabulary else None
+        token_map = None if self.settings.head.whole_vocabulary else self.plan.token_map
         if self.accelerator.is_main_process:
             best = load_tensors(best_path(self.directory, position.best_step))
             meta = training_record(self.settings, self.recipe.seed, self.target, position, len(self.data.train))

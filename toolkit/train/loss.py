@@ -18,9 +18,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from toolkit.recipe_fields import LossName
 from toolkit.train.gpu_kernels import gpu_kernels
 from toolkit.train.teacher import TeacherRows
-from toolkit.train_settings import LossName
 
 Tensor = torch.Tensor
 

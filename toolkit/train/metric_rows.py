@@ -17,6 +17,7 @@ import torch
 from toolkit.train.forecast import Forecast
 from toolkit.train.forecast_check import ReplayedForecasts
 from toolkit.train.real_acceptance import RealAcceptance
+from toolkit.train.trained_head import step_weights
 from toolkit.train_settings import TrainSettings
 
 # Keys of `step_row` that depend on the machine: two runs of one recipe differ in them.
@@ -56,13 +57,13 @@ def step_row(
 ) -> dict[str, Any]:
     """The row of one optimizer step.
 
-    loss: sum of step_decay^k * loss_by_step[k]. accuracy_by_step: share of right predictions at step k.
+    loss: sum of `step_weights`[k] * loss_by_step[k]. accuracy_by_step: share of right predictions at step k.
     conditional_accuracy_by_step: the same over chains whose earlier predictions are all right; null without any.
     coverage: share of the supervised tokens that are in the draft vocabulary. seconds: by part of the step. grad_norm:
     null under Muon, because DeepSpeed reports the norm of the orthogonalised updates there, not of the gradients.
     """
     tokens, step_seconds = int(sums.supervised[0]), seconds["step"]
-    weights = settings.unroll.step_decay ** torch.arange(len(sums.loss))
+    weights = step_weights(settings.head.kind, settings.unroll.step_decay, len(sums.loss))
     reached, passed = sums.reached.tolist(), sums.passed.tolist()
     muon = settings.optimizer.name == "muon"
     return {

@@ -11,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.head_kinds import HEAD_KINDS
 from toolkit.heads.draft_head import DraftHead, Project
+from toolkit.recipe_fields import LossName
 from toolkit.train.loss import DraftLoss, best_tokens
 from toolkit.train.supervision import Supervision
 from toolkit.train.teacher import SharedMatrix, TeacherRows
 from toolkit.train.ttt import unroll
-from toolkit.train_settings import LossName
 
 
 class TrainedHead(nn.Module):
-    """A head with the steps of training-time test. Step k has weight step_decay^k; `loss` names the loss.
+    """A head with the steps of training-time test. `step_weights` are those of its steps; `loss` names the loss.
 
     output: the output matrix for a head without one of its own. The loss of a row is token_weight times the named loss
     plus feature_weight times the smooth L1 distance (mean over H) of the head's state to the target's last hidden state
@@ -59,7 +60,7 @@ class TrainedHead(nn.Module):
         """Unroll the head, and compute loss and hits.
 
         draft_choice [M]: the right token as a draft id (the teacher's argmax, or the rollout's token), -1 if the draft
-        vocabulary lacks it. The loss is sum_k decay^k * (sum of row losses) / denominators[k]; without a teacher it is
+        vocabulary lacks it. The loss is sum_k weight_k * (sum of row losses) / denominators[k]; without a teacher it is
         0, and only the hits are computed.
         Returns (loss, loss by step [K], hits by step: K tensors [S] bool, whether the head's argmax is right).
         """
@@ -83,7 +84,7 @@ class TrainedHead(nn.Module):
             return embeds.new_zeros(()), embeds.new_zeros(count), list((best == choice).split(counts))
         assert denominators is not None, "a loss needs its denominators"
         kept = teacher.kept[rows]
-        weights = self.step_decay ** torch.arange(count, device=kept.device) / denominators
+        weights = step_weights(self.head.config.kind, self.step_decay, count).to(kept.device) / denominators
         factor = torch.repeat_interleave(weights, torch.tensor(counts, device=kept.device), output_size=len(rows))
         if supervision.shares is not None:
             factor = factor * torch.cat(supervision.shares)
@@ -102,6 +103,13 @@ class TrainedHead(nn.Module):
     def score(self, states: torch.Tensor, project: Project) -> Any:
         """`project` of states [N, H], as the unroll yields them, with the output matrix."""
         return self.head.logits(states, project) if self.output is None else self.output.score(states, project)
+
+
+def step_weights(kind: str, decay: float, count: int) -> torch.Tensor:
+    """The weights [count] of the losses of `count` steps: decay^k; for MTP divided by their sum (FastMTP, arXiv
+    2509.18362, equation 2)."""
+    weights = decay ** torch.arange(count)
+    return weights / weights.sum() if HEAD_KINDS[kind].normalised_steps else weights
 
 
 def _distances(states: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

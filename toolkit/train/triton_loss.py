@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.train_settings import LossName
+from toolkit.recipe_fields import LossName
 
 BLOCK = 4096  # scores of one load
 WARPS = 16  # with fewer, the registers cannot hold the sums of a block

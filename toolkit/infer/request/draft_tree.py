@@ -17,10 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.infer.request.errors import DraftShapeError
-
-# SGLang's settings for MTP modules (lmsys.org/blog/2025-07-17-mtp): windows of 3 and 4 tokens, top-k 1.
-PRESETS = {"mtp-3": "2,1,3", "mtp-4": "3,1,4"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,11 @@ class DraftShape:
     @classmethod
     def parse(cls, text: str) -> DraftShape:
         """Parse "num_steps,top_k,num_draft_tokens", e.g. "4,1,5" (a chain of 4) or "5,4,16" (a tree), or a preset."""
-        parts = PRESETS.get(text, text).split(",")
+        parts = SHAPE_PRESETS.get(text, text).split(",")
         if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
             raise DraftShapeError(
                 f'draft shape "{text}": three numbers num_steps,top_k,num_draft_tokens are needed, e.g. 4,1,5, or '
-                f"{' or '.join(PRESETS)}"
+                f"{' or '.join(SHAPE_PRESETS)}"
             )
         return cls(*(int(part) for part in parts))
 
