@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.train.forecast import chain_depths, replay, summarise_replays
+from toolkit.bench.replay import summarise_replays
+from toolkit.train.forecast import chain_depths, replay
 
 
 def test_replay_by_hand():

@@ -14,10 +14,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
+from toolkit.bench.replay import summarise_replays
 from toolkit.data.batches import Example, collate
 from toolkit.heads.head_config import HeadConfig
 from toolkit.log import get_logger
-from toolkit.train.forecast import summarise_replays
 from toolkit.train.forecast_check import ReplayedForecasts, explain_gap
 from toolkit.train.head_snapshot import Weights, as_draft, gathered_weights, head_of, in_dtype
 from toolkit.train.metric_rows import forecast_row, real_row

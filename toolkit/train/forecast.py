@@ -8,31 +8,9 @@ answer's end cuts short are left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-
-from toolkit.bench.bootstrap import ratio_interval
-from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.request import VerifyEvent
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """accept_length of a chain of `num_steps` with its 95 % bootstrap interval over rollouts.
-
-    accept_length: None without verify steps. interval: None if fewer than two rollouts have verify steps.
-    accept_rate[i]: conditional, the share of the verify steps that accepted depth i and also accepted depth i+1; None
-    if no step accepted depth i.
-    """
-
-    accept_length: float | None
-    interval: tuple[float, float] | None
-    accept_rate: list[float | None]
-    verify_steps: int
-    num_steps: int
 
 
 def chain_depths(hits: Sequence[torch.Tensor], roots: Sequence[torch.Tensor], positions: int) -> torch.Tensor:
@@ -86,21 +64,3 @@ def replay(depth: Sequence[int], response: Sequence[bool]) -> list[int]:
             root += right + 1
         start = end
     return accepted
-
-
-def summarise_replays(per_rollout: Sequence[Sequence[int]], num_steps: int) -> Forecast:
-    """Pool the verify steps of all rollouts; counted as the engine counts its steps."""
-    events = [
-        VerifyEvent(num_steps, num_steps, accepted, accepted + 1, False, 0.0, 0.0, 0.0, 1)
-        for steps in per_rollout
-        for accepted in steps
-    ]
-    stats = summarise(events)
-    tokens = [sum(steps) + len(steps) for steps in per_rollout]
-    return Forecast(
-        accept_length=stats.accept_length if events else None,
-        interval=ratio_interval(tokens, [len(steps) for steps in per_rollout]),
-        accept_rate=[None if math.isnan(rate) else rate for rate in stats.accept_rate],
-        verify_steps=stats.verify_steps,
-        num_steps=num_steps,
-    )

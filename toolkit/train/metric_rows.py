@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from toolkit.train.forecast import Forecast
+from toolkit.bench.replay import Forecast
 from toolkit.train.forecast_check import ReplayedForecasts
 from toolkit.train.real_acceptance import RealAcceptance
 from toolkit.train.trained_head import step_weights

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from toolkit.bench.replay import Forecast, summarise_replays
 from toolkit.data.batches import Batch
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.features import OnlineFeatures, StoredFeatures
-from toolkit.train.forecast import Forecast, chain_depths, chained_counts, replay, summarise_replays
+from toolkit.train.forecast import chain_depths, chained_counts, replay
 from toolkit.train.step_clock import StepClock
 from toolkit.train.supervision import Supervision, plan_supervision
 from toolkit.train.teacher import Teacher

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, DraftRanks
+from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
@@ -213,7 +213,7 @@ def _least_price(batch: int) -> float:
     return max(LEAST_PRICE, _margin(batch) - 1)
 
 
-class AdaptiveDrafter(Drafter):
+class AdaptiveDrafter(WrappedDrafter):
     """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
 
     A round lasts from propose to observe, when the target's choices have reached the host. The engine's work between
@@ -221,7 +221,7 @@ class AdaptiveDrafter(Drafter):
     """
 
     def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._clock = clock
         self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
         self.set_shape(shape)
@@ -236,18 +236,8 @@ class AdaptiveDrafter(Drafter):
         self._shape, self.chooser = shape, self._make_chooser(shape)
         self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
 
-    @property
-    def lookahead(self) -> int:
-        return self.inner.lookahead
-
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return self.inner.reach(shape, skips=True)
-
-    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
-        self.inner.admit(first_row, requests, tokens)
-
-    def positions_read(self, row: int, request: Request) -> int:
-        return self.inner.positions_read(row, request)
 
     def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         self._round = None
@@ -283,9 +273,3 @@ class AdaptiveDrafter(Drafter):
         self._round = None
         ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
         self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed)
-
-    def move_row(self, destination: int, source: int) -> None:
-        self.inner.move_row(destination, source)
-
-    def close(self) -> None:
-        self.inner.close()

@@ -114,3 +114,44 @@ class NoDrafter(Drafter):
 
     def set_shape(self, shape: DraftShape) -> None:
         raise EngineError(f"draft shape {shape.name} is given, but the engine has no draft head; give it one")
+
+
+class WrappedDrafter(Drafter):
+    """A drafter that passes every call on to `inner`; subclasses change some."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def lookahead(self) -> int:
+        return self.inner.lookahead
+
+    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
+        return self.inner.reach(shape, skips=skips)
+
+    def admit(self, first_row: int, requests: Sequence[Request], tokens: int) -> None:
+        self.inner.admit(first_row, requests, tokens)
+
+    def positions_read(self, row: int, request: Request) -> int:
+        return self.inner.positions_read(row, request)
+
+    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return self.inner.propose(requests, rows)
+
+    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
+        return self.inner.skip(requests, rows)
+
+    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
+        return self.inner.probe(requests, rows, width)
+
+    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
+        self.inner.observe(requests, result)
+
+    def move_row(self, destination: int, source: int) -> None:
+        self.inner.move_row(destination, source)
+
+    def set_shape(self, shape: DraftShape) -> None:
+        self.inner.set_shape(shape)
+
+    def close(self) -> None:
+        self.inner.close()

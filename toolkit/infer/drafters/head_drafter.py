@@ -29,7 +29,7 @@ from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.beams import draft_beams, rerank
 from toolkit.infer.drafters.draft_rollout import DraftRollout, shadow_ranks
-from toolkit.infer.drafters.draft_sampling import DraftSampling, Draws, draft_sampling_for
+from toolkit.infer.drafters.draft_sampling import BestTokens, DraftSampling, Draws, draft_sampling_for
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, unread_tokens
 from toolkit.infer.drafters.drafting_head import DraftingHead, DraftInputs, HeadReader
 from toolkit.infer.kernels.tree_reference import Followed
@@ -222,6 +222,23 @@ class HeadDrafter(Drafter):
             tree = rerank(rows.roots, *found, kept, shape.num_steps)
         self._finish(nodes)
         return tree
+
+    def candidates(self, requests: Sequence[Request], rows: RoundRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns all candidates of the drafter's shape below each root, before the best of them become a tree.
+
+        tokens, parents, scores [B, C], as of `draft_beams`; those of a chain have falling scores. The head reads as in
+        propose. Rows without drafts have candidates without a meaning.
+        """
+        nodes = self._read_unread(rows, max(self.unread[: len(requests)]), room_for(self.shape))
+        if self.shape.is_chain:
+            tokens = self._draft_chain(nodes, self.shape, BestTokens())
+            number = torch.arange(self.shape.num_steps, device=self._device).expand_as(tokens)
+            parents, scores = number - 1, -number.float()
+        else:
+            tokens, parents, _, scores = draft_beams(nodes, self.shape, None, self.to_target)
+        self._finish(nodes)
+        self._note_read(requests)
+        return tokens, parents, scores
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
         """Returns roots only. The head reads the unread positions when a row has CATCH_UP of them."""

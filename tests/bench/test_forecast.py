@@ -1,0 +1,98 @@
+"""The forecast of every shape is what the engine accepts with it, step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.test_parity import _batch
+from toolkit.bench.answers import Sampling
+from toolkit.bench.forecast import forecast_surface, largest_shape, shapes_of
+from toolkit.bench.prompts import Prompt
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.candidate_recorder import NEVER, nodes_needed
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.train.draft_head import plan_head, start_head, trained_head
+from toolkit.train.step import TargetSide, micro_step, supervised_counts
+from toolkit.train_settings import HeadSettings, TrainSettings, UnrollSettings
+
+PROMPTS = [
+    Prompt("1", "writing", ("write short stories about rivers",)),
+    Prompt("2", "math", ("count seven apples", "and numbers")),
+    Prompt("3", "math", ("the weather in spring",)),
+]
+STEPS, TOKENS = 3, 20
+SHAPES = {1: largest_shape(1, 5, 99), 2: largest_shape(2, 4, 12), 3: largest_shape(3, 3, 20)}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_target):
+    """An MTP head that has learned the target's answers, so that deep drafts are accepted."""
+    config = EngineConfig(max_running_requests=4)
+    sampling = Sampling(TOKENS, 0.0, 3)
+    texts = forecast_surface(tiny_target, None, PROMPTS, (), sampling, config).references
+    batch = _batch([list(one.question.prompt_ids) for one in texts], [list(one.output_ids) for one in texts])
+    settings = TrainSettings(head=HeadSettings(kind="mtp", init="copied"), unroll=UnrollSettings(ttt_steps=STEPS))
+    plan = plan_head(settings, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+    side = TargetSide(tiny_target, plan.token_map, plan.aux_layer_ids, "fp32")
+    model = trained_head(plan, settings, start_head(plan, settings, tiny_target, 0, ()), side.teacher)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    counts = supervised_counts(batch, STEPS, 0)
+    for _ in range(25):
+        loss, *_ = micro_step(model, side, batch, counts, STEPS, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    side.capture.remove()
+    return DraftCheckpoint(head=model.head.eval().requires_grad_(False), token_map=plan.token_map)
+
+
+def accepted_by_engine(target, draft, surface, shape: DraftShape) -> list[list[int]]:
+    engine = Engine(target, draft, shape)
+    requests = [engine.generate([list(one.question.prompt_ids)], one.question.params)[0] for one in surface.references]
+    engine.close()
+    assert [tuple(one.output_ids) for one in requests] == [one.output_ids for one in surface.references]
+    return [[event.accepted for event in one.events if not event.truncated] for one in requests]
+
+
+@pytest.mark.parametrize(("head", "temperature", "batch"), [("eagle3", 0.0, 3), ("mtp", 0.0, 2), ("mtp", 0.03, 2)])
+def test_every_shape_is_forecast_as_the_engine_accepts_it(head, temperature, batch, trained, tiny_target, tiny_draft):
+    """Chains and trees, several turns, greedy and with seeds. Fails if a level, a rank or a jump is off by one."""
+    target, draft = tiny_target, trained if head == "mtp" else tiny_draft
+    config = EngineConfig(max_running_requests=batch)
+    sampling = Sampling(max_tokens=TOKENS, temperature=temperature, seed=3)
+    surface = forecast_surface(target, draft, PROMPTS, SHAPES.values(), sampling, config)
+    assert surface.differing == 0 and len(surface.references) == 4
+    shapes = surface.shapes()
+    assert len(shapes) >= 20 or head == "mtp"
+    lengths = set()
+    for shape in shapes if head == "eagle3" or temperature else shapes[::2]:
+        forecast = [answer.accepted(shape) for answer in surface.answers[shape.top_k]]
+        assert forecast == accepted_by_engine(target, draft, surface, shape), shape
+        of_shape = surface.forecast(shape)
+        assert of_shape.verify_steps == sum(map(len, forecast))
+        lengths.add(of_shape.accept_length)
+    if head == "mtp":
+        assert max(lengths) > 1.3 and len(lengths) > 5, "the head agrees often, so that shapes differ"
+
+
+def test_nodes_that_a_tree_needs():
+    """Two levels of two beams: 5 then 7 below the root; below 5: 6 and 7; below 7: 8 and 9."""
+    tokens, parents = np.array([5, 7, 6, 7, 8, 9]), np.array([-1, -1, 0, 0, 1, 1])
+    scores = np.array([-0.1, -2.0, -0.5, -3.0, -2.0, -2.5])
+    # 7 at level 1 is second of level 1 and third of both levels; on the tie with 8 below it, it comes first.
+    assert nodes_needed(tokens, parents, scores, [7, 8, 1], 2, 2).tolist() == [[3, 4], [NEVER, 5]]
+    assert nodes_needed(tokens, parents, scores, [5, 6], 2, 2).tolist() == [[2, 2], [NEVER, 3]]
+    assert nodes_needed(tokens, parents, scores, [6], 2, 2).min() == NEVER
+    assert nodes_needed(tokens, parents, scores, [], 2, 2).min() == NEVER
+
+
+def test_shapes_use_their_depth():
+    """A tree has more nodes than the chain of its depth, and no more than its levels offer."""
+    shapes = shapes_of(2, DraftShape(3, 2, 11))
+    assert [one.as_text() for one in shapes] == ["1,2,3", "2,2,4", "2,2,6", "3,2,6", "3,2,8"]
+    assert [one.as_text() for one in shapes_of(1, DraftShape.chain(2))] == ["1,1,2", "2,1,3"]

@@ -1,0 +1,166 @@
+"""Forecast accept_length of any draft shape, without drafting in it.
+
+The target answers the prompts plainly. For each top_k a second pass over the same answers drafts the largest tree after
+every token and keeps what each smaller tree would have accepted there (`candidate_recorder.py`). Replaying the jumps
+root -> root + accepted + 1 then gives the verify steps of the engine, shape by shape:
+
+    answer        A0  A1  A2  A3  A4      A0 comes from the prefill
+    root          A0 --accepts 1--> A2 --accepts 0--> A3 ...       each step commits accepted + 1 tokens
+
+At temperature 0 the replay is what the engine does. Above 0 it is too with `verify` target, whose draws depend on seed
+and position only; the interval shows how far other seeds and prompts may lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from toolkit.bench.answers import LoggedAnswer, Sampling
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.replay import Forecast, summarise_replays
+from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.candidate_recorder import Array, CandidateRecorder
+from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.targets.target import Target
+
+TOP_KS, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8), 8, 64  # the surface by default
+NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # num_draft_tokens of the trees in tables and searches
+
+
+@dataclass(frozen=True)
+class ForecastAnswer:
+    """What trees of one top_k would have accepted in one answer.
+
+    prompt: its question_id; turns of one conversation share it. tokens: length of the answer. needed [P, S, S]: see
+    `nodes_needed`.
+    """
+
+    prompt: str
+    tokens: int
+    needed: Array
+
+    def accepted(self, shape: DraftShape) -> list[int]:
+        """Returns the accepted drafts of each complete verify step with this shape.
+
+        A step that the end of the answer cuts short is left out."""
+        depths = (self.needed[:, : shape.num_steps, shape.num_steps - 1] <= shape.num_draft_tokens).sum(axis=1).tolist()
+        steps: list[int] = []
+        root, last = 0, self.tokens - 1
+        while root < len(depths) and root + depths[root] + 1 <= last:
+            steps.append(depths[root])
+            root += depths[root] + 1
+        return steps
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Forecasts of every shape up to `largest`, by top_k.
+
+    references: the answers of plain decoding. differing: answers of the passes that are other ones (near-ties of 16-bit
+    targets); each pass is replayed on its own answers.
+    """
+
+    largest: dict[int, DraftShape]
+    answers: dict[int, list[ForecastAnswer]]
+    references: list[LoggedAnswer]
+    differing: int
+
+    def forecast(self, shape: DraftShape) -> Forecast:
+        """Raises KeyError for a top_k without a pass, ValueError for a shape beyond the largest."""
+        if not shape.fits_in(self.largest[shape.top_k]):
+            raise ValueError(f"shape {shape.as_text()} is beyond {self.largest[shape.top_k].as_text()}, the forecast's")
+        by_prompt: dict[str, list[int]] = {}
+        for answer in self.answers[shape.top_k]:
+            by_prompt.setdefault(answer.prompt, []).extend(answer.accepted(shape))
+        return summarise_replays(list(by_prompt.values()), shape.num_steps)
+
+    def shapes(self) -> list[DraftShape]:
+        """Returns all chains, and trees of every depth with the node counts NODES that use their depth."""
+        return [shape for top_k, largest in self.largest.items() for shape in shapes_of(top_k, largest)]
+
+
+def shapes_of(top_k: int, largest: DraftShape) -> list[DraftShape]:
+    """Returns the shapes of one top_k: chains of every depth, or trees that have more nodes than a chain."""
+    depths = range(1, largest.num_steps + 1)
+    if top_k == 1:
+        return [DraftShape.chain(depth) for depth in depths]
+    found = []
+    for depth in depths:
+        most = min(largest.num_draft_tokens, 1 + candidates(depth, top_k))
+        found += [DraftShape(depth, top_k, nodes) for nodes in NODES if depth + 1 < nodes <= most]
+    return found
+
+
+def largest_shape(top_k: int, num_steps: int, num_draft_tokens: int) -> DraftShape:
+    """Returns the largest shape of one top_k within these limits."""
+    if top_k == 1:
+        return DraftShape.chain(num_steps)
+    return DraftShape(num_steps, top_k, min(num_draft_tokens, 1 + candidates(num_steps, top_k)))
+
+
+def forecast_surface(
+    target: Target,
+    draft: DraftCheckpoint,
+    prompts: Sequence[Prompt],
+    largest: Iterable[DraftShape],
+    sampling: Sampling,
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Surface:
+    """Answer the prompts, then draft the largest tree of each top_k at every position.
+
+    largest: a shape for each top_k. config: max_running_requests and torch_compile are read. on_progress(done, total):
+    counts answers of all passes. Raises the errors of `build_engine` and `run_side_by_side`.
+    """
+    shapes = {shape.top_k: shape for shape in largest}
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    batch, total = config.max_running_requests, sum(len(one.turns) for one in prompts) * (1 + len(shapes))
+    tell = (lambda done, _: on_progress(done, total)) if on_progress is not None else None
+    with closing(build_engine(config, target).engine) as engine:
+        rounds = run_side_by_side(
+            [Mode(engine, None)], target.tokenizer, prompts, sampling, batch=batch, warmup=0, on_progress=tell
+        )
+    references = [answer for one in rounds for answer in one.answers]
+    found: dict[int, list[ForecastAnswer]] = {}
+    differing = 0
+    for done, (top_k, shape) in enumerate(shapes.items(), start=1):
+        answers = _pass(target, draft, shape, references, config, batch)
+        found[top_k] = [forecast for forecast, _ in answers]
+        differing += sum(tokens != one.output_ids for (_, tokens), one in zip(answers, references, strict=True))
+        if tell is not None:
+            tell((done + 1) * len(references), total)
+    return Surface(shapes, found, references, differing)
+
+
+def _pass(
+    target: Target,
+    draft: DraftCheckpoint,
+    shape: DraftShape,
+    references: Sequence[LoggedAnswer],
+    config: EngineConfig,
+    batch: int,
+) -> list[tuple[ForecastAnswer, tuple[int, ...]]]:
+    """Returns the forecast of every answer with its tokens."""
+    with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
+        assert isinstance(engine.drafter, HeadDrafter), "a head is forecast"
+        engine.drafter = recorder = CandidateRecorder(engine.drafter)
+        found = []
+        for start in range(0, len(references), batch):
+            group = references[start : start + batch]
+            prompts = [list(one.question.prompt_ids) for one in group]
+            requests = engine.generate(prompts, [one.question.params for one in group])
+            for one, request in zip(group, requests, strict=True):
+                tokens = tuple(request.output_ids)
+                found.append(
+                    (
+                        ForecastAnswer(one.question.prompt.question_id, len(tokens), recorder.needed(request)),
+                        tokens,
+                    )
+                )
+    return found
