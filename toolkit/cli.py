@@ -24,6 +24,7 @@ COMMANDS = (
     "build-token-map",
     "train",
     "bench",
+    "forecast",
     "report",
     "inspect",
     "export",

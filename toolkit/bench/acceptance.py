@@ -116,8 +116,8 @@ def measure_acceptance(
         command or command_line(),
         settings,
         **tabulate(rounds, shapes, target, temperature, **judged),
-        target=_describe_target(target),
-        draft=_describe_draft(draft),
+        target=describe_target(target),
+        draft=describe_draft(draft),
         definitions=DEFINITIONS,
     )
 
@@ -189,15 +189,15 @@ def _resume_log(
     made_of = {
         "settings": settings,
         "prompts": [asdict(prompt) for prompt in prompts],
-        "target": _describe_target(target),
-        "draft": {**_describe_draft(draft), "path": None},  # a run folder may be moved
+        "target": describe_target(target),
+        "draft": {**describe_draft(draft), "path": None},  # a run folder may be moved
         "hardware": hardware(),
         "versions": versions(),
     }
     return ResumeLog(path, made_of)
 
 
-def _describe_target(target: Target) -> dict[str, Any]:
+def describe_target(target: Target) -> dict[str, Any]:
     return {
         "name": target.name,
         "revision": target.revision,
@@ -209,7 +209,7 @@ def _describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def _describe_draft(draft: Draft) -> dict[str, Any]:
+def describe_draft(draft: Draft) -> dict[str, Any]:
     if not isinstance(draft, DraftCheckpoint):
         return {"path": None, "head": draft.kind, "max_n": draft.max_n, "min_n": draft.min_n}
     aux_layer_ids = getattr(draft.head.config, "aux_layer_ids", None)

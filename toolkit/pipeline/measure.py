@@ -18,6 +18,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
 from toolkit.pipeline.run_target import prompts_and_shapes
@@ -98,7 +99,7 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
             prompts,
             shapes,
             adaptive=wanted.adaptive,
-            prompts_from="built-in" if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts),
+            prompts_from=prompts_from(wanted),
             limit=wanted.limit,
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,

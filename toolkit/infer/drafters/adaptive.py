@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
-from toolkit.infer.drafters.step_costs import Arm, StepCosts
+from toolkit.infer.drafters.step_costs import Arm, ArmTime, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
@@ -72,12 +72,13 @@ def smaller_shapes(most: DraftShape) -> list[DraftShape]:
 
 
 class AdaptiveShape:
-    """Chooses an arm for every round and learns from its result. most: the largest shape.
+    """Chooses an arm for every round and learns from its result.
 
+    most: the largest shape. known: times that were measured before; without any, the first rounds are plain.
     probe_due: after `choose` returned None, whether this round must probe the head. `probed` takes the probe's ranks.
     """
 
-    def __init__(self, most: DraftShape) -> None:
+    def __init__(self, most: DraftShape, known: Sequence[ArmTime] = ()) -> None:
         self.most = most
         self.shapes = smaller_shapes(most)
         self.widest = max(one.top_k for one in self.shapes)
@@ -93,6 +94,12 @@ class AdaptiveShape:
         self._picked = 0  # the round of the last `_pick`
         self._account: float | None = None  # seconds; None before the first `_pick`
         self._trial_pace: float | None = None  # during a trial: seconds a token of the best arm
+        plain = {one.batch: one for one in known if one.arm is None}
+        for one in known:
+            if one.arm in self.shapes and one.batch in plain:  # each beside a plain round of the same moment
+                self._costs.add(one.batch, None, 0.0, plain[one.batch].verify_s)
+                self._costs.add(one.batch, one.arm, one.draft_s, one.verify_s)
+                self._plain_rounds = FIRST_ROUNDS
         self._expected: tuple[list[Request], dict[Arm, float]] | None = None  # None after the rates changed
 
     def choose(self, requests: Sequence[Request]) -> Arm:
@@ -225,6 +232,10 @@ class AdaptiveDrafter(WrappedDrafter):
         self._clock = clock
         self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
         self.set_shape(shape)
+
+    def start_from(self, known: Sequence[ArmTime]) -> None:
+        """Begins with these times of rounds, measured on this machine, in place of plain rounds and trials."""
+        self.choose_by(lambda most: AdaptiveShape(most, known))
 
     def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
         """Replaces the chooser. make_chooser: returns a chooser for the largest shape."""

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from toolkit.infer.request.draft_tree import DraftShape
 
 Arm = DraftShape | None  # the shape that a round drafts; None: a plain round
 WINDOW = 9  # rounds kept per arm and batch size
 LEVEL_GUESS = 0.1  # estimated time to draft one level, in plain rounds, before any was measured
+
+
+class ArmTime(NamedTuple):
+    """Measured seconds of a round: drafting, and from the end of drafting until the target's choices are known."""
+
+    batch: int
+    arm: Arm
+    draft_s: float
+    verify_s: float
 
 
 class Seconds:

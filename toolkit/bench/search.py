@@ -1,0 +1,161 @@
+"""Find the fastest draft setting for each batch size: a forecast of acceptance times measured step times, confirmed.
+
+    predicted tokens per second = batch * accept_length (forecast.py) / seconds of a round (step_times.py)
+
+The best predictions are then run end to end beside plain and adaptive decoding, and the winner is chosen among these
+by measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from toolkit.bench.answers import ADAPTIVE, PLAIN, Round, Sampling
+from toolkit.bench.forecast import Surface
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.bench.step_times import Parts, StepTimes
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, smaller_shapes
+from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.targets.target import Target
+
+Objective = Literal["tokens-per-s", "itl", "ttft"]
+FINALISTS = 3  # shapes that are run end to end at each batch size
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What users feel of a setting: tokens per second of the batch, and mean seconds between two tokens of a request
+    (itl) and until the first token of a request that arrives during a round (ttft)."""
+
+    tokens_per_s: float
+    itl_s: float
+    ttft_s: float
+
+    def score(self, objective: Objective) -> float:
+        """Higher is better."""
+        return {"tokens-per-s": self.tokens_per_s, "itl": -self.itl_s, "ttft": -self.ttft_s}[objective]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting at one batch size. shape: None for plain decoding. measured: None if it was not run end to end."""
+
+    name: str
+    shape: DraftShape | None
+    accept_length: float
+    parts: Parts | None
+    predicted: Figures | None
+    measured: Figures | None = None
+
+
+def figures(batch: int, accept_length: float, round_s: float, prefill_s: float) -> Figures:
+    """Figures of steady rounds. A new request waits for half a round, in the mean, and is then read."""
+    return Figures(batch * accept_length / round_s, round_s / accept_length, round_s / 2 + prefill_s)
+
+
+def predict(surface: Surface, times: StepTimes) -> list[Candidate]:
+    """Returns plain decoding and every shape of the surface, with predicted figures."""
+    plain_prefill, drafting_prefill = times.prefill_s
+    found = [
+        Candidate(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, plain_prefill)),
+    ]
+    for shape in surface.shapes():
+        length, parts = surface.forecast(shape).accept_length, times.parts(shape)
+        if length is not None:
+            predicted = figures(times.batch, length, parts.round_s, drafting_prefill)
+            found.append(Candidate(shape.as_text(), shape, length, parts, predicted))
+    return found
+
+
+def finalists(candidates: Sequence[Candidate], objective: Objective) -> list[Candidate]:
+    """Returns the best predicted shapes, at most FINALISTS of them, best first."""
+    shapes = [one for one in candidates if one.shape is not None and one.predicted is not None]
+    return sorted(shapes, key=lambda one: one.predicted.score(objective), reverse=True)[:FINALISTS]  # type: ignore[union-attr]
+
+
+def confirm(
+    target: Target,
+    draft: DraftCheckpoint,
+    chosen: Sequence[Candidate],
+    times: StepTimes,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Candidate]:
+    """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
+
+    Adaptive drafting starts from the measured times, as it will be served. Returns them with measured figures.
+    """
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    shapes = [one.shape for one in chosen if one.shape is not None]
+    most = DraftShape.covering(shapes)
+    with ExitStack() as engines:
+
+        def engine(draft: DraftCheckpoint | None, shape: DraftShape | None, adaptive: bool = False) -> Any:
+            own = replace(config, shape=None if shape is None else shape.as_text(), adaptive=adaptive)
+            return engines.enter_context(closing(build_engine(own, target, draft).engine))
+
+        learned = engine(draft, most, adaptive=True)
+        assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
+        learned.drafter.start_from(arm_times(most, times))
+        speculative = engine(draft, shapes[0])
+        modes = [Mode(engine(None, None), None), Mode(learned, most, adaptive=True)]
+        modes += [Mode(speculative, shape) for shape in shapes]
+        rounds = run_side_by_side(
+            modes, target.tokenizer, prompts, sampling, batch=times.batch, warmup=1, on_progress=on_progress
+        )
+    settings = {one.shape.name: one for one in chosen if one.shape is not None}
+    plain = Candidate(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
+    settings |= {PLAIN: plain, ADAPTIVE: Candidate(ADAPTIVE, most, 1.0, None, None)}
+    found = []
+    for mode in modes:
+        own = [one for one in rounds if one.mode == mode.name]
+        measured = measured_figures(own, times.batch)
+        found.append(replace(settings[mode.name], measured=measured, accept_length=_accept_length(own)))
+    return found
+
+
+def measured_figures(rounds: Sequence[Round], batch: int) -> Figures:
+    """Figures of end-to-end rounds. ttft: half a step, and the seconds until a prompt's first token."""
+    tokens, seconds = sum(one.decode_tokens for one in rounds), sum(one.decode_s for one in rounds)
+    answers = sum(len(one.answers) for one in rounds)
+    longest = sum(max((len(answer.events) for answer in one.answers), default=0) for one in rounds)
+    step_s = seconds / max(1, longest)
+    prefill_s = sum(one.prefill_s for one in rounds) / answers
+    return Figures(tokens / seconds, min(batch, answers) * seconds / tokens, step_s / 2 + prefill_s)
+
+
+def _accept_length(rounds: Sequence[Round]) -> float:
+    """Tokens committed per step that drafted and was not cut; 1 without such steps."""
+    events = [event for one in rounds for answer in one.answers for event in answer.events]
+    drafted = [event.committed for event in events if event.offered and not event.truncated]
+    return sum(drafted) / len(drafted) if drafted else 1.0
+
+
+def arm_times(most: DraftShape, times: StepTimes) -> list[ArmTime]:
+    """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from.
+
+    Shapes with parts that did not run are left out."""
+    found = [ArmTime(times.batch, None, 0.0, times.plain.verify_s)]
+    for shape in smaller_shapes(most):
+        if (shape.num_steps, shape.top_k) in times.drafts and (
+            shape.is_chain,
+            shape.num_draft_tokens,
+        ) in times.verifies:
+            parts = times.parts(shape)
+            found.append(ArmTime(times.batch, shape, parts.draft_s, parts.verify_s))
+    return found
+
+
+def winner(measured: Sequence[Candidate], objective: Objective) -> Candidate:
+    """Returns the best of the settings that were run end to end."""
+    return max(measured, key=lambda one: one.measured.score(objective) if one.measured else float("-inf"))

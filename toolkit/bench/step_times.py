@@ -1,0 +1,182 @@
+"""Seconds of a decoding round by draft shape and batch size, measured on a live batch.
+
+The rounds of all shapes alternate with plain rounds, so that a change in the machine's load reaches all alike. A round
+has two parts, and not every shape is run:
+
+    round = drafting, by (num_steps, top_k)  +  the rest, by the number of verified nodes (chains and trees apart)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from statistics import median
+
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
+from toolkit.targets.target import Target
+
+ROUNDS = 7  # timed rounds of a shape; the first one more is not timed
+ANSWER = 4096  # tokens after which a request is replaced, if the context allows so many
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Median seconds of a round: drafting, verification until the target's choices are known, and all else."""
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+    @property
+    def round_s(self) -> float:
+        return self.draft_s + self.verify_s + self.other_s
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times at one batch size. prefill_s: seconds to read a prompt, by plain and by drafting engine, mean a prompt.
+
+    plain: its draft_s is 0. drafts: by (num_steps, top_k). verifies: by (is_chain, num_draft_tokens): verification and
+    all else.
+    """
+
+    batch: int
+    plain: Parts
+    drafts: Mapping[tuple[int, int], float]
+    verifies: Mapping[tuple[bool, int], tuple[float, float]]
+    prefill_s: tuple[float, float]
+
+    def know(self, shape: DraftShape) -> bool:
+        """Whether both parts of this shape's rounds were measured."""
+        drafted, verified = (shape.num_steps, shape.top_k), (shape.is_chain, shape.num_draft_tokens)
+        return drafted in self.drafts and verified in self.verifies
+
+    def parts(self, shape: DraftShape | None) -> Parts:
+        """The parts of a round with this shape; None: a plain round. Raises KeyError for parts that did not run."""
+        if shape is None:
+            return self.plain
+        verify, other = self.verifies[shape.is_chain, shape.num_draft_tokens]
+        return Parts(self.drafts[shape.num_steps, shape.top_k], max(verify, self.plain.verify_s), other)
+
+
+def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
+    """Returns few of the shapes, in which every (num_steps, top_k) and every number of nodes occurs."""
+    chosen: list[DraftShape] = []
+    nodes: dict[tuple[bool, int], int] = {}
+    by_drafting: dict[tuple[int, int], list[DraftShape]] = {}
+    for shape in shapes:
+        by_drafting.setdefault((shape.num_steps, shape.top_k), []).append(shape)
+        nodes.setdefault((shape.is_chain, shape.num_draft_tokens), 0)
+    for alike in by_drafting.values():  # the node count that was taken least
+        shape = min(alike, key=lambda one: nodes[one.is_chain, one.num_draft_tokens])
+        nodes[shape.is_chain, shape.num_draft_tokens] += 1
+        chosen.append(shape)
+    for shape in shapes:
+        if not nodes[shape.is_chain, shape.num_draft_tokens]:
+            nodes[shape.is_chain, shape.num_draft_tokens] = 1
+            chosen.append(shape)
+    return chosen
+
+
+def rounds_of(shapes: Sequence[DraftShape]) -> int:
+    """Returns how many rounds `measure_step_times` runs, for a progress bar."""
+    return (ROUNDS + 1) * (len(covering_shapes(shapes)) + 1)
+
+
+def measure_step_times(
+    target: Target,
+    draft: Draft,
+    shapes: Sequence[DraftShape],
+    prompts: Sequence[Sequence[int]],
+    config: EngineConfig,
+    on_round: Callable[[], None] | None = None,
+) -> StepTimes:
+    """Times rounds of `config.max_running_requests` requests, with plain rounds between them.
+
+    prompts: ids; they are used in turn. on_round: called after every timed or untimed round of a shape.
+    """
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    chosen = covering_shapes(shapes)
+    widest = DraftShape.covering(chosen).as_text()
+    with (
+        closing(build_engine(config, target).engine) as plain_engine,
+        closing(build_engine(replace(config, shape=widest), target, draft).engine) as engine,
+    ):
+        plain, drafting = _Batch(plain_engine, prompts), _Batch(engine, prompts)
+        plain_rounds: list[Parts] = []
+        rounds: dict[DraftShape, list[Parts]] = {shape: [] for shape in chosen}
+        for turn in range(ROUNDS + 1):
+            for shape in [None, *chosen]:
+                one = plain.round() if shape is None else drafting.round(shape)
+                if turn:
+                    (plain_rounds if shape is None else rounds[shape]).append(one)
+                if on_round is not None:
+                    on_round()
+    drafts: dict[tuple[int, int], list[Parts]] = {}
+    verifies: dict[tuple[bool, int], list[Parts]] = {}
+    for shape, parts in rounds.items():
+        drafts.setdefault((shape.num_steps, shape.top_k), []).extend(parts)
+        verifies.setdefault((shape.is_chain, shape.num_draft_tokens), []).extend(parts)
+    return StepTimes(
+        config.max_running_requests,
+        replace(_median(plain_rounds), draft_s=0.0),
+        {key: _median(found).draft_s for key, found in drafts.items()},
+        {key: (_median(found).verify_s, _median(found).other_s) for key, found in verifies.items()},
+        (plain.prefill_s, drafting.prefill_s),
+    )
+
+
+def _median(parts: Sequence[Parts]) -> Parts:
+    return Parts(*(median(getattr(one, name) for one in parts) for name in ("draft_s", "verify_s", "other_s")))
+
+
+@dataclass
+class _Batch:
+    """An engine with a full batch, whose requests are replaced when they end. prefill_s: mean seconds of a prompt."""
+
+    engine: Engine
+    prompts: Sequence[Sequence[int]]
+    running: list[Request] = field(default_factory=list)
+    prefills: list[float] = field(default_factory=list)
+    ids: Iterator[Sequence[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = cycle(self.prompts)
+
+    @property
+    def prefill_s(self) -> float:
+        return median(self.prefills)
+
+    def round(self, shape: DraftShape | None = None) -> Parts:
+        """Runs one round of the full batch and returns its parts."""
+        if shape is not None:
+            self.engine.set_shape(shape)
+        self._fill()
+        started = time.perf_counter()
+        self.engine.step()
+        whole = time.perf_counter() - started
+        event = self.running[0].events[-1]
+        return Parts(event.draft_s, event.verify_s, whole - event.draft_s - event.verify_s)
+
+    def _fill(self) -> None:
+        """Replaces ended requests, and runs until every prompt is read."""
+        params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+        while True:
+            self.running = [one for one in self.running if not one.finished]
+            if len(self.running) == self.engine.max_running_requests:
+                return
+            started = time.perf_counter()
+            request = self.engine.add_request(next(self.ids), params)
+            while request.first_token_at is None:
+                self.engine.step()
+            self.prefills.append(request.first_token_at - started)
+            self.running.append(request)

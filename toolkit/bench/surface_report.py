@@ -1,0 +1,158 @@
+"""The record, tables and heat map of a forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.forecast import Surface
+from toolkit.bench.records import make_record
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.targets.target import Target
+from toolkit.weights import atomic_write
+
+WIDTH_WITHOUT_TERMINAL = 122
+Row = Mapping[str, Any]
+
+
+def forecast_record(
+    surface: Surface, target: Target, draft: DraftCheckpoint, settings: Mapping[str, Any], command: str
+) -> dict[str, Any]:
+    """Make the record of a forecast: a row for every shape of the surface."""
+    prompts = len({one.question.prompt.question_id for one in surface.references})
+    rows = []
+    for shape in surface.shapes():
+        found = surface.forecast(shape)
+        rows.append(
+            {
+                "shape": "chain" if shape.is_chain else "tree",
+                "num_steps": shape.num_steps,
+                "top_k": shape.top_k,
+                "num_draft_tokens": shape.num_draft_tokens,
+                "temperature": settings["temperature"],
+                "prompts": prompts,
+                "verify_steps": found.verify_steps,
+                "accept_length": found.accept_length,
+                "interval": found.interval,
+                "accept_rate": found.accept_rate,
+            }
+        )
+    return make_record(
+        "forecast",
+        command,
+        settings,
+        rows,
+        target=describe_target(target),
+        draft=describe_draft(draft),
+        answers=len(surface.references),
+        differing_answers=surface.differing,
+    )
+
+
+def print_surface(record: Row, console: Console | None = None) -> None:
+    """Print a table for each top_k: levels downwards, verified nodes to the right."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    settings, rows = record["settings"], record["rows"]
+    console.print(
+        Text(
+            f"accept_length by forecast: {record['target']['name']} ({record['target']['dtype']}), "
+            f"{rows[0]['prompts']} prompts, {record['answers']} answers of at most {settings['max_tokens']} tokens, "
+            f"temperature {settings['temperature']:g}",
+            style="bold",
+        )
+    )
+    for top_k, of_width in _by_width(rows):
+        if top_k == 1:
+            console.print(Text("top_k 1: chains, by levels"))
+            console.print(_chains(of_width))
+        else:
+            console.print(Text(f"top_k {top_k}: levels downwards, num_draft_tokens (with the root) to the right"))
+            console.print(_trees(of_width))
+    best = max(rows, key=lambda row: row["accept_length"] or 0)
+    if best["interval"] is not None:
+        low, high = best["interval"]
+        console.print(
+            f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; which "
+            "shape is fastest, `toolkit search` measures"
+        )
+    if record["differing_answers"]:
+        console.print(
+            f"{record['differing_answers']} answers differ from plain decoding's (near-ties of 16 bits): exact "
+            "forecasts need --dtype float32"
+        )
+
+
+def _text(row: Row) -> str:
+    return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
+
+
+def _by_width(rows: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
+    for top_k in dict.fromkeys(row["top_k"] for row in rows):
+        yield top_k, [row for row in rows if row["top_k"] == top_k]
+
+
+def _length(row: Row | None) -> str:
+    return "" if row is None else "-" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
+
+
+def _chains(rows: Sequence[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_column(str(row["num_steps"]), justify="right")
+    table.add_row(*map(_length, rows))
+    rates = [next(iter(row["accept_rate"][-1:]), None) for row in rows]
+    table.add_row(*("-" if rate is None else f"{100 * rate:.0f} %" for rate in rates), style="dim")
+    return table
+
+
+def _trees(rows: Sequence[Row]) -> Table:
+    by_place = {(row["num_steps"], row["num_draft_tokens"]): row for row in rows}
+    nodes, steps = sorted({one for _, one in by_place}), sorted({one for one, _ in by_place})
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", justify="right")
+    for count in nodes:
+        table.add_column(str(count), justify="right")
+    for depth in steps:
+        table.add_row(str(depth), *(_length(by_place.get((depth, count))) for count in nodes))
+    return table
+
+
+def draw_surface(record: Row, path: str | Path) -> None:
+    """Write a heat map of accept_length as PNG, a panel for each top_k above 1; chains alone become a bar chart."""
+    panels = list(_by_width(record["rows"]))
+    with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
+        figure = Figure(figsize=(1.2 + 3.4 * len(panels), 3.4), facecolor="white")
+        FigureCanvasAgg(figure)
+        lengths = [row["accept_length"] or 1.0 for row in record["rows"]]
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (top_k, rows) in zip(axes, panels, strict=True):
+            nodes = sorted({row["num_draft_tokens"] for row in rows})
+            steps = sorted({row["num_steps"] for row in rows})
+            grid = [[float("nan")] * len(nodes) for _ in steps]
+            for row in rows:
+                x, y = nodes.index(row["num_draft_tokens"]), steps.index(row["num_steps"])
+                grid[y][x] = row["accept_length"] or float("nan")
+                axis.text(x, y, _length(row), ha="center", va="center", fontsize=6.5, color="white")
+            image: Any = axis.imshow(grid, vmin=1.0, vmax=max(lengths), cmap="viridis", aspect="auto", origin="lower")
+            axis.set_title(f"top_k {top_k}", fontsize=9)
+            axis.set_xticks(range(len(nodes)), [str(one) for one in nodes])
+            axis.set_yticks(range(len(steps)), [str(one) for one in steps])
+            axis.set_xlabel("num_draft_tokens")
+            axis.grid(False)
+        axes[0].set_ylabel("num_steps")
+        figure.colorbar(image, ax=list(axes), label="accept_length")
+        with atomic_write(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)

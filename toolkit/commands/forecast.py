@@ -1,0 +1,65 @@
+"""`toolkit forecast`: accept_length of every draft shape, without serving."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
+from toolkit.commands.prompt_arguments import add_prompt_arguments, prompt_settings
+from toolkit.pipeline.launch import set_threads
+
+HELP = "forecast accept_length of every draft shape of a head, without serving"
+ENGINE = ("draft", "token_map", "target", "dtype", "quantization", "draft_quantization", "torch_compile")
+BATCH = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_arguments(
+        parser, ENGINE, draft="the head: a draft directory, another project's head, or native, with --target"
+    )
+    add_prompt_arguments(parser)
+    parser.add_argument(
+        "--top-k", type=int, nargs="+", metavar="K", help="branches per node, one pass each (default: 1 2 4 8)"
+    )
+    parser.add_argument("--num-steps", type=int, help="levels of the deepest shape (default: 8)")
+    parser.add_argument("--num-draft-tokens", type=int, help="nodes of the largest tree, with the root (default: 64)")
+    parser.add_argument(
+        "--batch",
+        "--max-running-requests",
+        dest="max_running_requests",
+        type=int,
+        default=argparse.SUPPRESS,
+        help=f"prompts decoded at once (default: {BATCH})",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="record to write, and a heat map beside it (default: runs/forecast-...)",
+    )
+    parser.epilog = (
+        "The target answers the prompts, and for each top_k the head drafts the largest tree after every token. The "
+        "accept_length of every smaller tree follows by replay; greedy and in float32 it is exactly the engine's."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the surface, writes the record and the heat map."""
+    wanted = prompt_settings(args)
+    set_threads()  # before torch loads
+    from toolkit.pipeline.forecast import forecast_head
+
+    with errors_with_flags():
+        paths = forecast_head(
+            engine_config(args, max_running_requests=BATCH),
+            wanted,
+            args.seed,
+            top_ks=args.top_k,
+            num_steps=args.num_steps,
+            num_draft_tokens=args.num_draft_tokens,
+            out=args.out,
+        )
+    for path in paths:
+        print(path)
+    return 0

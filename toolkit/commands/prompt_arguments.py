@@ -1,0 +1,33 @@
+"""The options that choose the prompts and the answers of a measurement."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from toolkit.commands.model_arguments import Arguments
+from toolkit.recipe import BenchSettings
+from toolkit.recipe_yaml import build
+
+SETTINGS = ("prompts", "limit", "max_tokens", "temperature")
+
+
+def add_prompt_arguments(group: Arguments) -> None:
+    """Add --prompts, --limit, --max-tokens, --temperature and --seed."""
+    defaults = BenchSettings()
+    group.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="prompts in MT-bench's form or conversations (messages); default: the 40 built-in ones",
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="take N prompts, evenly over the tasks")
+    group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")
+    group.add_argument("--temperature", type=float, help="temperature of the answers (default: 0, greedy)")
+    group.add_argument("--seed", type=int, default=0, help="seed of the answers (default: 0)")
+
+
+def prompt_settings(args: argparse.Namespace) -> BenchSettings:
+    """The settings that were given, checked. Raises `RecipeError`."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    return build(BenchSettings, given, "bench.")

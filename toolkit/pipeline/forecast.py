@@ -1,0 +1,80 @@
+"""Forecasts of any head: loads the models, and writes the record and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.bench.answers import Sampling
+from toolkit.bench.forecast import NUM_DRAFT_TOKENS, NUM_STEPS, TOP_KS, forecast_surface, largest_shape
+from toolkit.bench.prompts import BUILTIN, limited
+from toolkit.bench.records import command_line, machine_name, write_record
+from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.progress_bar import progress_bar
+from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.recipe import BenchSettings
+
+
+def forecast_head(
+    config: EngineConfig,
+    wanted: BenchSettings,
+    seed: int,
+    *,
+    top_ks: Sequence[int] | None = None,
+    num_steps: int | None = None,
+    num_draft_tokens: int | None = None,
+    out: Path | None = None,
+) -> tuple[Path, Path]:
+    """Forecast `config.draft`, and print the surface. Returns the paths of record and picture.
+
+    Raises `ConfigError` for n-gram lookup, `DraftShapeError`, `DraftDirError`, `TargetError`, `DataError`.
+    """
+    largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
+    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
+    config.check(device_of(config).type)
+    target, draft = load_models(config, device_of(config))
+    draft = checked_head(draft)
+    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
+    with progress_bar("forecast", "answer") as show:
+        surface = forecast_surface(target, draft, prompts, largest, sampling, config, show)
+    settings = {
+        "prompts": prompts_from(wanted),
+        "limit": wanted.limit,
+        "max_tokens": wanted.max_tokens,
+        "temperature": wanted.temperature,
+        "seed": seed,
+        "batch": config.max_running_requests,
+        "torch_compile": config.torch_compile,
+    }
+    record = forecast_record(surface, target, draft, settings, command_line())
+    print_surface(record)
+    out = out or Path("runs") / f"forecast-{machine_name(record['hardware'])}.json"
+    write_record(out, record)
+    draw_surface(record, out.with_suffix(".png"))
+    return out, out.with_suffix(".png")
+
+
+def largest_shapes(
+    top_ks: Sequence[int] | None = None, num_steps: int | None = None, num_draft_tokens: int | None = None
+) -> list[DraftShape]:
+    """The largest shape of each top_k; None: the default. Raises `DraftShapeError`."""
+    widths = dict.fromkeys(top_ks or TOP_KS)
+    return [largest_shape(one, num_steps or NUM_STEPS, num_draft_tokens or NUM_DRAFT_TOKENS) for one in widths]
+
+
+def checked_head(draft: Draft | None) -> DraftCheckpoint:
+    """Raises `ConfigError` unless it is a head."""
+    if not isinstance(draft, DraftCheckpoint):
+        what = "nothing is drafted" if draft is None else "n-gram lookup has no head"
+        raise ConfigError(f"`draft` names no head ({what}); give a draft directory, or measure with `toolkit bench`")
+    return draft
+
+
+def prompts_from(wanted: BenchSettings) -> str:
+    """Where the prompts come from, as records have it."""
+    return BUILTIN if wanted.prompts is None else ", ".join(Path(one).name for one in wanted.prompts)
