@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +47,14 @@ def stitch(
     as the same head; then nothing is left behind. Raises TargetError for a target without safetensors weights.
     """
     out = Path(out)
-    if out.exists():
-        raise ExportError(f"{out} exists; give a new folder, or move this one away")
-    family = _family(draft, facts)
-    files = tensor_names(facts)
-    source = _folder(facts)
-    tensors = _published(draft, family, facts)
-    found = find_native(facts)
-    if found is not None:
-        tensors = _as_before(tensors, read_tensors(facts, found.names), facts)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
-    try:
+    with new_folder(out) as temporary:
+        family = head_family(draft, facts)
+        files = tensor_names(facts)
+        source = _folder(facts)
+        tensors = published_tensors(draft, family, facts)
+        found = find_native(facts)
+        if found is not None:
+            tensors = _as_before(tensors, read_tensors(facts, found.names), facts)
         changed = {files[name] for name in tensors if name in files}
         weights = set(files.values())
         for path in sorted(source.iterdir()):
@@ -80,7 +78,7 @@ def stitch(
         record = {
             "target": {"name": facts.name, "revision": facts.revision},
             "family": family.title,
-            "trained_steps": (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps"),
+            "trained_steps": trained_steps(draft),
             "tensors": sorted(tensors),
             "other_tensors": len(files.keys() - tensors.keys()),
             "files_copied": untouched,
@@ -88,14 +86,32 @@ def stitch(
             "sha256": hashes,
         }
         write_json(temporary / STITCHED, record)
+    return f"toolkit serve --target {out.resolve()}", notes
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `out` when the block ends; it is deleted on errors.
+
+    Raises `ExportError` if `out` exists."""
+    if out.exists():
+        raise ExportError(f"{out} exists; give a new folder, or move this one away")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
+    try:
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp makes private folders
         os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return f"toolkit serve --target {out.resolve()}", notes
 
 
-def _family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
+def trained_steps(draft: DraftCheckpoint) -> int | None:
+    """The steps that the head was unrolled for in training, if its record says so."""
+    return (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps")
+
+
+def head_family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
     """The row of the target's family. Raises `ExportError` if the head does not have its form."""
     config, family = draft.head.config, family_of(facts.model_type)
     if not isinstance(config, MtpConfig):
@@ -127,10 +143,10 @@ def _folder(facts: TargetFacts) -> Path:
 
 
 @torch.no_grad()
-def _published(draft: DraftCheckpoint, family: NativeFamily, facts: TargetFacts) -> dict[str, Tensor]:
+def published_tensors(draft: DraftCheckpoint, family: NativeFamily, facts: TargetFacts) -> dict[str, Tensor]:
     """The head's tensors by the family's names, experts one by one."""
     config, state = draft.head.config, draft.head.state_dict()
-    assert isinstance(config, MtpConfig), "_family lets only MTP heads pass"
+    assert isinstance(config, MtpConfig), "head_family lets only MTP heads pass"
     found: dict[str, Tensor] = {}
     for k in range(config.num_mtp_layers):
         found |= {name: state.pop(own) for name, own in family.parts(k, facts.n_layers).items()}
