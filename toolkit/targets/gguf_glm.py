@@ -112,7 +112,7 @@ def _config(path: Path, stated: Mapping[str, Any], shapes: Mapping[str, tuple[in
         if name.startswith(f"{ARCHITECTURE}.")
     }
     unread = sorted(own.keys() - SETTINGS.keys() - set(OTHER_SETTINGS))
-    values = {**ABSENT, **{SETTINGS[name]: value for name, value in own.items() if name in SETTINGS}}
+    values = {**ABSENT, **{SETTINGS[name]: _plain(value) for name, value in own.items() if name in SETTINGS}}
     lacking = sorted(set(SETTINGS.values()) - values.keys() - {"n_group", "topk_group"})
     if own.get("expert_gating_func", SIGMOID) != SIGMOID:
         unread.append("expert_gating_func")
@@ -141,6 +141,11 @@ def _config(path: Path, stated: Mapping[str, Any], shapes: Mapping[str, tuple[in
         pad_token_id=stated.get("tokenizer.ggml.padding_token_id"),
         architectures=["Glm4MoeForCausalLM"],
     )
+
+
+def _plain(value: Any) -> Any:
+    """A number as config.json has it: GGUF keeps 1e-05 as the nearest float32, 9.99999974e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _published_names(config: Glm4MoeConfig, n_modules: int) -> Iterable[str]:
