@@ -1,4 +1,4 @@
-"""Tuned MTP modules go back into a copy of their target's GGUF file: the rest keeps its bytes, and it drafts the same."""
+"""Tuned MTP modules go back into a copy of their target's GGUF file: it drafts the same, the rest keeps its bytes."""
 
 from __future__ import annotations
 

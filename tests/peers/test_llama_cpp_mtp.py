@@ -1,8 +1,8 @@
 """llama.cpp drafts with a GLM-4.5 module as our engine does: the same tokens, and as many accepted drafts, prompt by
 prompt.
 
-Opt-in: TOOLKIT_LLAMA_SERVER names its `llama-server` (of the source in llama-cpp-python 0.3.36: `draft-mtp`). The target
-is tiny and random.
+Opt-in: TOOLKIT_LLAMA_SERVER names its `llama-server`, built from the source in llama-cpp-python 0.3.36 or a newer one.
+The target is tiny and random.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-from tests.checkpoint.native_targets import write_native_target
+from tests.checkpoint.native_targets import change_module, write_native_target
 from tests.targets.glm_gguf import write_glm_gguf
 from toolkit import LLM, SamplingParams
 from toolkit.checkpoint.draft_dir import save_draft
@@ -43,7 +43,17 @@ pytestmark = [
 def target(tiny_target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     directory = write_native_target(tmp_path / "glm", "glm", tiny_target.tokenizer, agreeing=True)
+    change_module(directory, uneven)
     return write_glm_gguf(tmp_path / "glm.gguf", directory)
+
+
+def uneven(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Drafts that depend on the hidden state: it weighs more, and is another one before the last norm than after it."""
+    joined, last = (f"model.layers.4.{name}.weight" for name in ("eh_proj", "shared_head.norm"))
+    scale = torch.rand(64, generator=torch.Generator().manual_seed(5)) + 0.5
+    weight = tensors[joined].clone()
+    weight[:, 64:] *= 2
+    return {**tensors, joined: weight, last: tensors[last] * scale}
 
 
 @contextmanager
@@ -111,7 +121,7 @@ def test_tokens_and_counts(drafts: int, target: Path, tmp_path: Path) -> None:
     """The order of hidden state and embedding, which hidden state is used again, a norm: each changes the counts."""
     mine = our_answers(prompts_of_ids(), drafts, target=str(target), draft="native")
     assert mine == llamas_answers(target, prompts_of_ids(), drafts, tmp_path / "log")
-    assert sum(one["accepted"] for one in mine) > 60, "counts near zero would compare nothing"
+    assert sum(one["accepted"] for one in mine) > 35, "counts near zero would compare nothing"
 
 
 @torch.no_grad()

@@ -61,8 +61,8 @@ def convert(path: Path, into: Path) -> None:
     modules = header.get(f"{architecture}.{MODULES}")
     if modules and architecture != ARCHITECTURE:
         raise TargetError(
-            f"{path} holds {modules} MTP modules ({architecture}.{MODULES}), and only those of {ARCHITECTURE} files are "
-            "read; give the model's directory or hub id instead"
+            f"{path} holds {modules} MTP modules ({architecture}.{MODULES}), and only {ARCHITECTURE} files are read "
+            "with their modules; give the model's directory or hub id instead"
         )
     if header.get("split.count", 1) != 1:
         raise TargetError(f"{path} is one of {header['split.count']} parts; join them by llama-gguf-split --merge")

@@ -51,7 +51,8 @@ OTHER_SETTINGS = ("attention.value_length", "expert_gating_func", "vocab_size") 
 SIGMOID = 2  # of `expert_gating_func`
 # How `tokenizer.ggml.pre` glm4 and chatglm-bpe split text; this is the pattern of the published tokenizer.json.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE = ("glm4", "chatglm-bpe")
 CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
@@ -124,7 +125,7 @@ def _config(path: Path, stated: Mapping[str, Any], shapes: Mapping[str, tuple[in
             f"({', '.join(lacking) or 'none'}); give the model's directory or hub id instead"
         )
     values["num_hidden_layers"] -= values["num_nextn_predict_layers"]
-    ends = {stated.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")} - {None}
+    ends = {stated[name] for end in ("eos", "eot", "eom") if (name := f"tokenizer.ggml.{end}_token_id") in stated}
     return Glm4MoeConfig(
         **{name: value for name, value in values.items() if not name.startswith("rope_")},
         rope_parameters={
