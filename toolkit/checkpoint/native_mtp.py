@@ -25,13 +25,13 @@ from toolkit.heads.mtp import LLAMA_LIKE, MtpConfig, MtpHead
 from toolkit.heads.native_families import OTHERS, NativeFamily, at, family_of
 from toolkit.log import get_logger
 from toolkit.targets.facts import NATIVE_MTP_KEYS, TargetFacts, read_tensors, stated_config, target_facts, tensor_names
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, read_json
 
 log = get_logger(__name__)
 
-STITCHED = "stitched.json"  # in copies that `toolkit export --to native` writes
 # Tensors that only quantised checkpoints have.
 QUANTISED = re.compile(r"\.(weight_scale(_inv)?|weight_scale_2|weight_packed|qweight|qzeros|scales|input_scale)$")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -17,12 +17,12 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape
-from toolkit.checkpoint.native_mtp import STITCHED
 from toolkit.checkpoint.stitch_native import head_family, new_folder, published_tensors, trained_steps
 from toolkit.heads.mtp import MtpConfig
 from toolkit.targets.facts import TargetFacts
 from toolkit.targets.gguf_file import open_gguf
 from toolkit.targets.gguf_glm import ARCHITECTURE, MODULES, STEPS, gguf_names
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.weights import sha256_file, write_json
 
 COUNTS = (f"{ARCHITECTURE}.block_count", f"{ARCHITECTURE}.{MODULES}", STEPS)

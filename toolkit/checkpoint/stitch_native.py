@@ -26,11 +26,12 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.checkpoint.native_mtp import STITCHED, find_native, module_config, module_head, quantised_names
+from toolkit.checkpoint.native_mtp import find_native, module_config, module_head, quantised_names
 from toolkit.heads.family_layers import family_model
 from toolkit.heads.mtp import MtpConfig
 from toolkit.heads.native_families import NativeFamily, at, family_of
 from toolkit.targets.facts import CONFIG, INDEX, SINGLE, TargetFacts, read_tensors, target_facts, tensor_names
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.tokenmap.files import load_freq_list, save_freq_list
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file, write_json
 

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenizerFast
 
 from toolkit.errors import TargetError
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.weights import save_tensors, write_json
 
 ARCHITECTURE = "glm4moe"
@@ -58,6 +59,8 @@ PRE = ("glm4", "chatglm-bpe")
 CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
 PARTS = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "embed_tokens", "shared_head.head")
 OPTIONAL = re.compile(r"\.(embed_tokens|shared_head_head)\.weight$")  # a module that lacks them uses the target's
+# Parameters of transformers' class that join the published ones of all experts.
+JOINED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
 
 
@@ -103,7 +106,7 @@ def convert_glm(path: Path, reader: Any, dtype: torch.dtype, into: Path) -> None
     _write_weights(reader.tensors, published, dtype, into)
     config.save_pretrained(into)
     if STEPS in stated:
-        write_json(into / "stitched.json", {"trained_steps": stated[STEPS]})
+        write_json(into / STITCHED, {"trained_steps": stated[STEPS]})
 
 
 def _config(path: Path, stated: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Glm4MoeConfig:
@@ -119,6 +122,8 @@ def _config(path: Path, stated: Mapping[str, Any], shapes: Mapping[str, tuple[in
         unread.append("expert_gating_func")
     if own.get("attention.value_length", values.get("head_dim")) != values.get("head_dim"):
         unread.append("attention.value_length")
+    if "token_embd.weight" not in shapes:
+        lacking.append("token_embd.weight")
     if unread or lacking:
         raise TargetError(
             f"{path} has settings of {ARCHITECTURE} that are not read ({', '.join(unread) or 'none'}), or lacks some "
@@ -156,13 +161,11 @@ def _published_names(config: Glm4MoeConfig, n_modules: int) -> Iterable[str]:
     with torch.device("meta"):
         names = AutoModelForCausalLM.from_config(whole).state_dict()
     for name in names:
-        body, joined, _ = name.partition(".experts.gate_up_proj")
-        alone, down, _ = name.partition(".experts.down_proj")
-        parts = ("gate_proj", "up_proj") if joined else ("down_proj",) if down else ()
-        for part in parts:
-            layer = body if joined else alone
-            yield from (f"{layer}.experts.{expert}.{part}.weight" for expert in range(config.n_routed_experts))
-        if not parts and not (config.tie_word_embeddings and name == "lm_head.weight"):
+        joined = next((end for end in JOINED if name.endswith(end)), None)
+        if joined is not None:
+            layer, experts = name.removesuffix(joined), range(config.n_routed_experts)
+            yield from (f"{layer}.experts.{expert}.{part}.weight" for part in JOINED[joined] for expert in experts)
+        elif not (config.tie_word_embeddings and name == "lm_head.weight"):
             yield name
     yield from (f"model.layers.{n_layers + k}.{part}.weight" for k in range(n_modules) for part in PARTS)
 
