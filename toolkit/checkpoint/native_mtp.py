@@ -32,6 +32,7 @@ from toolkit.targets.facts import (
     target_file,
     tensor_names,
 )
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.targets.target import Target
 from toolkit.tokenmap.files import load_freq_list
 from toolkit.tokenmap.token_map import TokenMap
@@ -39,7 +40,6 @@ from toolkit.weights import WeightsError, load_strict, read_json
 
 log = get_logger(__name__)
 
-STITCHED = "stitched.json"  # in copies that `toolkit export --to native` writes
 # Tensors that only quantised checkpoints have.
 QUANTISED = re.compile(r"\.(weight_scale(_inv)?|weight_scale_2|weight_packed|qweight|qzeros|scales|input_scale)$")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

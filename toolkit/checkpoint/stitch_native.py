@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from torch import Tensor
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, dtype_of
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
-from toolkit.checkpoint.native_mtp import STITCHED, find_native, module_config, module_head, quantised_names
+from toolkit.checkpoint.native_mtp import find_native, module_config, module_head, quantised_names
 from toolkit.heads.family_layers import family_model
 from toolkit.heads.mtp import MtpConfig
 from toolkit.heads.native_families import NativeFamily, at, family_of
 from toolkit.targets.facts import CONFIG, INDEX, SINGLE, TargetFacts, read_tensors, target_facts, tensor_names
+from toolkit.targets.mtp_names import STITCHED
 from toolkit.tokenmap.files import load_freq_list, save_freq_list
 from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file, write_json
 
@@ -46,18 +49,14 @@ def stitch(
     is left behind.
     """
     out = Path(out)
-    if out.exists():
-        raise ExportError(f"{out} exists; give a new folder, or move this one away")
-    family = _family(draft, facts)
-    files = tensor_names(facts)
-    source = _folder(facts)
-    tensors = _published(draft, family, facts)
-    found = find_native(facts)
-    if found is not None:
-        tensors = _as_before(tensors, read_tensors(facts, found.names), facts)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
-    try:
+    with new_folder(out) as temporary:
+        family = head_family(draft, facts)
+        files = tensor_names(facts)
+        source = _folder(facts)
+        tensors = published_tensors(draft, family, facts)
+        found = find_native(facts)
+        if found is not None:
+            tensors = _as_before(tensors, read_tensors(facts, found.names), facts)
         changed = {files[name] for name in tensors if name in files}
         weights = set(files.values())
         for path in sorted(source.iterdir()):
@@ -85,7 +84,7 @@ def stitch(
         record = {
             "target": {"name": facts.name, "revision": facts.revision},
             "family": family.title,
-            "trained_steps": (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps"),
+            "trained_steps": trained_steps(draft),
             "token_map": map_file,
             "tensors": sorted(tensors),
             "other_tensors": len(files.keys() - tensors.keys()),
@@ -94,14 +93,32 @@ def stitch(
             "sha256": hashes,
         }
         write_json(temporary / STITCHED, record)
+    return f"toolkit serve --target {out.resolve()}", notes
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `out` when the block ends; it is deleted on errors.
+
+    Raises `ExportError` if `out` exists."""
+    if out.exists():
+        raise ExportError(f"{out} exists; give a new folder, or move this one away")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.part-"))
+    try:
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp makes private folders
         os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return f"toolkit serve --target {out.resolve()}", notes
 
 
-def _family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
+def trained_steps(draft: DraftCheckpoint) -> int | None:
+    """The steps that the head was unrolled for in training, if its record says so."""
+    return (draft.meta.get("training") or {}).get("unroll", {}).get("ttt_steps")
+
+
+def head_family(draft: DraftCheckpoint, facts: TargetFacts) -> NativeFamily:
     """The row of the target's family. Raises `ExportError` if the head does not have its form."""
     config, family = draft.head.config, family_of(facts.model_type)
     if not isinstance(config, MtpConfig):
@@ -133,10 +150,10 @@ def _folder(facts: TargetFacts) -> Path:
 
 
 @torch.no_grad()
-def _published(draft: DraftCheckpoint, family: NativeFamily, facts: TargetFacts) -> dict[str, Tensor]:
+def published_tensors(draft: DraftCheckpoint, family: NativeFamily, facts: TargetFacts) -> dict[str, Tensor]:
     """The head's tensors by the family's names, experts one by one."""
     config, state = draft.head.config, draft.head.state_dict()
-    assert isinstance(config, MtpConfig), "_family lets only MTP heads pass"
+    assert isinstance(config, MtpConfig), "head_family lets only MTP heads pass"
     found: dict[str, Tensor] = {}
     for k in range(config.num_mtp_layers):
         found |= {name: state.pop(own) for name, own in family.parts(k, facts.n_layers).items()}

@@ -23,7 +23,10 @@ from toolkit.heads.head_config import HeadError
 ATTENTION = "toolkit-draft-head"  # its name in transformers' AttentionInterface
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 # Keys that do not describe layers, besides those that every configuration has.
-LEFT_OUT = ("architectures", "dtype", "transformers_version", "_name_or_path", "quantization_config")
+LEFT_OUT = (
+    "architectures", "dtype", "transformers_version", "_name_or_path", "quantization_config",
+    "num_nextn_predict_layers", "mtp_num_hidden_layers",
+)  # fmt: skip
 
 
 def layer_config(config: PretrainedConfig, layers: int, **settings: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from toolkit.errors import TargetError
 from toolkit.log import get_logger
 from toolkit.targets.cache import build_once, cache_root
+from toolkit.targets.gguf_glm import ARCHITECTURE, MODULES, convert_glm
 from toolkit.weights import sha256_file
 
 log = get_logger(__name__)
@@ -53,12 +54,26 @@ def directory_of(sha256: str) -> Path:
 
 def convert(path: Path, into: Path) -> None:
     """Write model, config, tokenizer and chat template of a GGUF file into the folder `into`."""
-    header = _read_header(path)
+    reader = open_gguf(path)
+    # Not the long arrays (tokens, merges), which are slow to read.
+    header = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+    architecture = header.get("general.architecture")
+    modules = header.get(f"{architecture}.{MODULES}")
+    if modules and architecture != ARCHITECTURE:
+        raise TargetError(
+            f"{path} holds {modules} MTP modules ({architecture}.{MODULES}), and only {ARCHITECTURE} files are read "
+            "with their modules; give the model's directory or hub id instead"
+        )
+    if header.get("split.count", 1) != 1:
+        raise TargetError(f"{path} is one of {header['split.count']} parts; join them by llama-gguf-split --merge")
     dtype = torch.float32 if header.get("general.file_type") in EXACT_FILE_TYPES else torch.bfloat16
     log.info(
         "converting %s (%.0f MB) to %s safetensors, once; this takes a few seconds per 100 MB",
         path.name, path.stat().st_size / 1e6, str(dtype).removeprefix("torch."),
     )  # fmt: skip
+    if architecture == ARCHITECTURE:
+        convert_glm(path, reader, dtype, into)
+        return
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # Any: output_loading_info makes the result a pair, which the declared type lacks.
@@ -83,17 +98,14 @@ def convert(path: Path, into: Path) -> None:
     tokenizer.save_pretrained(into)
 
 
-def _read_header(path: Path) -> dict[str, object]:
+def open_gguf(path: Path) -> Any:
+    """A `gguf.GGUFReader` of the file. Raises `TargetError` when the file is damaged."""
     from gguf import GGUFReader  # an optional package, needed only for GGUF files
 
     try:
-        fields = GGUFReader(path).fields
+        return GGUFReader(path)
     except (ValueError, IndexError, OSError, struct.error) as error:
         raise TargetError(f"{path} is not a complete GGUF file ({error}); download it again") from error
-    # Not the long arrays (tokens, merges), which are slow to read.
-    return {
-        name: field.contents() for name, field in fields.items() if name in ("general.file_type", "tokenizer.ggml.pre")
-    }
 
 
 def _split_text_as_trained(tokenizer: PreTrainedTokenizerBase, pre: str) -> None:

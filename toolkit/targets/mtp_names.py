@@ -1,4 +1,4 @@
-"""The names that tensors of MTP modules have in the checkpoints of targets."""
+"""The names that MTP modules have in the checkpoints of targets: their tensors, and the record of a written one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 # DeepSeek stores its MTP layers after the last decoder layer; other families give them names of their own.
 NAMED_MTP = re.compile(r"(^|\.)(mtp|mtp_layers|mtp_block)\.((layers\.)?\d+(?=\.))?")
+STITCHED = "stitched.json"  # in copies of a target that `toolkit export --to native` writes
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
