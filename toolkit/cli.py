@@ -25,6 +25,7 @@ COMMANDS = (
     "train",
     "bench",
     "forecast",
+    "search",
     "report",
     "inspect",
     "export",

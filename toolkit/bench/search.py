@@ -19,10 +19,10 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter, smaller_shapes
-from toolkit.infer.drafters.step_costs import ArmTime
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.load.search_file import arm_times
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
@@ -97,7 +97,7 @@ def confirm(
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     shapes = [one.shape for one in chosen if one.shape is not None]
-    most = DraftShape.covering(shapes)
+    most = most_of(chosen)
     with ExitStack() as engines:
 
         def engine(draft: DraftCheckpoint | None, shape: DraftShape | None, adaptive: bool = False) -> Any:
@@ -106,7 +106,7 @@ def confirm(
 
         learned = engine(draft, most, adaptive=True)
         assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
-        learned.drafter.start_from(arm_times(most, times))
+        learned.drafter.start_from(arm_times(most, [times.to_json()]))
         speculative = engine(draft, shapes[0])
         modes = [Mode(engine(None, None), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape) for shape in shapes]
@@ -141,19 +141,9 @@ def _accept_length(rounds: Sequence[Round]) -> float:
     return sum(drafted) / len(drafted) if drafted else 1.0
 
 
-def arm_times(most: DraftShape, times: StepTimes) -> list[ArmTime]:
-    """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from.
-
-    Shapes with parts that did not run are left out."""
-    found = [ArmTime(times.batch, None, 0.0, times.plain.verify_s)]
-    for shape in smaller_shapes(most):
-        if (shape.num_steps, shape.top_k) in times.drafts and (
-            shape.is_chain,
-            shape.num_draft_tokens,
-        ) in times.verifies:
-            parts = times.parts(shape)
-            found.append(ArmTime(times.batch, shape, parts.draft_s, parts.verify_s))
-    return found
+def most_of(chosen: Sequence[Candidate]) -> DraftShape:
+    """Returns the smallest shape that covers those of the candidates."""
+    return DraftShape.covering(one.shape for one in chosen if one.shape is not None)
 
 
 def winner(measured: Sequence[Candidate], objective: Objective) -> Candidate:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from statistics import median
+from typing import Any
 
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
@@ -55,10 +56,17 @@ class StepTimes:
     verifies: Mapping[tuple[bool, int], tuple[float, float]]
     prefill_s: tuple[float, float]
 
-    def know(self, shape: DraftShape) -> bool:
-        """Whether both parts of this shape's rounds were measured."""
-        drafted, verified = (shape.num_steps, shape.top_k), (shape.is_chain, shape.num_draft_tokens)
-        return drafted in self.drafts and verified in self.verifies
+    def to_json(self) -> dict[str, Any]:
+        """What search.json keeps: see `search_file.arm_times`."""
+        return {
+            "batch": self.batch,
+            "plain_s": self.plain.verify_s,
+            "drafts": {f"{steps},{top_k}": seconds for (steps, top_k), seconds in self.drafts.items()},
+            "verifies": {
+                f"{'chain' if chain else 'tree'},{nodes}": verify
+                for (chain, nodes), (verify, _) in self.verifies.items()
+            },
+        }
 
     def parts(self, shape: DraftShape | None) -> Parts:
         """The parts of a round with this shape; None: a plain round. Raises KeyError for parts that did not run."""

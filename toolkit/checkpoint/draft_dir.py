@@ -4,6 +4,7 @@ config.json        the head's shapes in the keys that vLLM and SGLang read, and 
                    of head it is (head_kinds.py), what it reads of the target, and where it came from
 model.safetensors  the head's tensors; with d2t (offsets) and t2d (bool) where the head has a token map
 measured.json      what `toolkit bench` measured with it (optional)
+search.json        the fastest settings that `toolkit search` found, and the machine (optional)
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ __all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_matches", "load_draf
 log = get_logger(__name__)
 
 FORMAT = 1
+# Files beside the weights, by the key of `DraftCheckpoint.meta`.
+MEASUREMENTS = {"measured": "measured.json", "search": "search.json"}
 # Largest distance, as a share of the norm, at which two embeddings count as equal. Rounding and quantisation stay
 # below it.
 SAME_EMBEDDING = 0.15
@@ -72,8 +75,8 @@ def save_draft(
 ) -> Path:
     """Write a draft directory, or write it again.
 
-    config.json is removed first and written last, so that a directory with a config is complete. measured.json of other
-    weights is removed. token_map: None if the head drafts all ids, with the target's output matrix.
+    config.json is removed first and written last, so that a directory with a config is complete. Measurements of other
+    weights are removed. token_map: None if the head drafts all ids, with the target's output matrix.
     """
     directory = Path(directory)
     assert token_map is not None or not config.own_vocabulary, f"an {config.kind} head has a token map"
@@ -83,7 +86,8 @@ def save_draft(
     if token_map is not None:
         tensors |= {"d2t": token_map.d2t, "t2d": token_map.t2d}
     if not _same_tensors(directory / "model.safetensors", tensors):
-        (directory / "measured.json").unlink(missing_ok=True)
+        for name in MEASUREMENTS.values():
+            (directory / name).unlink(missing_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     save_tensors(directory / "model.safetensors", tensors)
     block = {"format": FORMAT, "head": config.kind, **config.features.to_dict(), **meta}
@@ -141,8 +145,9 @@ def load_draft(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     load_strict(head, tensors, str(directory / "model.safetensors"))
     head = head.cast(device, dtype or dtype_of(tensors)).eval().requires_grad_(False)
     meta = dict(stored["toolkit"])
-    if (directory / "measured.json").is_file():
-        meta["measured"] = read_json(directory / "measured.json")
+    for key, name in MEASUREMENTS.items():
+        if (directory / name).is_file():
+            meta[key] = read_json(directory / name)
     return DraftCheckpoint(head=head, token_map=token_map, meta=meta, path=directory)
 
 

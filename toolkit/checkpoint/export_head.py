@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft, rope_difference, save_draft
+from toolkit.checkpoint.draft_dir import MEASUREMENTS, DraftCheckpoint, load_draft, rope_difference, save_draft
 from toolkit.checkpoint.errors import ExportError
 from toolkit.checkpoint.export_checks import PLACEHOLDER, checked, local_paths, without_paths
 from toolkit.checkpoint.exported import Exported
@@ -107,7 +107,7 @@ def _write(result: Exported, directory: Path) -> None:
 def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidden: list[str]) -> None:
     """Write a draft directory. It states every setting that was resolved by a rule when a foreign checkpoint was read.
     The paths `hidden` are left out."""
-    meta = {key: value for key, value in draft.meta.items() if key not in ("format", "measured")}
+    meta = {key: value for key, value in draft.meta.items() if key not in ("format", *MEASUREMENTS)}
     known = meta.get("target") or {}
     if known.get("name") != facts.name:
         # Facts about another target do not hold for this one. A target has no name if an earlier push removed it.

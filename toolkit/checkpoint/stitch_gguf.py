@@ -66,8 +66,8 @@ def stitch_gguf(draft: DraftCheckpoint, facts: TargetFacts, out: Path, shape: Sh
         if kept.size < kept.vocab_size:
             save_freq_list(temporary / f"freq_{kept.size}.pt", kept)
             notes.append(
-                f"the head was trained on {kept.size} ids, and a GGUF file holds no token map: llama.cpp drafts all ids, "
-                f"and so does toolkit without --token-map {out / f'freq_{kept.size}.pt'}"
+                f"the head was trained on {kept.size} ids, and a GGUF file holds no token map: llama.cpp drafts all "
+                f"ids, and so does toolkit without --token-map {out / f'freq_{kept.size}.pt'}"
             )
         record = {
             "target": {"name": facts.name, "revision": facts.revision},

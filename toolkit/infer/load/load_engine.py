@@ -11,7 +11,9 @@ from functools import partial
 
 import torch
 
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
@@ -28,6 +30,7 @@ from toolkit.infer.load.load_draft import (
     native_draft,
     target_source,
 )
+from toolkit.infer.load.search_file import SEARCH, arm_times, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -96,8 +99,9 @@ def build_engine(
     config.check_values()
     graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
+    search = search_of(draft.meta, config, target) if isinstance(draft, DraftCheckpoint) else None
     if draft is not None and shape is None:
-        shape = measured_shape(draft, adaptive)
+        shape = measured_shape(draft, adaptive, search, config.max_running_requests)
     too_deep = None if draft is None or shape is None or config.shape is None else depth_warning(draft, shape)
     if too_deep is not None:
         logger.warning("%s", too_deep)
@@ -113,6 +117,9 @@ def build_engine(
         torch_compile=config.torch_compile and graphs is None,
         graphs=graphs,
     )
+    if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
+        engine.drafter.start_from(arm_times(shape, search["times"]))
+        logger.info("adaptive drafting starts from the times in %s", SEARCH)
     return LoadedEngine(engine, target, draft, shape, adaptive)
 
 
