@@ -86,8 +86,10 @@ def test_the_deepest_path_is_accepted_and_the_target_writes_the_token_after_it()
     assert result.path_tokens == [[6, 8, 32], [6, 8, 9], [6, 2]]
     assert (result.offered, result.depth_offered) == ([4, 4, 2], [3, 3, 1])
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]] * 3, "the drafter reads the tree after it"
-    whole = ForcedAcceptance.parse("1")(rows_of([5], [4]), root_only(torch.tensor([5])), torch.tensor([[11]]))
-    assert read_result(follow(*whole)).path_tokens == [[11]]
+    none = ForcedAcceptance.parse("1")(rows_of([5, 5, 5], [4, 4, 4]), tree, choices)
+    assert read_result(follow(*none)).path_tokens == [[7], [6], [1]], "no draft, though the target chose drafts"
+    plain = ForcedAcceptance.parse("3")(rows_of([5], [4]), root_only(torch.tensor([5])), torch.tensor([[11]]))
+    assert read_result(follow(*plain)).path_tokens == [[11]]
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -48,7 +48,7 @@ class ForcedAcceptance:
             numbers = []
         if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
             whole, part = divmod(numbers[0] - 1, 1)
-            return cls((1.0,) * int(whole) + ((part,) if part > 0 else ()))
+            return cls((1.0,) * int(whole) + ((round(part, 9),) if part > 0 else ()))
         if len(numbers) > 1 and all(0 <= number <= 1 for number in numbers):
             return cls(tuple(numbers))
         raise EngineError(
@@ -77,8 +77,8 @@ class ForcedAcceptance:
 
         The tree keeps its tokens on that path only, so that the path ends where the rates say.
         """
-        if not self.rates or tree.nodes == 1:
-            return replace(tree, tokens=torch.full_like(tree.tokens, NO_TOKEN)), choices
+        if tree.nodes == 1:  # a plain step
+            return tree, choices
         depths = tree.depths.masked_fill(~tree.valid, NO_TOKEN)
         deepest = depths.argmax(dim=1)[:, None, None].expand(-1, 1, tree.nodes)
         forced = tree.mask.gather(1, deepest)[:, 0] & (depths >= 1) & (depths <= self._accepted(rows)[:, None])
