@@ -95,49 +95,57 @@ def measure_acceptance(
     """
     batch, verify = config.max_running_requests, config.verify
     check_tokens = check_tokens and forced is None and (verify == "target" or temperature == 0)
-    if forced is not None:
-        check_forced(forced, shapes, adaptive)
+    check_forced(forced, shapes, adaptive)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    chosen = limited(list(prompts), limit)
-    if not chosen:
-        raise DataError("the list of prompts is empty; at least one prompt is required")
+    chosen = _chosen(prompts, limit)
     most = adaptive_limit(shapes) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
         "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
         "shapes": [*([ADAPTIVE] if adaptive else []), *(shape.as_text() for shape in shapes)],
-        "token_map": _describe_token_map(config),
         "prompts": prompts_from,
         "prompts_sha256": sha256_json([asdict(prompt) for prompt in chosen]),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
         "limit": limit,
-        "batch": batch,
         "warmup": warmup,
         "check_tokens": check_tokens,
-        "verify": verify,
-        "forced_accept_length": None if forced is None else forced.accept_length,
-        "forced_accept_rate": None if forced is None else list(forced.rates),
-        "torch_compile": config.torch_compile,
+        **_engine_settings(config, forced),
     }
     kept = None if keep is None else _resume_log(keep, target, draft, settings)
-    sampling = Sampling(max_tokens, temperature, seed)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
     with _modes(target, draft, shapes, most, config, forced) as modes:
-        rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
-    judged: Any = {"adaptive": most, "method": draft.kind, "check_tokens": check_tokens, "verify": verify}
-    judged |= {"forced": forced}
+        rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
+    judged: Any = {"adaptive": most, "check_tokens": check_tokens, "verify": verify, "forced": forced}
     return make_record(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(rounds, shapes, target, temperature, **judged),
+        **tabulate(rounds, shapes, target, temperature, draft.kind, **judged),
         target=_describe_target(target),
         draft=_describe_draft(draft),
         definitions=DEFINITIONS,
     )
+
+
+def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    chosen = limited(list(prompts), limit)
+    if not chosen:
+        raise DataError("the list of prompts is empty; at least one prompt is required")
+    return chosen
+
+
+def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> dict[str, Any]:
+    return {
+        "token_map": _describe_token_map(config),
+        "batch": config.max_running_requests,
+        "verify": config.verify,
+        "forced_accept_length": None if forced is None else forced.accept_length,
+        "forced_accept_rate": None if forced is None else list(forced.rates),
+        "torch_compile": config.torch_compile,
+    }
 
 
 def _describe_token_map(config: EngineConfig) -> dict[str, str] | None:
@@ -151,8 +159,10 @@ def adaptive_limit(shapes: Sequence[DraftShape]) -> DraftShape:
     return DraftShape.covering(shapes) if shapes else DEFAULT_SHAPE
 
 
-def check_forced(forced: ForcedAcceptance, shapes: Sequence[DraftShape], adaptive: bool) -> None:
-    """Raise DraftShapeError for shapes that cannot reach the forced accept_length, and for adaptive drafting."""
+def check_forced(forced: ForcedAcceptance | None, shapes: Sequence[DraftShape], adaptive: bool) -> None:
+    """Raise DraftShapeError for shapes that cannot reach a forced accept_length, and for adaptive drafting with it."""
+    if forced is None:
+        return
     if adaptive:
         raise DraftShapeError(
             "forced accept_length and adaptive drafting are both asked for; adaptive drafting chooses its shape by "

@@ -134,7 +134,7 @@ def _told(a: Record, b: Record) -> str:
 
 
 def _lengths(a: Record, b: Record) -> Table:
-    table = _table("verify steps\nA", "\nB", "accept_length\nA", "\nB", "\nB - A [95 %]")
+    table = _table("accept_length", "verify\nsteps A", "\nB", "\nA", "\nB", "\nB - A [95 %]")
     for name, rows in _pairs(a, b).items():
         steps, lengths = [str(row["verify_steps"]) for row in rows], [decimal(row["accept_length"]) for row in rows]
         table.add_row(name, *steps, *lengths, _difference(*rows, a, b))
@@ -142,16 +142,16 @@ def _lengths(a: Record, b: Record) -> Table:
 
 
 def _speeds(a: Record, b: Record) -> Table:
-    table = _table("tokens/s\nA", "\nB", "speedup over plain\nA", "\nB", "\nB / A [95 %]")
+    table = _table("speed", "tokens/s\nA", "\nB", "speedup\nA", "\nB", "\nB / A [95 %]")
     for name, rows in _pairs(a, b).items():
         speeds, speedups = [decimal(row["tokens_per_s"], 1) for row in rows], [times(row["speedup"]) for row in rows]
         table.add_row(name, *speeds, *speedups, _speed_ratio(*rows, a, b))
     return table
 
 
-def _table(*columns: str) -> Table:
+def _table(what: str, *columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("draft", no_wrap=True)
+    table.add_column(f"{what},\nby draft", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -92,8 +92,7 @@ def measure_head(
     """
     forced = None if force_accept_length is None else ForcedAcceptance.parse(force_accept_length)
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
-    if forced is not None:
-        check_forced(forced, shapes, wanted.adaptive)
+    check_forced(forced, shapes, wanted.adaptive)
     device = device_of(config)
     for shape in [*shapes, *([adaptive_limit(shapes)] if wanted.adaptive else [])]:
         replace(config, shape=shape.as_text()).check(device.type)

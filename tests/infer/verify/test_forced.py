@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.graphs.recordings import GraphSettings
 from toolkit.infer.kernels.tree_reference import ancestor_mask
@@ -16,11 +15,6 @@ from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.verifiers import follow, read_result
-
-
-def rows_of(roots: list[int], lengths: list[int]) -> RoundRows:
-    ones = torch.ones(len(roots), dtype=torch.long)
-    return RoundRows(torch.tensor(roots), torch.tensor(lengths), ones, ones, ones[:, None], None, 16)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +51,14 @@ def test_the_mean_over_many_steps() -> None:
     count = 3000
     roots = torch.arange(count) % 7
     tree = chain_tree(roots, torch.ones(count, 3, dtype=torch.long), [3] * count)
-    rows = rows_of(roots.tolist(), list(range(5, 5 + count)))
+    rows = (roots, torch.arange(5, 5 + count))
     choices = torch.full((count, 4), 9)
     for text, share in (("0.8,0.5", [0.2, 0.4, 0.4]), ("2.25", [0.0, 0.75, 0.25])):
-        decided = ForcedAcceptance.parse(text)(rows, tree, choices)
+        decided = ForcedAcceptance.parse(text)(tree, choices, *rows)
         accepted = torch.tensor(read_result(follow(*decided)).accepted)
         for depth, wanted in enumerate(share):
             assert (accepted == depth).double().mean().item() == pytest.approx(wanted, abs=0.04)
-        assert torch.equal(follow(*ForcedAcceptance.parse(text)(rows, tree, choices)).accepted, accepted), "repeatable"
+        assert torch.equal(follow(*ForcedAcceptance.parse(text)(tree, choices, *rows)).accepted, accepted), "repeatable"
 
 
 def test_the_deepest_path_is_accepted_and_the_target_writes_the_token_after_it() -> None:
@@ -79,16 +73,18 @@ def test_the_deepest_path_is_accepted_and_the_target_writes_the_token_after_it()
     depths = torch.tensor([[0, 1, 1, 2, 3]] * 3)
     valid = torch.tensor([[True] * 5, [True] * 5, [True, True, True, False, False]])
     tree = DraftTree(tokens, parents, depths, ancestor_mask(parents[:, 1:], 3), valid, 3, False)
+    rows = (tokens[:, 0], torch.tensor([4, 4, 4]))
     choices = torch.tensor([[7, 30, 31, 32, 33], [6, 8, 31, 9, 33], [1, 2, 3, 4, 5]])
-    decided = ForcedAcceptance.parse("3")(rows_of([5, 5, 5], [4, 4, 4]), tree, choices)
+    decided = ForcedAcceptance.parse("3")(tree, choices, *rows)
     result = read_result(follow(*decided))
     assert result.path_nodes == [[0, 1, 3], [0, 1, 3], [0, 1]]
     assert result.path_tokens == [[6, 8, 32], [6, 8, 9], [6, 2]]
     assert (result.offered, result.depth_offered) == ([4, 4, 2], [3, 3, 1])
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]] * 3, "the drafter reads the tree after it"
-    none = ForcedAcceptance.parse("1")(rows_of([5, 5, 5], [4, 4, 4]), tree, choices)
+    none = ForcedAcceptance.parse("1")(tree, choices, *rows)
     assert read_result(follow(*none)).path_tokens == [[7], [6], [1]], "no draft, though the target chose drafts"
-    plain = ForcedAcceptance.parse("3")(rows_of([5], [4]), root_only(torch.tensor([5])), torch.tensor([[11]]))
+    root = torch.tensor([5])
+    plain = ForcedAcceptance.parse("3")(root_only(root), torch.tensor([[11]]), root, root)
     assert read_result(follow(*plain)).path_tokens == [[11]]
 
 

@@ -57,7 +57,9 @@ def run_round(
     tree = propose(rows)
     hidden = forward_tree(context, rows, tree)
     choices = choose_tokens(context, rows, tree, hidden, sampler)
-    decided = (tree, choices.tokens) if context.forced is None else context.forced(rows, tree, choices.tokens)
+    decided = tree, choices.tokens
+    if context.forced is not None:
+        decided = context.forced(*decided, rows.roots, rows.lengths)
     followed = follow(*decided)
     committed = (followed.accepted + 1) * rows.real
     if context.head is not None:

@@ -25,7 +25,6 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.infer.verify.token_distribution import Stream, round_uniform
@@ -72,27 +71,30 @@ class ForcedAcceptance:
                     "less, or draft deeper"
                 )
 
-    def __call__(self, rows: RoundRows, tree: DraftTree, choices: Tensor) -> tuple[DraftTree, Tensor]:
-        """Return the tree and the choices [B, N] whose accepted path is the forced one. choices [B, N]: the target's.
+    def __call__(self, tree: DraftTree, choices: Tensor, roots: Tensor, lengths: Tensor) -> tuple[DraftTree, Tensor]:
+        """Return the tree and the choices [B, N] whose accepted path is the forced one.
 
-        The tree keeps its tokens on that path only, so that the path ends where the rates say.
+        The tree keeps its tokens on that path only, so that the path ends where the rates say. choices [B, N]: the
+        target's. roots, lengths [B]: the last committed token of each row and its position.
         """
         if tree.nodes == 1:  # a plain step
             return tree, choices
         depths = tree.depths.masked_fill(~tree.valid, NO_TOKEN)
         deepest = depths.argmax(dim=1)[:, None, None].expand(-1, 1, tree.nodes)
-        forced = tree.mask.gather(1, deepest)[:, 0] & (depths >= 1) & (depths <= self._accepted(rows)[:, None])
+        forced = (
+            tree.mask.gather(1, deepest)[:, 0] & (depths >= 1) & (depths <= self._accepted(roots, lengths)[:, None])
+        )
         tokens = torch.where(forced, tree.tokens, NO_TOKEN)
         # The choice at the parent of a node on the path is that node's token. Other nodes write to one more column.
         widened = torch.nn.functional.pad(choices, (0, 1))
         parents = torch.where(forced, tree.parents, tree.nodes)
         return replace(tree, tokens=tokens), widened.scatter(1, parents, tokens)[:, :-1].contiguous()
 
-    def _accepted(self, rows: RoundRows) -> Tensor:
+    def _accepted(self, roots: Tensor, lengths: Tensor) -> Tensor:
         """Return how many drafts each row accepts, [B]."""
-        rates = _on_device(self.rates, rows.roots.device)
-        roots, lengths = rows.roots[:, None], rows.lengths[:, None]
-        coins = round_uniform(roots, lengths, lengths + torch.arange(len(rates), device=rates.device), Stream.COIN)
+        rates = _on_device(self.rates, roots.device)
+        depth = torch.arange(len(rates), device=rates.device)
+        coins = round_uniform(roots[:, None], lengths[:, None], depth, Stream.COIN)
         return (coins < rates).long().cumprod(dim=1).sum(dim=1)
 
 
