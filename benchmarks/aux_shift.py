@@ -21,7 +21,7 @@ import numpy as np
 from results_folder import leave
 
 from toolkit import LLM, SamplingParams
-from toolkit.bench.bootstrap import RESAMPLES, ratio_interval
+from toolkit.bench.bootstrap import ratio_interval, resampled_interval
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record
 from toolkit.bench.rows import number
@@ -63,20 +63,14 @@ def counts(done: list[Completion]) -> list[tuple[int, int]]:
 
 
 def paired_change(done: list[Completion], right: list[Completion]) -> tuple[float, list[float]]:
-    """Change of accept_length from `right` to `done` (0.1: 10 % more), and its 95 % interval over prompts.
+    """Change of accept_length from `right` to `done` (0.1: 10 % more), and its 95 % interval over prompts."""
+    units = [(*one, *other) for one, other in zip(counts(done), counts(right), strict=True)]
 
-    A ratio of two ratios, so `ratio_interval` does not fit: both counts of a prompt are resampled together.
-    """
-    sides = np.array([counts(done), counts(right)], dtype=np.float64)  # [2, P, 2]
-    picks = np.random.default_rng(0).integers(len(done), size=(RESAMPLES, len(done)))
+    def change(tokens: np.ndarray, steps: np.ndarray, right_tokens: np.ndarray, right_steps: np.ndarray) -> np.ndarray:
+        length, right_length = tokens / np.maximum(steps, 1), right_tokens / np.maximum(right_steps, 1)
+        return length / np.maximum(right_length, 1) - 1
 
-    def change(index: np.ndarray) -> np.ndarray:
-        totals = sides[:, index].sum(axis=-2)
-        means = totals[..., 0] / np.maximum(totals[..., 1], 1)
-        return means[0] / np.maximum(means[1], 1) - 1
-
-    low, high = np.quantile(change(picks), [0.025, 0.975])
-    return float(change(np.arange(len(done)))), [float(low), float(high)]
+    return float(change(*np.sum(units, axis=0))), list(resampled_interval(units, change))
 
 
 def row_of(shift: int, ids: Sequence[int], shape: DraftShape, done: list[Completion], plain: list[Completion]) -> dict:

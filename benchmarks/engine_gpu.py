@@ -3,7 +3,7 @@
     python benchmarks/engine_gpu.py [--draft runs/smollm2-135m/ckpt] [--eagle-python PATH]
 
 Two targets (roofline_targets.py): the demo with its trained head, and the shape of Llama-3.1-8B with random weights, a
-random head and a FORCED acceptance pattern. At each batch size all entrants (roofline_engines.py) take turns on one
+random head and a FORCED accept_length. At each batch size all entrants (roofline_engines.py) take turns on one
 card, the first one rotating, and are then measured part by part (round_parts.py). The card's bandwidth is measured
 first, by a copy and a sum. Whatever the card cannot hold, or --budget has no time for, is named and left out.
 Writes benchmarks/results/engine-gpu-<hardware>.json.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forced_acceptance import forced
 from results_folder import leave
 from rich.console import Console
 from roofline_measure import Bench, logger, measure, open_eagle
@@ -35,7 +34,8 @@ from round_parts import Clock, bandwidth
 
 from toolkit.bench.records import make_record
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.errors import DraftShapeError, EngineError
+from toolkit.infer.verify.forced import ForcedAcceptance
 
 COPIED, COPIED_IN_SMOKE = 2**31, 2**22  # bytes
 LLAMA_BYTES = 22e9  # to make the 8B shape and its head
@@ -50,11 +50,11 @@ def subjects(bench: Bench) -> Iterator[tuple[str, Callable[[], Subject]]]:
     """What builds each target; one is let go before the next is built. First the one that targets are stated for."""
     args, device = bench.args, bench.device
     if args.smoke:
-        for one in tiny_subjects(device, args.context, args.accept):
+        for one in tiny_subjects(device, args.context, args.force_accept_length):
             yield one.name, partial(_ready, one)
         return
     if "llama" in args.only and bench.holds("llama", LLAMA_BYTES):
-        yield "llama", lambda: shaped_subject(device, args.context, args.accept)
+        yield "llama", lambda: shaped_subject(device, args.context, args.force_accept_length)
     if "demo" in args.only:
         yield "demo", lambda: demo_subject(args.target, args.draft, device)
 
@@ -73,9 +73,6 @@ def run(bench: Bench) -> None:
             subject = build()
             logger.info("%s: %s; %s", subject.name, subject.head, subject.acceptance)
             eagle = open_eagle(bench, subject, stack)
-            if subject.pattern is not None:
-                vocabulary = subject.target.vocab_size
-                stack.enter_context(forced(subject.pattern, subject.draft.token_map, vocabulary, bench.device))
             measure(bench, subject, eagle)
             _show(bench, subject)
             del subject
@@ -100,8 +97,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", nargs="+", default=["3,1,4", "7,8,32"], metavar="S,K,N", help="a chain and a tree")
     parser.add_argument("--context", type=int, default=512, help="tokens of random prompts (default: 512)")
     parser.add_argument(
-        "--accept", type=int, nargs="+", default=[1, 2], metavar="N",
-        help="drafts accepted round after round by the random head (default: 1 2, accept_length 2.5)",
+        "--force-accept-length", default="2.5", metavar="X",
+        help="accept_length of the random head, or rates by depth, as of toolkit bench acceptance (default: 2.5)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=24, help="measured in each turn (default: 24)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every entrant (default: 5)")
@@ -128,13 +125,15 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         parser.error("--smoke is of tiny random models: leave --draft, --target and --eagle-python out")
     if min(*args.batch, args.rounds, args.repeats, args.context) < 1 or args.torch_compile_max_bs < 0:
         parser.error("--batch, --rounds, --repeats and --context are 1 at least, --torch-compile-max-bs 0")
-    if min(args.accept) < 0:
-        parser.error(f"--accept {min(args.accept)}: a round accepts 0 drafts at least")
-    for text in args.shapes:
-        try:
-            DraftShape.parse(text)
-        except DraftShapeError as error:
-            parser.error(f"--shapes: {error}")
+    try:
+        shapes = [DraftShape.parse(text) for text in args.shapes]
+    except DraftShapeError as error:
+        parser.error(f"--shapes: {error}")
+    try:
+        args.force_accept_length = ForcedAcceptance.parse(args.force_accept_length)
+        args.force_accept_length.check_shapes(shapes)
+    except (DraftShapeError, EngineError) as error:
+        parser.error(f"--force-accept-length: {error}")
     return args
 
 
@@ -160,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no row of {left}: {why}")
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "draft", "eagle_python")}
     settings["draft"] = None if args.draft is None else str(args.draft)
+    settings["force_accept_length"] = args.force_accept_length.accept_length
     seconds = time.perf_counter() - bench.started
     card = {"bytes_per_s": bench.bandwidth, "seconds_of_the_run": seconds}
     extra: dict[str, Any] = {"card": card, "targets": found, "left_out": bench.left_out, "definitions": DEFINITIONS}

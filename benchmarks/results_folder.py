@@ -36,12 +36,15 @@ def cost_of(run: Path) -> dict[str, Any]:
     }
 
 
+BY_PROMPT = ("answers", "times")  # long lists, which only `toolkit bench compare` reads
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("name", help="of the file, before the machine's name")
     args = parser.parse_args()
-    record = {key: value for key, value in read_record(args.record).items() if key != "answers"}
+    record = {key: value for key, value in read_record(args.record).items() if key not in BY_PROMPT}
     leave({**record, **cost_of(args.record.parent.parent)}, args.name)
     return 0
 

@@ -91,7 +91,7 @@ class Sizes:
         if mode.shape is None:
             most = 1
         else:
-            most = mode.shape.num_steps + 1 if subject.pattern is None else max(subject.pattern) + 1
+            most = 1 + (mode.shape.num_steps if subject.forced is None else len(subject.forced.rates))
         return (SETTLING + self.rounds + 4) * most
 
     def cached(self, subject: Subject, mode: Mode) -> int:
@@ -114,6 +114,7 @@ def open_mode(subject: Subject, mode: Mode, sizes: Sizes, capture: Capture | Non
         context_length=sizes.longest + sizes.room(subject, mode),
         memory=MemorySettings(sizes.cached(subject, mode), prefix_cache=False, scattered_pages=True),
         graphs=graphs,
+        forced=subject.forced,
     )
     # All prompts in one step: with rows that start later, smaller rounds would be recorded on the way.
     engine.scheduler.chunk = sizes.batch * sizes.longest

@@ -168,7 +168,7 @@ def measure_parts(bench: Bench, subject: Subject, mode: Mode, sizes: Sizes) -> t
 def open_eagle(bench: Bench, subject: Subject, stack: contextlib.ExitStack) -> EngineProcess | None:
     """EAGLE's own engine on this target and head; the reason is left where it has none."""
     name, draft = f"{EagleOwn.name}, {subject.name}", subject.draft
-    if subject.pattern is not None:
+    if subject.forced is not None:
         bench.drop(name, "its acceptance cannot be forced, and it reads weights from files, which these are not in")
     elif bench.args.eagle_python is None:
         bench.drop(name, "no --eagle-python was given")

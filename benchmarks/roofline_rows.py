@@ -16,8 +16,8 @@ from toolkit.bench.table import decimal
 
 DEFINITIONS = {
     "weight_bits": "bits per weight as the engine holds them, over all parameters of the target",
-    "forced": "drafts accepted round after round whatever the target said (the tokens mean nothing then); null: the "
-    "target decided",
+    "forced": "the accept_length that drafts were accepted to by chance, whatever the target said (the tokens mean "
+    "nothing then); null: the target decided",
     "context": "tokens of a row in the middle of the measured rounds, mean over rows",
     "seconds": "of `rounds` rounds in each of `repeats` turns, without prefill; entrants take turns, rotating",
     "round_seconds": "seconds of one round, host included",
@@ -90,7 +90,7 @@ def rows_of(
             "weight_bits": subject.target.weight_bits,
             "target": subject.name,
             "head": None if entrant.shape is None else subject.head,
-            "forced": None if entrant.shape is None or not _is_ours(entrant) else subject.pattern,
+            "forced": None if entrant.shape is None or not _is_ours(entrant) else subject.forced_length,
             "shape": shape_text(entrant),
             "batch": sizes.batch,
             "context": context,
@@ -151,7 +151,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if row["batch"] != 1 or row["engine"].endswith("-eager") or not row["engine"].startswith("ours"):
             continue
-        of = row["target"] + ("" if row["forced"] is None else ", acceptance FORCED")
+        of = row["target"] + ("" if row["forced"] is None else f", forced accept_length {row['forced']:.2f}")
         for name, key, least, limits in TARGETS:
             wanted, measured = limits.get(row["shape"]), row[key]
             if wanted is None or measured is None:

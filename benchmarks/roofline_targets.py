@@ -3,14 +3,13 @@
     demo           the target that --draft names (else the demo) with its trained head; without --draft a head that is
                    initialised from the target and not trained. Real prompts, real acceptance.
     llama-3.1-8b   the shape of Llama-3.1-8B, random weights made on the device, and a random EAGLE-3 head over 32000
-                   ids. Random prompts, and acceptance FORCED by a pattern: only its times mean anything.
+                   ids. Random prompts, and a FORCED accept_length: only its times mean anything.
 
 With `smoke` both are tiny random models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layer_ids
 from toolkit.infer.load.load_draft import fit_draft, stated_target
 from toolkit.infer.request.chat_prompt import chat_ids
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.demo import DEMO_NAME
 from toolkit.targets.load import load_target
 from toolkit.targets.target import Target
@@ -48,14 +48,14 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A target and its head, both on the device. head: what the head is, in words. pattern: drafts that are accepted
-    round after round; None: the target decides. prompts: token ids."""
+    """A target and its head, both on the device. head: what the head is, in words. forced: acceptance by chance;
+    None: the target decides. prompts: token ids."""
 
     name: str
     target: Target
     draft: DraftCheckpoint
     head: str
-    pattern: tuple[int, ...] | None
+    forced: ForcedAcceptance | None
     prompts: list[list[int]]
 
     def group(self, batch: int, repeat: int) -> list[list[int]]:
@@ -65,9 +65,13 @@ class Subject:
     @property
     def acceptance(self) -> str:
         """For the title of every table."""
-        if self.pattern is None:
+        if self.forced_length is None:
             return "acceptance as the target decides"
-        return f"acceptance FORCED to the pattern {' '.join(map(str, self.pattern))}"
+        return f"forced accept_length {self.forced_length:.2f}"
+
+    @property
+    def forced_length(self) -> float | None:
+        return None if self.forced is None else self.forced.accept_length
 
 
 def demo_subject(name: str | None, draft: Path | None, device: torch.device) -> Subject:
@@ -85,14 +89,14 @@ def demo_subject(name: str | None, draft: Path | None, device: torch.device) -> 
     return Subject(asked, target, fitted, said, None, prompts)
 
 
-def shaped_subject(device: torch.device, context: int, pattern: Sequence[int]) -> Subject:
+def shaped_subject(device: torch.device, context: int, forced: ForcedAcceptance) -> Subject:
     """Llama-3.1-8B's shape in bfloat16."""
     config = LlamaConfig(**LLAMA, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
     target = _random_target("llama-3.1-8b-shaped, random weights", config, torch.bfloat16, device)
-    return _forced_subject(target, DRAFT_VOCABULARY, context, pattern)
+    return _forced_subject(target, DRAFT_VOCABULARY, context, forced)
 
 
-def tiny_subjects(device: torch.device, context: int, pattern: Sequence[int]) -> tuple[Subject, Subject]:
+def tiny_subjects(device: torch.device, context: int, forced: ForcedAcceptance) -> tuple[Subject, Subject]:
     """In the places of both, in seconds."""
     config = LlamaConfig(**TINY, bos_token_id=0, eos_token_id=1)
     torch.manual_seed(0)
@@ -100,7 +104,7 @@ def tiny_subjects(device: torch.device, context: int, pattern: Sequence[int]) ->
     fitted = fit_draft(_untrained(first), first)
     assert isinstance(fitted, DraftCheckpoint)
     demo = Subject(first.name, first, fitted, "initialised from the target, not trained", None, _random(first, context))
-    return demo, _forced_subject(second, 128, context, pattern)
+    return demo, _forced_subject(second, 128, context, forced)
 
 
 def _random_target(name: str, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Target:
@@ -112,12 +116,12 @@ def _random_target(name: str, config: LlamaConfig, dtype: torch.dtype, device: t
     return Target(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), name, dtype=dtype)
 
 
-def _forced_subject(target: Target, draft_vocabulary: int, context: int, pattern: Sequence[int]) -> Subject:
+def _forced_subject(target: Target, draft_vocabulary: int, context: int, forced: ForcedAcceptance) -> Subject:
     head = _head(target, draft_vocabulary)
     fitted = fit_draft(DraftCheckpoint(head=head, token_map=_some_ids(target, draft_vocabulary)), target)
     assert isinstance(fitted, DraftCheckpoint)
     prompts = _random(target, context)
-    return Subject(target.name, target, fitted, "random EAGLE-3 head", tuple(pattern), prompts)
+    return Subject(target.name, target, fitted, "random EAGLE-3 head", forced, prompts)
 
 
 def _untrained(target: Target) -> DraftCheckpoint:

@@ -31,6 +31,7 @@ from toolkit.infer.drafters.ngram_drafter import NgramDrafter
 from toolkit.infer.engine import round as engine_round
 from toolkit.infer.graphs.recordings import WARM_UPS, Run
 from toolkit.infer.request.errors import EngineError
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.targets.target import Target
 
 HOST = "host"
@@ -42,6 +43,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (TargetForward, "__call__", "verify"),
     (Target, "logits", "verify"),
     (engine_round, "choose_tokens", "sample"),
+    (ForcedAcceptance, "__call__", "sample"),
     (engine_round, "follow", "sample"),
     (HeadDrafter, "keep_features", "compact"),
     (engine_round, "compact", "compact"),

@@ -4,13 +4,18 @@ import json
 import pytest
 import torch
 
+from toolkit.bench import table
 from toolkit.bench.acceptance import best_row, measure_acceptance, measured_summary
+from toolkit.bench.definitions import OTHERS
 from toolkit.bench.prompts import Prompt
-from toolkit.bench.records import read_record, write_record
+from toolkit.bench.records import RecordError, read_record, write_record
+from toolkit.bench.report import write_page
+from toolkit.bench.run_folder import RunData
 from toolkit.bench.table import print_acceptance
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError, SamplingError
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.jsonl import DataError
 
 SHAPES = [DraftShape.chain(2), DraftShape(3, 2, 6)]
@@ -68,6 +73,66 @@ def test_another_verifier(tiny_target, tiny_draft, capsys, tmp_path, verify, tem
     assert {row["tokens_equal"] for row in record["rows"]} == {True if temperature == 0 else None}
     print_acceptance(record)
     assert f"verify {verify}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_forced_acceptance_is_marked_and_not_compared(tiny_target, tiny_draft, tmp_path, capsys, temperature):
+    """A random head accepts nothing: whatever the rows say comes from the force. Whoever sees a row, a table or the
+    page must know."""
+    record = measure_acceptance(
+        tiny_target, tiny_draft, PROMPTS, SHAPES, max_tokens=25, temperature=temperature, warmup=0, command="test",
+        forced=ForcedAcceptance.parse("3"),
+    )  # fmt: skip
+    for row in record["rows"]:
+        assert row["forced_accept_length"] == row["accept_length"] == 3.0 and row["shallow_steps"] == 0
+        assert row["tokens_equal"] is row["near_ties"] is row["unequal"] is None
+    assert record["settings"]["forced_accept_length"] == 3.0 and record["settings"]["check_tokens"] is False
+    assert record["settings"]["forced_accept_rate"] == [1.0, 1.0] and record["divergences"] == []
+    print_acceptance(record)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "forced accept_length 3.00, batch 1; verify steps: chain 2 (forced)" in words
+    assert "(forced), forced accept_length 3.00" in words, "the title of the second table"
+    assert "Drafts were accepted by chance (forced accept_length 3.00): only times mean anything, no token." in words
+    assert "toolkit serve" not in words, "its speed is not what serve would have"
+    write_page(tmp_path / "page.html", RunData(tmp_path, acceptance=record))
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("orced accept_length 3.00") >= 6 and "toolkit serve" not in page
+    assert "forced" not in table.header_line(measure_acceptance(tiny_target, tiny_draft, PROMPTS[:1], SHAPES[:1]))
+
+
+def test_drafts_too_shallow_for_the_force_are_counted(tiny_target, tiny_draft):
+    """The best nodes of a random head's tree are all on the first levels, and the requested depth is not reached."""
+    shape, forced = DraftShape(4, 4, 5), ForcedAcceptance.parse("1,1,1,1")
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, [shape], max_tokens=25, warmup=0, forced=forced)
+    row = best_row(record)
+    assert 0 < row["shallow_steps"] <= row["verify_steps"] and row["accept_length"] < row["forced_accept_length"] == 5
+    assert f"In {row['shallow_steps']} steps the draft was too shallow for it." in table.verdict_line(record)
+
+
+def test_a_force_that_shapes_cannot_reach_is_refused(tiny_target, tiny_draft):
+    forced = ForcedAcceptance.parse("3.1")
+    with pytest.raises(DraftShapeError, match="a chain 2 .* at most accept_length 3"):
+        measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES, forced=forced)
+    with pytest.raises(DraftShapeError, match="adaptive drafting are both asked for"):
+        measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[1:], adaptive=True, forced=forced)
+
+
+def test_every_row_has_the_other_definitions(tiny_target, tiny_draft, capsys):
+    """From the same log as accept_length; a record of before has none, and the table says so."""
+    record = measure_acceptance(tiny_target, tiny_draft, PROMPTS, SHAPES[:1], adaptive=True, max_tokens=12, warmup=0)
+    for row in record["rows"]:
+        assert set(row["other_definitions"]) == set(OTHERS) and row["other_definitions"]["sglang_requests"] > 1
+    assert all(f"other_definitions.{key}" in record["definitions"] for key in OTHERS)
+    table.print_definitions(record)
+    words = " ".join(capsys.readouterr().out.split())
+    row = next(row for row in record["rows"] if row["shape"] == "chain")
+    numbers = [f"{row['other_definitions'][key]:.2f}" for key in ("sglang_server", "sglang_requests", "vllm")]
+    assert (
+        f"chain 2 {row['accept_length']:.2f} {' '.join(numbers)}" in words and "EAGLE scripts: sum(new_tokens)" in words
+    )
+    del record["rows"][0]["other_definitions"]
+    with pytest.raises(RecordError, match="measure again"):
+        table.print_definitions(record)
 
 
 def test_the_target_is_left_as_it_was(tiny_target, tiny_draft):

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from toolkit.bench.records import read_record
-from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.engine.engine import Engine
-from toolkit.infer.graphs.graph_rounds import GraphSettings
-from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
-from toolkit.infer.request.params import SamplingParams
 
 DESIGNED = {
     "engine", "version", "weight_bits", "batch", "context", "tokens", "seconds", "tokens_per_s", "accept_length",
@@ -32,9 +27,10 @@ def test_the_whole_script(script, tmp_path, capsys) -> None:
     the acceptance it was told, and every part of a round is met."""
     out = tmp_path / "record.json"
     line = "--device cpu --smoke --batch 1 --rounds 2 --repeats 2 --shapes 3,1,4 4,3,8 --out".split()
+    line = ["--force-accept-length", "3", *line]
     assert script("engine_gpu").main([*line, str(out)]) == 0
     record, table = read_record(out, "engine"), capsys.readouterr().out
-    for name, accepted in (("tiny-demo", None), ("tiny-llama", 2.5)):
+    for name, accepted in (("tiny-demo", None), ("tiny-llama", 3)):
         rows = {row["engine"]: row for row in record["rows"] if row["target"] == name}
         assert set(rows) == {*OURS, "hf-generate-static"}
         for engine, row in rows.items():
@@ -44,7 +40,7 @@ def test_the_whole_script(script, tmp_path, capsys) -> None:
                 assert row["accept_length"] == (accepted or row["tokens"] / 4)
             else:
                 assert (row["accept_length"], row["tokens"]) == (None, 4)
-            assert row["forced"] == ([1, 2] if drafts and accepted else None)
+            assert row["forced"] == (accepted if drafts else None)
             assert row["speedup"] is not None and row["over"] in rows
             if engine in OURS:
                 assert set(row["parts"]) == PARTS
@@ -53,8 +49,8 @@ def test_the_whole_script(script, tmp_path, capsys) -> None:
         assert f"eagle-own-tree, {name}" in record["left_out"]
     assert set(record["card"]["bytes_per_s"]) == {"copy", "read"}
     words = " ".join(table.split())
-    assert words.count("tiny-llama; random EAGLE-3 head; acceptance FORCED to the pattern 1 2") == 2
-    assert "ours-chain-graph, tiny-llama, acceptance FORCED" in words
+    assert words.count("tiny-llama; random EAGLE-3 head; forced accept_length 3.00") == 2
+    assert "ours-chain-graph, tiny-llama, forced accept_length 3.00" in words
     assert len(record["targets"]) == 2 * 2 * (1 + 2), "two hows: a plain row and a chain of 3 with two targets"
 
 
@@ -86,7 +82,8 @@ def test_it_refuses_without_a_gpu(script, capsys, tmp_path, line) -> None:
         ("--smoke --device cpu --target x", "leave --draft, --target"),
         ("--batch 0", "1 at least"),
         ("--shapes 3,1,7", "--shapes: .*3"),
-        ("--accept 1 -1", "--accept -1"),
+        ("--force-accept-length 0.5", "--force-accept-length: .*at least 1"),
+        ("--force-accept-length 6", "--force-accept-length: .*chain 3"),
     ],
 )
 def test_what_does_not_go_together(script, capsys, line, says) -> None:
@@ -94,40 +91,6 @@ def test_what_does_not_go_together(script, capsys, line, says) -> None:
     with pytest.raises(SystemExit):
         script("engine_gpu").main(line.split())
     assert re.search(says, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("shape", ["3,1,4", "4,3,12"])
-def test_forced_acceptance(script, tiny_target, tiny_draft, recorded, shape) -> None:
-    """Row by row the pattern, shifted; what was accepted are the head's own drafts, and plain rounds stay exact."""
-    module = script("forced_acceptance")
-    graphs = GraphSettings(2, lambda run: run) if recorded else None
-    device = tiny_target.device
-    with module.forced((0, 2, 1), tiny_draft.token_map, tiny_target.vocab_size, device):
-        memory = MemorySettings(scattered_pages=True, prefix_cache=False)
-        engine = Engine(
-            tiny_target, tiny_draft, DraftShape.parse(shape), max_running_requests=2, graphs=graphs, memory=memory
-        )
-        params = SamplingParams(max_tokens=16, ignore_eos=True)
-        first, second = engine.generate([[5, 6, 7], [8, 9]], params)
-        plain = Engine(tiny_target, max_running_requests=2).generate([[5, 6, 7]], params)[0].output_ids
-        engine.close()
-    events = [[event.accepted for event in request.events] for request in (first, second)]
-    assert events[0][:6] == [0, 2, 1, 0, 2, 1] and events[1][:6] == [2, 1, 0, 2, 1, 0]
-    drafted = set(tiny_draft.token_map.ids.tolist())
-    for request in (first, second):
-        from_draft = [token for token, flag in zip(request.output_ids, request.token_from_draft, strict=True) if flag]
-        own = [token for token, flag in zip(request.output_ids, request.token_from_draft, strict=True) if not flag]
-        assert set(from_draft) <= drafted and not set(own[1:]) & drafted
-    assert plain == Engine(tiny_target, max_running_requests=2).generate([[5, 6, 7]], params)[0].output_ids
-
-
-def test_forced_acceptance_refuses(script, tiny_target, tiny_draft) -> None:
-    module, device = script("forced_acceptance"), torch.device("cpu")
-    with pytest.raises(ValueError, match="pattern"):
-        module.forced([], tiny_draft.token_map, tiny_target.vocab_size, device).__enter__()
-    with pytest.raises(ValueError, match="smaller token map"):
-        module.forced([1], tiny_draft.token_map, tiny_draft.token_map.size, device).__enter__()
 
 
 class Ticking:
@@ -232,7 +195,7 @@ def test_targets_from_files_and_eagles_own_engine(script, draft_directory, tiny_
     bench = measure.Bench(args, cpu, clocks.Clock(cpu))
     trained, untrained = targets.demo_subject(None, draft_directory, cpu), targets.demo_subject(name, None, cpu)
     assert trained.head == f"trained (eagle3, {draft_directory})" and trained.target.name == name
-    assert untrained.head == "initialised from the target, not trained" and untrained.pattern is None
+    assert untrained.head == "initialised from the target, not trained" and untrained.forced is None
     with ExitStack() as stack:
         assert measure.open_eagle(bench, trained, stack) is None
         assert "No module named 'eagle'" in bench.left_out[f"eagle-own-tree, {name}"]
@@ -253,7 +216,7 @@ def test_bytes_of_a_plain_step(script, tiny_target) -> None:
 def test_what_a_target_asks(script) -> None:
     """The three targets point in different directions."""
     rows = script("roofline_rows")
-    row = {"batch": 1, "engine": "ours-tree-graph", "shape": "tree 7/8/32", "target": "t", "forced": [1]}
+    row = {"batch": 1, "engine": "ours-tree-graph", "shape": "tree 7/8/32", "target": "t", "forced": 2.5}
     row |= {"overhead_of_verify": 0.31, "speedup_per_accept_length": 0.76, "share_of_bandwidth": None}
     found = {one["what"]: one["met"] for one in rows.verdicts([row, row | {"batch": 8}, row | {"engine": "x-eager"}])}
     assert found == {"round without verify, of verify": False, "speedup / accept_length": True}

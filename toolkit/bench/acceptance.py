@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.bench.answers import ADAPTIVE, ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
+from toolkit.bench.definitions import OTHERS
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
 from toolkit.bench.prompts import BUILTIN, Prompt, limited
 from toolkit.bench.records import command_line, hardware, make_record, versions
@@ -25,11 +26,13 @@ from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.jsonl import DataError
 from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.target import Target
-from toolkit.weights import sha256_file
+from toolkit.weights import sha256_file, sha256_json
 
 ONE_BY_ONE = EngineConfig(verify="target", max_running_requests=1)
 
@@ -47,6 +50,11 @@ DEFINITIONS = {
     "verify": "how drafts are accepted at a temperature above 0; with rejection and block only the distribution "
     "equals plain decoding's",
     "near_ties": NOISE_RULE,
+    "forced_accept_length": "drafts were accepted by chance to this accept_length, whatever the target said: only "
+    "times mean anything; settings.forced_accept_rate: the conditional rates by depth",
+    "shallow_steps": "steps whose drafts were not as deep as the forced rates, so that they accepted less",
+    "times": "decode phase of each group of prompts that were decoded together, all turns; for comparisons of records",
+    **{f"other_definitions.{key}": text for key, (_, text) in OTHERS.items()},
 }
 
 
@@ -63,6 +71,7 @@ def measure_acceptance(
     limit: int | None = None,
     warmup: int = 1,
     check_tokens: bool = True,
+    forced: ForcedAcceptance | None = None,
     config: EngineConfig = ONE_BY_ONE,
     command: str | None = None,
     prompts_from: str = BUILTIN,
@@ -75,51 +84,68 @@ def measure_acceptance(
 
     Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
-    counts answers. Of `config` four options are read. max_running_requests: prompts decoded at once. torch_compile: in
-    all modes. verify: other verifiers than "target" write other tokens than plain decoding at a temperature above 0, so
-    tokens are then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+    counts answers. `forced` accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
+
+    Of `config` four options are read. max_running_requests: prompts decoded at once. torch_compile: in all modes.
+    verify: other verifiers than "target" write other tokens than plain decoding at a temperature above 0, so tokens are
+    then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+
     Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
     """
     batch, verify = config.max_running_requests, config.verify
-    check_tokens = check_tokens and (verify == "target" or temperature == 0)
+    check_tokens = check_tokens and forced is None and (verify == "target" or temperature == 0)
+    check_forced(forced, shapes, adaptive)
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    chosen = limited(list(prompts), limit)
-    if not chosen:
-        raise DataError("the list of prompts is empty; at least one prompt is required")
+    chosen = _chosen(prompts, limit)
     most = adaptive_limit(shapes) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
         "tasks": list(dict.fromkeys(prompt.task for prompt in chosen)),
         "shapes": [*([ADAPTIVE] if adaptive else []), *(shape.as_text() for shape in shapes)],
-        "token_map": _describe_token_map(config),
         "prompts": prompts_from,
+        "prompts_sha256": sha256_json([asdict(prompt) for prompt in chosen]),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
         "limit": limit,
-        "batch": batch,
         "warmup": warmup,
         "check_tokens": check_tokens,
-        "verify": verify,
-        "torch_compile": config.torch_compile,
+        **_engine_settings(config, forced),
     }
-    kept = None if keep is None else _resume_log(keep, target, draft, chosen, settings)
-    sampling = Sampling(max_tokens, temperature, seed)
+    kept = None if keep is None else _resume_log(keep, target, draft, settings)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    with _modes(target, draft, shapes, most, config) as modes:
-        rounds = run_side_by_side(modes, target.tokenizer, chosen, sampling, **turns)
-    judged: Any = {"adaptive": most, "method": draft.kind, "check_tokens": check_tokens, "verify": verify}
+    with _modes(target, draft, shapes, most, config, forced) as modes:
+        rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
+    judged: Any = {"adaptive": most, "check_tokens": check_tokens, "verify": verify, "forced": forced}
     return make_record(
         "acceptance",
         command or command_line(),
         settings,
-        **tabulate(rounds, shapes, target, temperature, **judged),
+        **tabulate(rounds, shapes, target, temperature, draft.kind, **judged),
         target=describe_target(target),
         draft=describe_draft(draft),
         definitions=DEFINITIONS,
     )
+
+
+def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    chosen = limited(list(prompts), limit)
+    if not chosen:
+        raise DataError("the list of prompts is empty; at least one prompt is required")
+    return chosen
+
+
+def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> dict[str, Any]:
+    return {
+        "token_map": _describe_token_map(config),
+        "batch": config.max_running_requests,
+        "verify": config.verify,
+        "forced_accept_length": None if forced is None else forced.accept_length,
+        "forced_accept_rate": None if forced is None else list(forced.rates),
+        "torch_compile": config.torch_compile,
+    }
 
 
 def _describe_token_map(config: EngineConfig) -> dict[str, str] | None:
@@ -133,9 +159,26 @@ def adaptive_limit(shapes: Sequence[DraftShape]) -> DraftShape:
     return DraftShape.covering(shapes) if shapes else DEFAULT_SHAPE
 
 
+def check_forced(forced: ForcedAcceptance | None, shapes: Sequence[DraftShape], adaptive: bool) -> None:
+    """Raise DraftShapeError for shapes that cannot reach a forced accept_length, and for adaptive drafting with it."""
+    if forced is None:
+        return
+    if adaptive:
+        raise DraftShapeError(
+            "forced accept_length and adaptive drafting are both asked for; adaptive drafting chooses its shape by "
+            "what is accepted: give fixed shapes alone, such as 4,1,5"
+        )
+    forced.check_shapes(shapes)
+
+
 @contextmanager
 def _modes(
-    target: Target, draft: Draft, shapes: Sequence[DraftShape], most: DraftShape | None, config: EngineConfig
+    target: Target,
+    draft: Draft,
+    shapes: Sequence[DraftShape],
+    most: DraftShape | None,
+    config: EngineConfig,
+    forced: ForcedAcceptance | None,
 ) -> Iterator[list[Mode]]:
     """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
 
@@ -146,7 +189,8 @@ def _modes(
         def engine(draft: Draft | None, shape: DraftShape | None, **options: Any) -> Engine:
             # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
             options |= {"prefix_cache": False, "shape": None if shape is None else shape.as_text()}
-            return engines.enter_context(closing(build_engine(replace(config, **options), target, draft).engine))
+            loaded = build_engine(replace(config, **options), target, draft, forced=forced)
+            return engines.enter_context(closing(loaded.engine))
 
         modes = [Mode(engine(None, None, verify="target", adaptive=False), None)]
         if most is not None:
@@ -182,13 +226,10 @@ def _as_text(row: dict[str, Any]) -> str:
     return f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}"
 
 
-def _resume_log(
-    path: Path, target: Target, draft: Draft, prompts: Sequence[Prompt], settings: dict[str, Any]
-) -> ResumeLog:
+def _resume_log(path: Path, target: Target, draft: Draft, settings: dict[str, Any]) -> ResumeLog:
     """Open the log. Callers must detect changed weights of target or head themselves (by the hashes in a manifest)."""
     made_of = {
         "settings": settings,
-        "prompts": [asdict(prompt) for prompt in prompts],
         "target": describe_target(target),
         "draft": {**describe_draft(draft), "path": None},  # a run folder may be moved
         "hardware": hardware(),

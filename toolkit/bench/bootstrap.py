@@ -1,10 +1,11 @@
-"""Confidence interval of a ratio of sums, by resampling prompts."""
+"""Confidence intervals of functions of sums, by resampling prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 LEAST_GROUPS = 5  # of prompts that are timed together: the spread of fewer says little
@@ -33,8 +34,22 @@ def ratio_interval(
     pairs = [(top, bottom) for top, bottom in zip(numerators, denominators, strict=True) if bottom > 0]
     if len(pairs) < least_units:
         return None
-    units = np.asarray(pairs, dtype=np.float64)  # [units, 2]
-    picks = np.random.default_rng(seed).integers(len(pairs), size=(resamples, len(pairs)))
-    sums = units[picks].sum(axis=1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+    return resampled_interval(pairs, lambda tops, bottoms: tops / bottoms, resamples=resamples, seed=seed)
+
+
+def resampled_interval(
+    units: Sequence[Sequence[float]],
+    statistic: Callable[..., NDArray[np.float64]],
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of a statistic of sums over units, which are resampled whole.
+
+    units: the numbers of each unit, [units, numbers]; of two measurements of one prompt together, for a paired
+    interval. statistic: takes the sums of each number, [resamples] each, and returns [resamples].
+    """
+    values = np.asarray(units, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    low, high = np.quantile(statistic(*values[picks].sum(axis=1).T), [0.025, 0.975])
     return float(low), float(high)

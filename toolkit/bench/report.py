@@ -54,7 +54,7 @@ def write_page(path: Path, data: RunData) -> None:
         .render(
             record=record,
             best=headline_row(record) if data.acceptance else None,
-            recommended=recommended_row(record) if data.acceptance else None,
+            recommended=recommended_row(record) if data.acceptance and not table.forced_text(record) else None,
             measured=[_measured(one) for one in (data.acceptance, *data.further) if one],
             pictures=draw_all(data),
             draft=(record.get("draft") or {}).get("path") or data.run_dir / "ckpt",
@@ -68,7 +68,7 @@ def write_page(path: Path, data: RunData) -> None:
 def _environment() -> Environment:
     made = Environment(autoescape=True)
     of_rows = ("decimal", "equal_text", "fixed_name", "length_text", "rates_text", "shape_name", "share_text")
-    of_records = ("cost_line", "drafted_line", "outcome_line", "prompts_phrase", "verdict_line")
+    of_records = ("cost_line", "drafted_line", "forced_text", "outcome_line", "prompts_phrase", "verdict_line")
     for name in (*of_rows, "speedup_text", "times", *of_records):
         made.filters[name] = getattr(table, name)
     made.tests["slower"] = is_slower

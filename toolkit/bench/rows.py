@@ -11,10 +11,12 @@ import torch
 
 from toolkit.bench.answers import ADAPTIVE, PLAIN, LoggedAnswer, Round
 from toolkit.bench.bootstrap import ratio_interval
+from toolkit.bench.definitions import other_definitions
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.token_distribution import uniform
 from toolkit.targets.target import Target
 
@@ -31,8 +33,9 @@ def tabulate(
     check_tokens: bool = True,
     verify: str = "target",
     adaptive: DraftShape | None = None,
+    forced: ForcedAcceptance | None = None,
 ) -> dict[str, Any]:
-    """Return the rows, one entry per answer, and all divergences of finished rounds.
+    """Return the rows, one entry per answer, the times of each group of prompts, and all divergences.
 
     adaptive: the largest shape of adaptive drafting, whose rows come first; None: it was not measured.
     """
@@ -54,8 +57,16 @@ def tabulate(
         tasks = list(dict.fromkeys(answer.question.prompt.task for answer in plain.values()))
         for task in (ALL, *tasks):
             row = {"method": method, **keys, "temperature": temperature, "verify": verify, "task": task}
-            rows.append({**row, **_row(rounds, mode, task, judged if check_tokens else None)})
-    return {"rows": rows, "answers": answers, "divergences": divergences}
+            row |= _row(rounds, mode, task, judged if check_tokens else None)
+            rows.append(row if forced is None else {**row, **_forced(rounds, mode, task, forced)})
+    return {"rows": rows, "answers": answers, "times": _times(rounds), "divergences": divergences}
+
+
+def _forced(rounds: Sequence[Round], mode: str, task: str, forced: ForcedAcceptance) -> dict[str, Any]:
+    """Return the keys that mark a row: the accept_length asked for, and the steps whose drafts were too shallow."""
+    events = [event for answer in _answers(rounds, mode, task) for event in answer.events if not event.truncated]
+    shallow = sum(0 < event.depth_offered < len(forced.rates) for event in events)
+    return {"forced_accept_length": forced.accept_length, "shallow_steps": shallow}
 
 
 def _judge(target: Target, plain: LoggedAnswer, speculative: LoggedAnswer, temperature: float) -> Divergence | None:
@@ -74,7 +85,7 @@ def _judge(target: Target, plain: LoggedAnswer, speculative: LoggedAnswer, tempe
 
 
 def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Divergence | None] | None) -> dict[str, Any]:
-    answers = [answer for answer in _answers(rounds, mode) if task in (ALL, answer.question.prompt.task)]
+    answers = _answers(rounds, mode, task)
     events = [event for answer in answers for event in answer.events]
     stats = summarise(events)
     of_task = [judged[_key(answer)] for answer in answers] if judged is not None else []
@@ -90,6 +101,7 @@ def _row(rounds: Sequence[Round], mode: str, task: str, judged: dict[Key, Diverg
         "interval": _interval(answers),
         "accept_rate": [number(rate) for rate in stats.accept_rate],
         "accept_rate_unconditional": [number(rate) for rate in stats.accept_rate_unconditional],
+        "other_definitions": other_definitions(answers),
         **_speed(rounds, mode, task),
         **_parts(answers),
         "tokens_equal": None if judged is None else all(found.near_tie for found in parted),
@@ -158,7 +170,7 @@ def _parts(answers: Iterable[LoggedAnswer]) -> dict[str, float]:
 
 
 def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
-    """Return the counts of one answer, which can be compared with another engine's prompt by prompt."""
+    """Return the counts of one answer, which can be compared with another record's prompt by prompt."""
     stats = summarise(answer.events)
     return {
         "shape": mode,
@@ -169,9 +181,25 @@ def _answer_entry(mode: str, answer: LoggedAnswer) -> dict[str, Any]:
         "tokens": len(answer.output_ids),
         "verify_steps": stats.verify_steps,
         "truncated_steps": stats.truncated_steps,
+        "accepted": stats.accepted,
         "accept_length": number(stats.accept_length),
         "accepted_by_step": [event.accepted for event in answer.events if event.offered > 0],
     }
+
+
+def _times(rounds: Iterable[Round]) -> list[dict[str, Any]]:
+    """Return an entry for each mode (plain decoding too) and group of prompts that were decoded together, all turns."""
+    first_of: dict[str, str] = {}  # question_id -> the first one of its group; the first turn has the whole group
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
+    for done in rounds:
+        ids = [answer.question.prompt.question_id for answer in done.answers]
+        for one in ids:
+            first_of.setdefault(one, ids[0])
+        fresh = {"shape": done.mode, "question_ids": ids, "decode_tokens": 0, "decode_s": 0.0}
+        entry = entries.setdefault((done.mode, first_of[ids[0]]), fresh)
+        entry["decode_tokens"] += done.decode_tokens
+        entry["decode_s"] += done.decode_s
+    return list(entries.values())
 
 
 def _shape_keys(shape: DraftShape) -> dict[str, Any]:
@@ -183,8 +211,9 @@ def _shape_keys(shape: DraftShape) -> dict[str, Any]:
     }
 
 
-def _answers(rounds: Iterable[Round], mode: str) -> list[LoggedAnswer]:
-    return [answer for done in rounds if done.mode == mode for answer in done.answers]
+def _answers(rounds: Iterable[Round], mode: str, task: str = ALL) -> list[LoggedAnswer]:
+    found = [answer for done in rounds if done.mode == mode for answer in done.answers]
+    return [answer for answer in found if task in (ALL, answer.question.prompt.task)]
 
 
 def _key(answer: LoggedAnswer) -> Key:

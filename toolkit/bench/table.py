@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.answers import ADAPTIVE
+from toolkit.bench.definitions import OTHERS, RATE
 from toolkit.bench.prompts import BUILTIN
+from toolkit.bench.records import RecordError
 from toolkit.bench.rows import ALL, best_row, headline_row, is_faster, is_slower
 
 WIDTH_WITHOUT_TERMINAL = 122
@@ -30,22 +32,48 @@ def print_acceptance(record: dict[str, Any], console: Console | None = None) -> 
 
     Without a terminal it is plain text of a fixed width.
     """
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = console or wide_console()
     rows = [row for row in record["rows"] if row["task"] == ALL]
     headline, best = headline_row(record), best_row(record)
     console.print(Text(header_line(record), style="bold"))
     console.print(_table([(shape_name(row), row) for row in rows], "draft", best, console.width))
     by_task = [row for row in record["rows"] if row["task"] != ALL and shape_name(row) == shape_name(headline)]
     if by_task:
-        console.print(Text(f"By task, {shape_name(headline)}", style="bold"))
+        console.print(Text(f"By task, {shape_name(headline)}{forced_text(record, ', ')}", style="bold"))
         tasks = [(f"{row['task']} ({row['prompts']})", row) for row in by_task]
         console.print(_table(tasks, "task (prompts)", None, console.width))
     for line in (drafted_line(record), verdict_line(record), cost_line(record), outcome_line(record)):
         if line:
             console.print(Text(line))
+
+
+def wide_console() -> Console:
+    """Return the terminal, or where there is none, plain text of a fixed width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL)
+
+
+def print_definitions(record: dict[str, Any], console: Console | None = None) -> None:
+    """Print the accept_length of each setting as other projects would count it, and how they count.
+
+    Raises `RecordError` for a record that was measured before these were counted.
+    """
+    rows = [row for row in record["rows"] if row["task"] == ALL]
+    if not all("other_definitions" in row for row in rows):
+        raise RecordError("the record does not have the accept lengths of other definitions; measure again")
+    console = console or wide_console()
+    console.print(Text(f"accept_length by definition{forced_text(record, ', ')}", style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("draft", no_wrap=True)
+    for name in ("ours", *(column for column, _ in OTHERS.values())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        others = row["other_definitions"]
+        texts = [share_text(others[key]) if key == RATE else decimal(others[key]) for key in OTHERS]
+        table.add_row(shape_name(row), decimal(row["accept_length"]), *texts)
+    console.print(table)
+    for name, text in (("ours", record["definitions"]["accept_length"]), *OTHERS.values()):
+        console.print(Text(f"{' '.join(name.split())}: {text}."))
 
 
 def header_line(record: dict[str, Any]) -> str:
@@ -59,7 +87,8 @@ def header_line(record: dict[str, Any]) -> str:
         f"{target.get('name', 'target')} ({weights}{target.get('dtype', 'dtype not recorded')}), "
         f"{prompts_phrase(record)}, "
         f"{rows[0]['answers']} answers of at most {settings['max_tokens']} tokens; "
-        f"temperature {settings['temperature']:g}, {how}batch {settings['batch']}; verify steps: {steps}"
+        f"temperature {settings['temperature']:g}{forced_text(record, ', ')}, {how}batch {settings['batch']}; "
+        f"verify steps: {steps}"
     )
 
 
@@ -72,6 +101,10 @@ def prompts_phrase(record: dict[str, Any]) -> str:
 def verdict_line(record: dict[str, Any]) -> str:
     """Return one sentence: whether speculative decoding wrote the tokens of plain decoding."""
     rows = [row for row in record["rows"] if row["task"] == ALL]
+    if forced_text(record):
+        shallow = sum(row["shallow_steps"] for row in rows)
+        note = f" In {count_of(shallow, 'step')} the draft was too shallow for it." if shallow else ""
+        return f"Drafts were accepted by chance ({forced_text(record)}): only times mean anything, no token.{note}"
     if any(row["tokens_equal"] is None for row in rows):
         return "Tokens were not compared with plain decoding's."
     wrong = [f"{shape_name(row)}: {row['unequal']} of {row['answers']}" for row in rows if not row["tokens_equal"]]
@@ -118,6 +151,8 @@ def outcome_line(record: dict[str, Any]) -> str:
     name = "Adaptive drafting, as `toolkit serve` starts," if adaptive else f"Drafting a {shape_name(headline)}"
     speeds = f"{headline['tokens_per_s']:.1f} tokens/s where plain decoding writes {headline['plain_tokens_per_s']:.1f}"
     first = f"{name} writes {speeds}: {headline['speedup']:.2f}x."
+    if forced_text(record):
+        return first
     if not is_faster(best):
         others = "a trained head" if headline["method"] == "ngram" else "n-gram lookup (--draft ngram), longer training"
         return f"{first} No setting is faster than plain decoding here. What may help: {others}, or another machine."
@@ -128,9 +163,16 @@ def outcome_line(record: dict[str, Any]) -> str:
     return first
 
 
+def forced_text(record: dict[str, Any], lead: str = "") -> str:
+    """Return `lead` and "forced accept_length 2.60", which marks every table of such a record; empty for others."""
+    forced = record["settings"].get("forced_accept_length")
+    return "" if forced is None else f"{lead}forced accept_length {forced:.2f}"
+
+
 def shape_name(row: dict[str, Any]) -> str:
-    """Return "adaptive", "chain 4" or "tree 4x4/16", like `Mode.name`."""
-    return ADAPTIVE if row["shape"] == ADAPTIVE else fixed_name(row)
+    """Return "adaptive", "chain 4" or "tree 4x4/16", like `Mode.name`; with " (forced)" if acceptance was."""
+    forced = "" if row.get("forced_accept_length") is None else " (forced)"
+    return ADAPTIVE if row["shape"] == ADAPTIVE else fixed_name(row) + forced
 
 
 def fixed_name(row: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""`toolkit bench acceptance`: plain and speculative decoding side by side with one draft head."""
+"""`toolkit bench acceptance`: plain and speculative decoding side by side with one draft head; `toolkit bench compare`:
+two of its records side by side."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from toolkit.commands.model_arguments import OPTIONS, add_engine_arguments, engine_config, errors_with_flags, flag_of
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
 from toolkit.pipeline.launch import set_threads
+from toolkit.pipeline.run import ACCEPTANCE
 from toolkit.recipe import BenchSettings
 from toolkit.recipe_yaml import build
 
@@ -17,7 +19,7 @@ ENGINE = (
     "draft", "token_map", "target", "dtype", "verify", "quantization", "draft_quantization", "torch_compile"
 )  # fmt: skip
 SETTINGS = ("prompts", "limit", "shapes", "max_tokens", "temperature", "warmup")
-OWN = ("seed", "no_check", "out")
+OWN = ("seed", "no_check", "force_accept_length", "out")
 DRAFT_HELP = (
     "the head to measure: a draft directory or another project's head; ngram (lookup) or native (the target's own MTP "
     "module), with --target"
@@ -32,6 +34,20 @@ VERIFY_HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> object:
     """Return the subcommands."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    _add_acceptance(kinds)
+    compare = kinds.add_parser(
+        "compare",
+        help="two records side by side, with intervals of the differences",
+        description="Two records of `toolkit bench acceptance` side by side, paired by prompt: accept_length and its "
+        "difference, speed over plain decoding and its ratio, each with a 95 % interval. Records of other prompts, "
+        "another target or other settings of the answers are refused. Speeds are compared on one machine only.",
+    )
+    compare.add_argument("first", type=Path, metavar="A.json", help="a record")
+    compare.add_argument("second", type=Path, metavar="B.json", help="the record to compare with it")
+    return kinds
+
+
+def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     acceptance = kinds.add_parser(
         "acceptance",
         help="tokens per verify step, speed, and equality of the tokens",
@@ -42,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
     defaults = BenchSettings()
     add_recipe_arguments(acceptance)
     acceptance.add_argument("--force", action="store_true", help="measure again, even when the stage is up to date")
+    acceptance.add_argument(
+        "--definitions",
+        action="store_true",
+        help="also print the accept length that SGLang, vLLM and EAGLE's scripts would print for the same steps",
+    )
     group = acceptance.add_argument_group("any head instead of the recipe's (the options below need --draft)")
     add_engine_arguments(group, ENGINE, verify=VERIFY_HELP, draft=DRAFT_HELP, target=TARGET_HELP)
     group.add_argument(
@@ -81,16 +102,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> object:
         "--no-check", action="store_true", default=None, help="do not compare the tokens with plain decoding's"
     )
     group.add_argument(
+        "--force-accept-length",
+        metavar="X",
+        help="for benchmarks of hardware: accept drafts by chance, so that a verify step commits X tokens in the mean, "
+        "the bonus token included (2.6), or by conditional rates of each depth (0.8,0.6). The tokens mean nothing and "
+        "are not compared; needs --shape without adaptive",
+    )
+    group.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
         help="record to write, and a page beside it (default: runs/acceptance-<hardware>.json)",
     )
-    return kinds
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table, writes the record and a page beside it."""
+    """Measures, prints the table, writes the record and a page beside it; or compares two records."""
+    if args.kind == "compare":
+        from toolkit.bench.compare import compare_records
+
+        compare_records(args.first, args.second)
+        return 0
     if "draft" in args:
         if args.recipe or args.overrides or args.force:
             given = "--recipe" if args.recipe else args.overrides[0] if args.overrides else "--force"
@@ -108,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
     job = run_of(args)
     set_threads()
     run_one_stage(job, "measure", args.force)
+    if args.definitions:
+        from toolkit.bench.records import read_record
+        from toolkit.bench.table import print_definitions
+
+        print_definitions(read_record(job.folder / ACCEPTANCE))
     return 0
 
 
@@ -123,6 +160,8 @@ def _measure_any(args: argparse.Namespace) -> None:
             wanted,
             seed=args.seed or 0,
             check_tokens=not args.no_check,
+            force_accept_length=args.force_accept_length,
+            definitions=args.definitions,
             out=args.out,
         )
     for path in paths:

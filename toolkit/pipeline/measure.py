@@ -6,18 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.acceptance import adaptive_limit, measure_acceptance, measured_summary
+from toolkit.bench.acceptance import adaptive_limit, check_forced, measure_acceptance, measured_summary
 from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import headline_row, is_slower
 from toolkit.bench.run_folder import RunData
-from toolkit.bench.table import count_of, length_text, outcome_line, print_acceptance, shape_name, share_text
+from toolkit.bench.table import (
+    count_of,
+    length_text,
+    outcome_line,
+    print_acceptance,
+    print_definitions,
+    shape_name,
+    share_text,
+)
 from toolkit.checkpoint.draft_dir import load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import ACCEPTANCE, CKPT_CONFIG, ROUNDS, Run, of_temperature
@@ -72,21 +81,28 @@ def measure_head(
     *,
     seed: int = 0,
     check_tokens: bool = True,
+    force_accept_length: str | None = None,
+    definitions: bool = False,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
     """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
 
+    force_accept_length: see `ForcedAcceptance.parse`. definitions: print the accept lengths of other projects, too.
     out: the record's file; None: runs/acceptance-<hardware>.json. The draft directory is left as it is.
-    Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`.
+    Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`, `EngineError`.
     """
+    forced = None if force_accept_length is None else ForcedAcceptance.parse(force_accept_length)
     shapes = prompts_and_shapes(wanted)[1]  # a mistake in these is found before the target is loaded
+    check_forced(forced, shapes, wanted.adaptive)
     device = device_of(config)
     for shape in [*shapes, *([adaptive_limit(shapes)] if wanted.adaptive else [])]:
         replace(config, shape=shape.as_text()).check(device.type)
     target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
-    record = _measure(target, draft, wanted, seed=seed, check_tokens=check_tokens, config=config)
+    record = _measure(target, draft, wanted, seed=seed, check_tokens=check_tokens, forced=forced, config=config)
     print_acceptance(record)
+    if definitions:
+        print_definitions(record)
     return _write(record, str(config.draft), out)
 
 

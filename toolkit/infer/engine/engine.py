@@ -39,6 +39,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, checked_prompt, one_for_each
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import NodeLogprobs
 from toolkit.infer.verify.verifiers import VerifyResult, choose_verifier
 from toolkit.targets.target import Target
@@ -65,6 +66,7 @@ class Engine:
     memory: size of the KV cache.
     torch_compile: compile target and head (CPU).
     graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
+    forced: accept drafts by chance, not by the target's choices, so answers mean nothing (benchmarks of hardware).
 
     Raises DraftDirError or UnsupportedTargetError for an unusable head or target, CompileError if compilation fails.
     """
@@ -82,6 +84,7 @@ class Engine:
         memory: MemorySettings = DEFAULT_MEMORY,
         torch_compile: bool = False,
         graphs: GraphSettings | None = None,
+        forced: ForcedAcceptance | None = None,
     ) -> None:
         if shape is not None and draft is None:
             raise EngineError(
@@ -118,7 +121,7 @@ class Engine:
         padding = padding if self._states is None else "none"
         self.scheduler = Scheduler(max_running_requests, memory.chunked_prefill_size, self._memory, padding=padding)
         self._prompts = PromptReader(target, self._forward, self._cache, self.scheduler, self._states)
-        context = RoundContext(self._forward, self._cache, self._states, head, self.context_length)
+        context = RoundContext(self._forward, self._cache, self._states, head, self.context_length, forced)
         self._rounds = EagerRounds(context, state, self.verifier)
         parts = (partial(round_numbers, context), state, self._forward, self._cache, self.drafter, self.verifier)
         recorded = None if graphs is None else GraphRounds(graphs, *parts)

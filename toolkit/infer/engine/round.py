@@ -30,6 +30,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.kernels.tree_reference import Followed
 from toolkit.infer.request.draft_tree import DraftTree
 from toolkit.infer.request.request import Request, VerifyEvent
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.sampler import Choices, NodeLogprobs, NodeSampler, Sampler
 from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes_at_once, read_result
 
@@ -37,13 +38,14 @@ from toolkit.infer.verify.verifiers import Verifier, VerifyResult, follow, nodes
 @dataclass(frozen=True)
 class RoundContext:
     """The models and the cache of an engine's rounds. head: the drafter that keeps features of each round, or None.
-    states: of a hybrid target's linear-attention layers, else None."""
+    states: of a hybrid target's linear-attention layers, else None. forced: acceptance by chance, for benchmarks."""
 
     forward: TargetForward
     cache: KVCache
     states: LinearStates | None
     head: HeadDrafter | None
     context_length: int
+    forced: ForcedAcceptance | None = None
 
 
 def run_round(
@@ -55,7 +57,10 @@ def run_round(
     tree = propose(rows)
     hidden = forward_tree(context, rows, tree)
     choices = choose_tokens(context, rows, tree, hidden, sampler)
-    followed = follow(tree, choices.tokens)
+    decided = tree, choices.tokens
+    if context.forced is not None:
+        decided = context.forced(*decided, rows.roots, rows.lengths)
+    followed = follow(*decided)
     committed = (followed.accepted + 1) * rows.real
     if context.head is not None:
         context.head.keep_features(rows, tree, followed, committed)

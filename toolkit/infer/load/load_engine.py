@@ -36,6 +36,7 @@ from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
 from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
@@ -89,13 +90,18 @@ def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
 
 
 def build_engine(
-    config: EngineConfig, target: Target, draft: Draft | None = None, ranks: Ranks | None = None
+    config: EngineConfig,
+    target: Target,
+    draft: Draft | None = None,
+    ranks: Ranks | None = None,
+    forced: ForcedAcceptance | None = None,
 ) -> LoadedEngine:
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
-    The options that choose and load the models are not read. Raises ConfigError for a value out of range, and the
-    errors of Engine.
+    The options that choose and load the models are not read. forced: see Engine; only in a single process. Raises
+    ConfigError for a value out of range, and the errors of Engine.
     """
+    assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
     graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
@@ -116,6 +122,7 @@ def build_engine(
         memory=memory if ranks is None else ranks.memory(memory),
         torch_compile=config.torch_compile and graphs is None,
         graphs=graphs,
+        forced=forced,
     )
     if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
         engine.drafter.start_from(arm_times(shape, search["times"]))

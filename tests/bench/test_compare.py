@@ -1,0 +1,187 @@
+"""Two records side by side: what is refused and why, and the intervals of the differences."""
+
+import copy
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from toolkit.bench.acceptance import measure_acceptance
+from toolkit.bench.compare import compare_records, paired
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.records import RecordError, write_record
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.verify.forced import ForcedAcceptance
+
+PROMPTS = [Prompt(str(n), "math", (f"count {n} apples", "and rivers")[: 1 + n % 2]) for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def record(tiny_target, tiny_draft):
+    shapes = [DraftShape.chain(2), DraftShape(3, 2, 6)]
+    forced = ForcedAcceptance.parse("2.4")
+    return measure_acceptance(
+        tiny_target, tiny_draft, PROMPTS, shapes, max_tokens=24, warmup=0, forced=forced, command="test"
+    )  # fmt: skip
+
+
+def changed(record, **places):
+    """A copy with other values; `settings__seed=1` is record["settings"]["seed"]."""
+    copied = copy.deepcopy(record)
+    for place, value in places.items():
+        *above, last = place.split("__")
+        at = copied
+        for name in above:
+            at = at[name]
+        at[last] = value
+    return copied
+
+
+def compared(tmp_path, a, b, width=118):
+    for name, record in (("a.json", a), ("b.json", b)):
+        write_record(tmp_path / name, record)
+    out = io.StringIO()
+    compare_records(tmp_path / "a.json", tmp_path / "b.json", Console(file=out, width=width))
+    return out.getvalue()
+
+
+def row_of(text, name):
+    """The rows of both tables that begin with this name, as words."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip().startswith(name)]
+
+
+def with_accepted(record, more):
+    """As if each counted step of chain 2 had accepted `more` drafts more."""
+    copied = copy.deepcopy(record)
+    for entry in copied["answers"]:
+        if entry["shape"] == "chain 2":
+            entry["accepted"] += more * entry["verify_steps"]
+    copied["rows"][0]["accept_length"] += more
+    return copied
+
+
+def twice_as_fast(record, plain_too=False):
+    copied = copy.deepcopy(record)
+    for entry in copied["times"]:
+        if entry["shape"] == "chain 2" or plain_too:
+            entry["decode_s"] /= 2
+    if not plain_too:
+        copied["rows"][0]["speedup"] *= 2
+    return copied
+
+
+def test_differences_and_their_intervals(tmp_path, record):
+    """Paired: every prompt gained 0.5 a step, so the interval of the difference has no width, though the prompts differ
+    among themselves; in the same way the speed of every group doubled."""
+    text = compared(tmp_path, record, twice_as_fast(with_accepted(record, 0.5)))
+    lengths, speeds = row_of(text, "chain 2 (forced)")
+    assert lengths.endswith("+0.50 [+0.50, +0.50]") and speeds.endswith("2.00x [2.00, 2.00]")
+    lengths, speeds = row_of(text, "tree 3x2/6 (forced)")
+    assert lengths.endswith("+0.00 [+0.00, +0.00]") and speeds.endswith("1.00x [1.00, 1.00]")
+    assert "6 prompts" in text or "6 built-in prompts" in text
+    assert text.splitlines()[0].endswith("temperature 0, forced accept_length 2.40")
+
+
+def test_unpaired_gains_give_a_wide_interval(tmp_path, record):
+    """One prompt alone gained: the interval reaches from nothing to more than the mean difference."""
+    other = copy.deepcopy(record)
+    gained = next(entry for entry in other["answers"] if entry["shape"] == "chain 2")
+    gained["accepted"] += 2 * gained["verify_steps"]
+    (lengths, _) = row_of(compared(tmp_path, record, other), "chain 2 (forced)")
+    low, high = (float(part) for part in lengths.split("[")[1].rstrip("]").split(", "))
+    assert low == 0 and high > 0.3
+
+
+def test_the_ratio_of_speeds_is_that_of_the_speedups(tmp_path, record):
+    """A machine that was twice as fast for both modes gains nothing."""
+    (_, speeds) = row_of(compared(tmp_path, record, twice_as_fast(record, plain_too=True)), "chain 2 (forced)")
+    assert speeds.endswith("1.00x [1.00, 1.00]")
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ({"settings__prompts_sha256": "0", "settings__prompts": "mt.jsonl"}, "and 6 prompts of mt.jsonl, not the"),
+        ({"target__name": "llama"}, "target name tiny and llama"),
+        ({"target__revision": "v2"}, "target revision none and v2"),
+        ({"target__dtype": "bfloat16"}, "target dtype float32 and bfloat16"),
+        ({"target__quantization": "int8"}, "target quantization none and int8"),
+        ({"settings__temperature": 1.0}, r"temperature 0\.0 and 1\.0"),
+        ({"settings__max_tokens": 96, "settings__seed": 3}, "max_tokens 24 and 96; seed 0 and 3: measure both"),
+        ({"settings__forced_accept_length": None}, r"forced_accept_length 2\.4 and none"),
+        ({"settings__forced_accept_rate": [0.9, 0.5]}, r"forced_accept_rate 1\.0, 0\.4 and 0\.9, 0\.5"),
+        ({"rows": []}, "no draft shape in common: Only A has chain 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_with_the_reason(tmp_path, record, places, says):
+    with pytest.raises(RecordError, match=says):
+        compared(tmp_path, record, changed(record, **places))
+
+
+def test_other_records_are_refused(tmp_path, record):
+    """Published records have no data by prompt."""
+    with pytest.raises(RecordError, match=r"b\.json has no data by prompt"):
+        compared(tmp_path, record, {key: value for key, value in record.items() if key != "answers"})
+    with pytest.raises(RecordError, match="expected a record of 'acceptance'"):
+        compared(tmp_path, record, changed(record, what="engine"))
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ({"hardware__cpu": "Z80"}, "Speeds are not compared, since they differ in cpu"),
+        ({"settings__batch": 4}, "Speeds are not compared, since they differ in batch 1 and 4"),
+    ],
+)
+def test_other_machines_compare_acceptance_alone(tmp_path, record, places, says):
+    text = compared(tmp_path, record, changed(record, **places))
+    assert says in " ".join(text.split()) and "tokens/s" not in text and "B / A" not in text
+    (lengths,) = row_of(text, "chain 2 (forced)")
+    assert lengths.endswith("+0.00 [+0.00, +0.00]")
+
+
+def test_what_one_record_has_alone_is_named(tmp_path, record):
+    other = changed(record, settings__verify="block", rows=[row for row in record["rows"] if row["shape"] == "chain"])
+    words = " ".join(compared(tmp_path, record, other).split())
+    assert "Only A has tree 3x2/6 (forced)." in words and "They also differ in verify target and block." in words
+
+
+def test_few_steps_and_few_groups_give_no_interval(tmp_path, record):
+    """Three steps that agree would show a difference as if it were certain."""
+    few = copy.deepcopy(record)
+    for row in few["rows"]:
+        row["verify_steps"] = 29
+    few["times"] = [entry for entry in few["times"] if entry["question_ids"] in (["0"], ["1"], ["2"], ["3"])]
+    lengths, speeds = row_of(compared(tmp_path, few, record), "chain 2 (forced)")
+    assert lengths.endswith("+0.00") and speeds.endswith("1.00x")
+
+
+def test_the_table_fits_a_narrow_terminal(tmp_path, record):
+    assert "…" not in compared(tmp_path, record, record, width=80)
+
+
+def test_paired_keeps_what_all_sides_have():
+    a, b = {"1": (2, 3), "2": (0, 1), "3": (4, 5)}, {"3": (6, 7), "1": (8, 9), "2": (1, 1), "4": (1, 1)}
+    assert paired(a, b) == [(2, 3, 8, 9), (4, 5, 6, 7)]
+
+
+def test_groups_of_a_batch_keep_all_turns_together(tiny_target, tiny_draft):
+    """A second turn is timed with fewer prompts, and still belongs to its group."""
+    config = EngineConfig(verify="target", max_running_requests=4)
+    made = measure_acceptance(
+        tiny_target, tiny_draft, PROMPTS, [DraftShape.chain(2)], max_tokens=6, warmup=0, config=config, command="test"
+    )
+    assert [(one["shape"], one["question_ids"]) for one in made["times"]] == [
+        ("plain", ["0", "1", "2", "3"]), ("chain 2", ["0", "1", "2", "3"]),
+        ("plain", ["4", "5"]), ("chain 2", ["4", "5"]),
+    ]  # fmt: skip
+    for mode in ("plain", "chain 2"):
+        of_mode = [one for one in made["times"] if one["shape"] == mode]
+        assert sum(one["decode_tokens"] for one in of_mode) == 5 * 9, "9 answers of 6 tokens, the first by prefill"
+    whole = made["rows"][0]
+    assert sum(one["decode_s"] for one in made["times"] if one["shape"] == "plain") == pytest.approx(
+        whole["plain_decode_s"]
+    )
+    assert json.loads(json.dumps(made["times"])) == made["times"]

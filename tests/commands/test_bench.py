@@ -1,0 +1,74 @@
+"""`toolkit bench` as it is typed: forced acceptance, other definitions, and two records side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit import cli
+from toolkit.bench.records import read_record
+from toolkit.commands.model_arguments import OPTIONS
+
+SMALL = ["--limit", "6", "--max-tokens", "12", "--warmup", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_measure_force_and_compare(
+    tiny_draft_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = ["bench", "acceptance", "--draft", str(tiny_draft_directory), *SMALL]
+    assert cli.main([*head, "--shape", "3,1,4", "--definitions", "--out", "a.json"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "accept_length by definition" in words and "vLLM: mean acceptance length" in words
+    of_a_run = Path("runs/smollm2-135m/bench/acceptance.json")
+    of_a_run.parent.mkdir(parents=True)
+    of_a_run.write_bytes(Path("a.json").read_bytes())
+    monkeypatch.setattr("toolkit.commands.bench.run_one_stage", lambda *_: print("up to date"))
+    assert cli.main(["bench", "acceptance", "--definitions"]) == 0
+    assert "EAGLE scripts: sum" in " ".join(capsys.readouterr().out.split()), "of a measurement that was made before"
+    assert cli.main([*head, "--shape", "3,1,4", "--force-accept-length", "0.9,0.5", "--out", "b.json"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "forced accept_length 2.35" in words and "by definition" not in words
+    assert read_record("b.json")["settings"]["forced_accept_rate"] == [0.9, 0.5]
+    assert "forced accept_length 2.35" in Path("b.html").read_text()
+    assert cli.main(["bench", "compare", "a.json", "a.json"]) == 0
+    assert "+0.00" in capsys.readouterr().out
+    assert cli.main(["bench", "compare", "a.json", "b.json"]) == 2
+    assert "a.json and b.json cannot be compared, since they differ in forced_accept_length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--force-accept-length 9 --shape 3,1,4", "at most accept_length 4"),
+        ("--force-accept-length 2", "adaptive drafting are both asked for"),
+        ("--force-accept-length many --shape 3,1,4", "one number of at least 1 is needed"),
+    ],
+)
+def test_a_force_that_cannot_work_is_refused_before_the_target_loads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    monkeypatch.setattr("toolkit.pipeline.measure.load_models", lambda *_: pytest.fail("the models were loaded"))
+    assert cli.main(["bench", "acceptance", "--draft", "ngram", "--target", "t", *line.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_only_bench_can_force() -> None:
+    """A server must never write tokens that the target did not choose."""
+    assert not [name for name in OPTIONS if "forc" in name]
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--force-accept-length", "2"])
+
+
+def test_compare_tells_what_is_no_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "compare", "a.json", "b.json"]) == 2
+    assert "a.json" in capsys.readouterr().err
+    Path("a.json").write_text(json.dumps({"what": "acceptance"}))
+    assert cli.main(["bench", "compare", "a.json", "a.json"]) == 2
+    assert "is not a record" in capsys.readouterr().err
