@@ -110,11 +110,13 @@ def _length(row: Row | None) -> str:
 
 def _chains(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("levels")
     for row in rows:
         table.add_column(str(row["num_steps"]), justify="right")
-    table.add_row(*map(_length, rows))
-    rates = [next(iter(row["accept_rate"][-1:]), None) for row in rows]
-    table.add_row(*("-" if rate is None else f"{100 * rate:.0f} %" for rate in rates), style="dim")
+    table.add_row("accept_length", *map(_length, rows))
+    rates = rows[-1]["accept_rate"]
+    cells = ["-" if rate is None else f"{100 * rate:.0f} %" for rate in rates]
+    table.add_row("accepted at that level", *cells, *[""] * (len(rows) - len(cells)))
     return table
 
 

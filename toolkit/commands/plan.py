@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from toolkit.commands.model_arguments import errors_with_flags
-from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.plan.gpus import gpu_named
 from toolkit.plan.plan_request import PlanRequest
@@ -132,7 +132,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
             "--draft and --head are both given; leave --head out, the directory states the kind of its head"
         )
     layout = None if args.layout is None else _layout(args.layout)
-    steps = None if args.step_ms is None else _steps(args.step_ms)
+    steps = None if args.step_ms is None else step_seconds(args.step_ms)
     if steps is not None and layout is None:
         raise ArgumentsError("--step-ms is measured with one layout; name it with --layout, such as tp8")
     figures = {name: value for name in FIGURES if (value := getattr(args, f"gpu_{name.replace('-', '_')}")) is not None}
@@ -163,17 +163,3 @@ def _layout(text: str) -> tuple[int, bool]:
     if kind not in ("tp", "dp") or not number.isdigit() or int(number) < 1:
         raise ArgumentsError(f"--layout {text}: tpN (tensor parallel) or dpN (data-parallel attention) is needed")
     return int(number), kind == "dp"
-
-
-def _steps(text: str) -> dict[int, float]:
-    """1:7.1,32:9 -> seconds by requests a rank."""
-    found = {}
-    for pair in text.split(","):
-        requests, colon, value = pair.partition(":")
-        try:
-            found[int(requests)] = float(value) / 1000
-        except ValueError:
-            colon = ""
-        if not colon or int(requests) < 1 or found[int(requests)] <= 0:
-            raise ArgumentsError(f"--step-ms {pair!r}: REQUESTS:MS is needed, both above 0, such as 1:7.1,32:9")
-    return found

@@ -30,3 +30,17 @@ def run_of(args: argparse.Namespace) -> Run:
 def run_one_stage(run: Run, stage: str, force: bool = False) -> Outcome:
     """Bring one stage of the run folder up to date; its input must be there."""
     return run_stages(run.folder, recipe_stages(run), only=stage, force=stage if force else None)[-1]
+
+
+def step_seconds(text: str) -> dict[int, float]:
+    """--step-ms 1:7.1,32:9 -> seconds by requests a rank. Raises `ArgumentsError`."""
+    found = {}
+    for pair in text.split(","):
+        requests, colon, value = pair.partition(":")
+        try:
+            found[int(requests)] = float(value) / 1000
+        except ValueError:
+            colon = ""
+        if not colon or int(requests) < 1 or found[int(requests)] <= 0:
+            raise ArgumentsError(f"--step-ms {pair!r}: REQUESTS:MS is needed, both above 0, such as 1:7.1,32:9")
+    return found

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
+from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags, flag_of
 from toolkit.commands.prompt_arguments import add_prompt_arguments, prompt_settings
-from toolkit.commands.recipe_arguments import ArgumentsError
+from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
 from toolkit.pipeline.launch import set_threads
+from toolkit.plan.gpus import gpu_named
 
 HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
 ENGINE = ("draft", "token_map", "target", "dtype", "quantization", "draft_quantization", "torch_compile")
@@ -32,6 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, nargs="+", metavar="K", help="branches per node (default: 1 2 4 8)")
     parser.add_argument("--num-steps", type=int, help="levels of the deepest shape (default: 8)")
     parser.add_argument("--num-draft-tokens", type=int, help="nodes of the largest tree, with the root (default: 64)")
+    other = parser.add_argument_group("settings for another engine, by the forecast here and its step times")
+    other.add_argument(
+        "--for",
+        dest="engine",
+        choices=("sglang", "vllm"),
+        help="print the flags of this engine; nothing is timed here, and the draft directory is not changed",
+    )
+    other.add_argument("--gpu", metavar="NAME", help="the GPU that serves: A100, H20, H100, ... (default: H100)")
+    other.add_argument(
+        "--step-ms",
+        metavar="B:MS,...",
+        help="measured milliseconds of its plain steps with B requests, e.g. 1:7.1,32:9 (default: the model of "
+        "`toolkit plan`)",
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="record to write (default: runs/search-<hardware>.json)"
     )
@@ -46,21 +61,31 @@ def run(args: argparse.Namespace) -> int:
     """Prints the best settings, writes the record and search.json."""
     if min(args.batch) < 1:
         raise ArgumentsError(f"--batch is {min(args.batch)}; at least 1 is needed")
+    stray = next((name for name in ("gpu", "step_ms") if getattr(args, name) is not None), None)
+    if args.engine is None and stray is not None:
+        raise ArgumentsError(f"{flag_of(stray)} is for another engine; name it with --for")
+    steps = None if args.step_ms is None else step_seconds(args.step_ms)
+    gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)
     set_threads()  # before torch loads
-    from toolkit.pipeline.search import search_head
+    from toolkit.pipeline.search import search_elsewhere, search_head
 
+    sizes = {"top_ks": args.top_k, "num_steps": args.num_steps, "num_draft_tokens": args.num_draft_tokens}
+    batches = sorted(set(args.batch))
+    if args.engine is not None:
+        with errors_with_flags():
+            config = engine_config(args)
+            print(search_elsewhere(config, wanted, args.seed, args.engine, gpu, batches, steps, **sizes))
+        return 0
     with errors_with_flags():
         paths = search_head(
             engine_config(args),
             wanted,
             args.seed,
-            batches=sorted(set(args.batch)),
+            batches=batches,
             objective=args.objective,
-            top_ks=args.top_k,
-            num_steps=args.num_steps,
-            num_draft_tokens=args.num_draft_tokens,
             out=args.out,
+            **sizes,
         )
     for path in paths:
         print(path)

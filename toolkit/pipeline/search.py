@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.bench.acceptance import describe_draft, describe_target
 from toolkit.bench.answers import ADAPTIVE, Sampling
@@ -24,7 +24,10 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.forecast import checked_head, largest_shapes, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.plan.engine_settings import settings_text
+from toolkit.plan.gpus import Gpu
 from toolkit.recipe import BenchSettings
+from toolkit.targets.facts import target_facts
 from toolkit.targets.target import Target
 from toolkit.weights import write_json
 
@@ -147,3 +150,46 @@ def _row(batch: int, one: Candidate, forecast: Candidate) -> dict[str, Any]:
         "round_s": None if parts is None else parts.round_s,
         **named,
     }
+
+
+def search_elsewhere(
+    config: EngineConfig,
+    wanted: BenchSettings,
+    seed: int,
+    engine: Literal["sglang", "vllm"],
+    gpu: Gpu,
+    batches: Sequence[int],
+    step_s: Mapping[int, float] | None = None,
+    *,
+    top_ks: Sequence[int] | None = None,
+    num_steps: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> str:
+    """The best settings of `config.draft` in another engine on one `gpu`, with its flags.
+
+    Acceptance is forecast here; times come from the model of `toolkit plan`, with step_s (measured seconds of a plain
+    step, by requests) in place of its fixed times. vLLM drafts chains only. Raises the errors of `search_head`, and
+    `PlanError` for a target that the model does not know.
+    """
+    widths = [1] if engine == "vllm" else top_ks
+    prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
+    config.check(device_of(config).type)
+    target, draft = load_models(config, device_of(config))
+    draft = checked_head(draft)
+    sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
+    largest = largest_shapes(widths, num_steps, num_draft_tokens)
+    with progress_bar("forecast", "answer") as show:
+        forecasting = replace(config, max_running_requests=FORECAST_BATCH)
+        surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
+    lengths = {shape: surface.forecast(shape).accept_length or 1.0 for shape in surface.shapes()}
+    texts = [len(one.question.prompt_ids) + len(one.output_ids) / 2 for one in surface.references]
+    return settings_text(
+        engine,
+        gpu,
+        target_facts(target.name, target.revision),
+        draft,
+        {(one.num_steps, one.top_k, one.num_draft_tokens): length for one, length in lengths.items()},
+        sum(texts) / len(texts),
+        batches,
+        step_s,
+    )

@@ -4,8 +4,8 @@
             + max(cache / bandwidth, operations / rate)      attention
             + layers * layer_s                               kernels that are too small to fill a GPU
             + exchange                                       all-reduce (TP), or dispatch and combine of experts
-    round   = target's forward over 1 + k tokens per request
-            + head's forward over 1 + k tokens, and k - 1 forwards over one
+    round   = target's forward over the verified nodes of a request: 1 + k for a chain of k
+            + head's forward over 1 + k tokens, and k - 1 forwards over one (a tree: over top_k)
             + round_s + k * pass_s + host                    host: only without overlapped scheduling
 
 A rank is a data-parallel rank of attention: one GPU, or all GPUs of a tensor-parallel group.
@@ -145,15 +145,19 @@ def round_s(
     drafts: int,
     context: float,
     overlap: bool = True,
+    top_k: int = 1,
+    nodes: int | None = None,
 ) -> float:
-    """Return the seconds of one round with `drafts` drafted tokens per request; 0 drafts: a plain step.
+    """Return the seconds of one round with `drafts` drafted levels per request; 0: a plain step.
 
-    overlap: the engine overlaps host and GPU work.
+    overlap: the engine overlaps host and GPU work. top_k, nodes: branches and verified nodes of a tree; None: of a
+    chain.
     """
-    seconds = forward_s(size, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
+    verified = 1 + drafts if nodes is None else nodes
+    seconds = forward_s(size, gpu, layout, costs, requests=requests, tokens=verified, context=context)
     if drafts and head is not None:
         first = forward_s(head, gpu, layout, costs, requests=requests, tokens=1 + drafts, context=context)
-        later = forward_s(head, gpu, layout, costs, requests=requests, tokens=1, context=context)
+        later = forward_s(head, gpu, layout, costs, requests=requests, tokens=top_k, context=context)
         seconds += first + (drafts - 1) * later + costs.round_s + drafts * costs.pass_s
     return seconds + (0.0 if overlap else costs.host_s)
 

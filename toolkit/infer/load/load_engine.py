@@ -86,7 +86,12 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
     """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
-    return build_engine(config, *load_models(config, device_of(config), ranks), ranks)
+    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks)
+    if loaded.draft is not None and loaded.shape is not None and config.shape is not None:
+        too_deep = depth_warning(loaded.draft, loaded.shape)
+        if too_deep is not None:
+            logger.warning("%s", too_deep)
+    return loaded
 
 
 def build_engine(
@@ -108,9 +113,6 @@ def build_engine(
     search = search_of(draft.meta, config, target) if isinstance(draft, DraftCheckpoint) else None
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive, search, config.max_running_requests)
-    too_deep = None if draft is None or shape is None or config.shape is None else depth_warning(draft, shape)
-    if too_deep is not None:
-        logger.warning("%s", too_deep)
     engine = (Engine if ranks is None else engine_of(ranks))(
         target,
         draft,

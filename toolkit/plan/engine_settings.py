@@ -1,0 +1,74 @@
+"""The best draft setting for each batch size in another engine, by forecast accept lengths and modelled step times."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
+from toolkit.plan.deployment import Planner, Workload
+from toolkit.plan.draft_cost import head_size
+from toolkit.plan.gpus import Gpu
+from toolkit.plan.make_plan import EXPORTED, calibrated
+from toolkit.plan.model_size import target_size
+from toolkit.plan.step_time import Costs, Layout, round_s
+from toolkit.targets.facts import TargetFacts
+
+
+def settings_text(
+    engine: Literal["sglang", "vllm"],
+    gpu: Gpu,
+    facts: TargetFacts,
+    draft: DraftCheckpoint,
+    accept_lengths: Mapping[tuple[int, int, int], float],
+    context: float,
+    batches: Sequence[int],
+    step_s: Mapping[int, float] | None = None,
+) -> str:
+    """Return a line for each batch size with its best setting, and the flags of the engine.
+
+    accept_lengths: by (num_steps, top_k, num_draft_tokens). context: mean tokens before a step. step_s: measured
+    seconds of a plain step, by requests. Raises `PlanError`.
+    """
+    size, *_ = target_size(facts.source)
+    head, layout, costs = head_size(draft.head, size), Layout(1), Costs()
+    if step_s is not None:
+        work = Workload(max(1, round(context)), 1, concurrency=1)
+        costs = calibrated(Planner(size, None, gpu, work, costs), layout, step_s)
+    lines = [
+        f"{engine}, {gpu.name}, step times {'as given' if step_s else 'of the model in toolkit/plan/step_time.py'}:"
+    ]
+    for batch in batches:
+        common = {"requests": batch, "context": context}
+        plain = batch / round_s(size, None, gpu, layout, costs, drafts=0, **common)
+        speeds = {
+            shape: batch
+            * length
+            / round_s(size, head, gpu, layout, costs, drafts=shape[0], top_k=shape[1], nodes=shape[2], **common)
+            for shape, length in accept_lengths.items()
+        }
+        best = max(speeds, key=lambda shape: speeds[shape])
+        gain = speeds[best] / plain
+        if gain <= 1:
+            lines.append(
+                f"batch {batch}: serve without drafts; the best setting, {','.join(map(str, best))}, is {gain:.2f}x plain"
+            )
+            continue
+        lines.append(
+            f"batch {batch}: {','.join(map(str, best))}, accept_length {accept_lengths[best]:.2f}, {gain:.2f}x plain decoding"
+        )
+        lines.append(f"  {_flags(engine, draft, Shape(*best))}")
+    lines.append(
+        f"the head is exported first: toolkit export --draft {draft.path or 'DIR'} --to {engine} --out {EXPORTED}"
+    )
+    return "\n".join(lines)
+
+
+def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:
+    path = None if draft.head.config.in_target else EXPORTED
+    if engine == "sglang":
+        return shlex.join(sglang_speculation(draft.kind, path, shape))
+    return f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(draft.kind, path, shape)))}"
