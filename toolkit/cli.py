@@ -26,6 +26,7 @@ COMMANDS = (
     "bench",
     "report",
     "inspect",
+    "check",
     "export",
     "plan",
     "serve",
