@@ -6,6 +6,7 @@ tokens of plain decoding exactly.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,8 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
     ("law, block", partial(law_check, verify="block")),
     ("acceptance", acceptance_check),
 )
-WIDTH = max(len(name) for name, _ in CHECKS)
+NAMES = max(len(name) for name, _ in CHECKS)
+PAGE = 120  # columns
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def open_head(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHead 
     """
     name, refused = str(config.draft), (DraftDirError, WeightsError, TokenMapError)
     if config.draft is None or name in (NGRAM, NONE):
-        raise ConfigError(f"`draft` is {config.draft}; a head is needed: a draft directory, a hub id, or native")
+        given = "not given" if config.draft is None else name
+        raise ConfigError(f"`draft` is {given}; a head is needed: a draft directory, a hub id, or native")
     for option, value in (("prompts", limit), ("max-tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"--{option} is {value}; at least 1 is needed")
@@ -127,8 +130,9 @@ def title(head: CheckedHead | Unreadable, draft: str) -> str:
 
 
 def line(name: str, finding: Finding) -> str:
-    """One line of the page."""
-    return f"  {name:<{WIDTH}}  {finding.status:<7}  {finding.detail}"
+    """The lines of the page for one check."""
+    begin = f"  {name:<{NAMES}}  {finding.status:<7}  "
+    return textwrap.fill(finding.detail, PAGE, initial_indent=begin, subsequent_indent=" " * len(begin))
 
 
 def verdict(found: list[tuple[str, Finding]]) -> tuple[str, bool]:
