@@ -20,7 +20,7 @@ import torch
 
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check_decoding
-from toolkit.bench.check import Unreadable, open_head
+from toolkit.bench.check import Unreadable, open_checked
 from toolkit.bench.check_decoding import law_check, sign_flip_p
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import read_record
@@ -268,6 +268,7 @@ def test_acceptance_below_its_record(good_head, tmp_path):
     row = {"shape": "chain", "num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
     for length, temperature, status in ((3.9, 0.0, "FAILED"), (1.1, 0.0, "ok"), (3.9, 1.0, "skipped")):
         rows = [row | {"accept_length": length, "interval": [length - 0.02, length + 0.05]}]
+        rows.insert(0, rows[0] | {"num_steps": 1, "num_draft_tokens": 2, "interval": [None, None]})
         settings = {"prompts": "built-in", "temperature": temperature}
         write_json(directory / "measured.json", {"settings": settings, "rows": rows})
         _, found = check(directory, tmp_path / "check.json")
@@ -295,7 +296,7 @@ def test_a_rule_of_another_law_is_found(good_head, monkeypatch):
         kept, _ = verifiers.rejection(chains)
         return kept, chains.p[torch.arange(len(kept)), kept]
 
-    head = open_head(EngineConfig(draft=good_head, dtype="float32"), PROMPTS, TOKENS)
+    head = open_checked(EngineConfig(draft=good_head, dtype="float32"), PROMPTS, TOKENS)
     assert not isinstance(head, Unreadable)
     monkeypatch.setattr(check_decoding, "DRAWS", 1000)
     assert law_check(head, "rejection").status == "ok"
@@ -360,7 +361,7 @@ def test_the_target_s_own_module(tiny_target, tmp_path, family):
     write_native_target(tmp_path / family, family, tiny_target.tokenizer, agreeing=True)
     status, rows = check(Path("native"), tmp_path / "check.json", "--target", str(tmp_path / family))
     assert status == 0 and rows["target"]["detail"].startswith("the module is part of"), rows
-    assert ("tree" in rows["greedy"]["detail"]) == (family == "mimo")
+    assert ("take no tree" in rows["greedy"]["detail"]) == (family != "mimo")
 
 
 # -- what is no head ---------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Unreadable:
     cause: str
 
 
-def open_head(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHead | Unreadable:
+def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHead | Unreadable:
     """Load the head and the target of `config` in float32, and render `limit` built-in prompts that fit its context.
 
     Raises `ConfigError`, and `DraftDirError` or `TargetError` for a head or target that is not found.

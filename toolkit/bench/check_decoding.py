@@ -14,7 +14,6 @@ from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.rows import number
 from toolkit.bench.sampled_law import BATCH, CHAIN, DRAWS, LAW_ALARM, TREE, TRIED, WIDTH, WRITTEN, g_test
 from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 
@@ -43,7 +42,7 @@ def aux_layers_check(head: CheckedHead) -> Finding:
         return Finding(SKIPPED, f"not tried, as {head.blocked}")
     recorded, others = head.first_drafts[0], [shift for shift in head.first_drafts if shift]
     alarm = AUX_ALARM / 2
-    rows = {0: {"ids": list(ids), "first_draft_right": _share_right(recorded)}}
+    rows: dict[int, dict[str, Any]] = {0: {"ids": list(ids), "first_draft_right": _share_right(recorded)}}
     for shift in others:
         gains = _gains(head.first_drafts[shift], recorded)
         rows[shift] = {
@@ -124,7 +123,7 @@ def greedy_check(head: CheckedHead) -> Finding:
                 parted.append((f"prompt {prompt}, {name}, {'alone' if group.batch == 1 else 'in a batch'}", found))
     wrong = [one for one in parted if not one[1].near_tie]
     chain, tree = head.shapes
-    shapes = chain.name if tree is None else f"{chain.name} and {tree.name}"
+    shapes = f"{chain.name} (target or head take no tree)" if tree is None else f"{chain.name} and {tree.name}"
     numbers: dict[str, Any] = {"answers": answers, "near_ties": len(parted) - len(wrong), "unequal": len(wrong)}
     if wrong:
         where, first = wrong[0]
@@ -166,10 +165,7 @@ def law_check(head: CheckedHead, verify: str) -> Finding:
     if law is None:
         return Finding(SKIPPED, f"after {TRIED} prompts rounding decides which {WIDTH} tokens are the most probable")
     shape = TREE if verify == "target" and head.shapes[1] is not None else CHAIN
-    try:
-        engine = head.engine(shape, BATCH, verify)
-    except EngineError as error:
-        return Finding(SKIPPED, str(error))
+    engine = head.engine(shape, BATCH, verify)
     params = [
         SamplingParams(temperature=1.0, top_k=WIDTH, seed=seed, max_tokens=WRITTEN, ignore_eos=True)
         for seed in range(DRAWS)
@@ -219,7 +215,7 @@ def acceptance_check(head: CheckedHead) -> Finding:
     if now is None:
         return Finding(SKIPPED, "no verify steps: the answers have one token", numbers)
     says = f"{chain.name}: accept_length {now:.2f}" + (f" [{between[0]:.2f}, {between[1]:.2f}]" if between else "")
-    row = next((row for row in head.measured_rows if row["shape"] == "chain"), None)
+    row = head.measured_row("chain")
     if row is None or between is None or row["interval"][0] is None:
         return Finding(SKIPPED, f"{says}; no record of greedy built-in prompts to compare with", numbers)
     low, high = row["interval"]

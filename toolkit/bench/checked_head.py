@@ -20,8 +20,6 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_d
 from toolkit.errors import TargetError
 from toolkit.infer.drafters.drafting_head import DraftingHead
 from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
-from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
@@ -115,25 +113,27 @@ class CheckedHead:
         """Whether another project wrote its files."""
         return "writer" in self.draft.meta
 
-    @property
-    def measured_rows(self) -> list[dict[str, Any]]:
-        """Rows of measured.json that were measured greedily on the built-in prompts; empty without the file."""
+    def measured_row(self, shape: str) -> dict[str, Any] | None:
+        """The row of measured.json of the deepest "chain" or "tree"; None if the built-in prompts were not measured
+        greedily."""
         measured = self.draft.meta.get("measured") or {}
         settings = measured.get("settings") or {}
-        same = settings.get("prompts") == BUILTIN and settings.get("temperature") == 0
-        return list(measured.get("rows") or ()) if same else []
+        if settings.get("prompts") != BUILTIN or settings.get("temperature") != 0:
+            return None
+        rows = [row for row in measured.get("rows") or () if row["shape"] == shape]
+        return max(rows, key=lambda row: row["num_steps"], default=None)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def shapes(self) -> tuple[DraftShape, DraftShape | None]:
         """A chain and a tree, those of measured.json if it has them. None: the target verifies no trees."""
-        rows = {row["shape"]: row for row in reversed(self.measured_rows)}
-        sizes = ("num_steps", "top_k", "num_draft_tokens")
-        chain, tree = (
-            DraftShape(*(rows[name][size] for size in sizes)) if name in rows else default
-            for name, default in (("chain", DraftShape.chain(3) if self.native else DEFAULT_SHAPE), ("tree", TREE))
-        )
+        found = []
+        for name, default in (("chain", DraftShape.chain(3) if self.native else DEFAULT_SHAPE), ("tree", TREE)):
+            row = self.measured_row(name)
+            sizes = ("num_steps", "top_k", "num_draft_tokens")
+            found.append(default if row is None else DraftShape(*(row[size] for size in sizes)))
+        chain, tree = found
         return chain, tree if self.takes(tree) else None
 
     def takes(self, shape: DraftShape) -> bool:
@@ -146,10 +146,8 @@ class CheckedHead:
 
     def engine(self, shape: DraftShape | None, batch: int = 1, verify: str = "target") -> Engine:
         """An engine for these models; shape None: plain decoding."""
-        config = EngineConfig(
-            verify=verify, max_running_requests=batch, adaptive=False, shape=None if shape is None else shape.as_text()
-        )
-        return build_engine(config, self.target, None if shape is None else self.draft).engine
+        draft = None if shape is None else self.draft
+        return Engine(self.target, draft, shape, max_running_requests=batch, verify=verify)
 
     @cached_property
     def plain(self) -> list[list[int]]:
@@ -219,8 +217,9 @@ class CheckedHead:
                     for shift, capture in captures.items():
                         found[shift].append(self._first_drafts(head, capture.take()[0], text, len(prompt)))
         finally:
-            for one in (head, *captures.values()):
-                one.remove()
+            head.remove()
+            for capture in captures.values():
+                capture.remove()
         return found
 
     def _first_drafts(self, head: DraftingHead, features: Tensor, text: Tensor, written: int) -> FirstDrafts:

@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints each finding as soon as it is known."""
     set_threads()  # before torch loads
-    from toolkit.bench.check import check_record, findings, line, open_head, title, verdict
+    from toolkit.bench.check import check_record, findings, line, open_checked, title, verdict
     from toolkit.bench.records import command_line, write_record
 
     with errors_with_flags():
         config = engine_config(args, dtype="float32")
-        head = open_head(config, args.prompts, args.max_tokens)
+        head = open_checked(config, args.prompts, args.max_tokens)
         print(title(head, str(config.draft)), flush=True)
         found = []
         for name, finding in findings(head):
