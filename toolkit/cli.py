@@ -28,6 +28,7 @@ COMMANDS = (
     "search",
     "report",
     "inspect",
+    "check",
     "export",
     "plan",
     "serve",

@@ -31,7 +31,7 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.weights import WeightsError, load_strict, load_tensors, read_json, save_tensors, write_json
 
-__all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_matches", "load_draft", "save_draft"]
+__all__ = ["DraftCheckpoint", "DraftDirError", "check_draft_fits", "check_draft_matches", "load_draft", "save_draft"]
 
 log = get_logger(__name__)
 
@@ -192,8 +192,8 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
     return token_map
 
 
-def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
-    """Raise `DraftDirError` if the head cannot work on `target`; warn when it was trained on another one."""
+def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
+    """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
     config = draft.head.config
     needed = (target.hidden_size, target.vocab_size)
     wrong = [
@@ -210,7 +210,12 @@ def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
             "Serve it with the target it was trained for"
         )
     _check_embedding(draft, target)
-    differs = rope_difference(config, full_attention_rope(target.config))
+
+
+def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
+    """Raise `DraftDirError` if the head cannot work on `target`; warn when it was trained on another one."""
+    check_draft_fits(draft, target)
+    differs = rope_difference(draft.head.config, full_attention_rope(target.config))
     if differs:
         log.warning("%s", differs)
     trained_for = draft.meta.get("target", {})

@@ -176,10 +176,14 @@ class Target:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits over config, name and revision; the same in every dtype and quantization."""
+        return self.fingerprint_as(self.name, self.revision)
+
+    def fingerprint_as(self, name: str, revision: str | None) -> str:
+        """The fingerprint that this configuration has under another name and revision."""
         # save_pretrained adds `architectures`; saving a target must not change its fingerprint.
         left_out = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
         config = {key: value for key, value in self.config.to_dict().items() if key not in left_out}
-        return sha256_json([_plain(config), self.name, self.revision])[:16]
+        return sha256_json([_plain(config), name, revision])[:16]
 
     def _unsupported(self, what: str) -> TargetError:
         return TargetError(

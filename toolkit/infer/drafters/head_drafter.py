@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_matches
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, check_draft_fits
 from toolkit.infer.attention.metadata import prompt_metadata
 from toolkit.infer.cache.page_pool import PagePool
 from toolkit.infer.cache.round_state import RoundRows
@@ -55,7 +55,7 @@ class HeadDrafter(Drafter):
         draws: Draws | None = None,
     ) -> None:
         """Arguments: see `choose_drafter`."""
-        check_draft_matches(draft, target)
+        check_draft_fits(draft, target)
         self.module = draft.head
         self._head = DraftingHead(draft, target)
         # Remove the hooks also if the drafter is dropped without close(): the target may stay in use.
