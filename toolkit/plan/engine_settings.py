@@ -38,32 +38,28 @@ def settings_text(
     if step_s is not None:
         work = Workload(max(1, round(context)), 1, concurrency=1)
         costs = calibrated(Planner(size, None, gpu, work, costs), layout, step_s)
-    lines = [
-        f"{engine}, {gpu.name}, step times {'as given' if step_s else 'of the model in toolkit/plan/step_time.py'}:"
-    ]
+    source = "as given" if step_s else "by the model of `toolkit plan`"
+    lines = [f"{engine} on {gpu.name}, step times {source}:"]
     for batch in batches:
-        common = {"requests": batch, "context": context}
-        plain = batch / round_s(size, None, gpu, layout, costs, drafts=0, **common)
-        speeds = {
-            shape: batch
-            * length
-            / round_s(size, head, gpu, layout, costs, drafts=shape[0], top_k=shape[1], nodes=shape[2], **common)
-            for shape, length in accept_lengths.items()
-        }
+        plain = batch / round_s(size, None, gpu, layout, costs, requests=batch, drafts=0, context=context)
+        speeds = {}
+        for (steps, top_k, nodes), length in accept_lengths.items():
+            seconds = round_s(
+                size, head, gpu, layout, costs,
+                requests=batch, drafts=steps, context=context, top_k=top_k, nodes=nodes,
+            )  # fmt: skip
+            speeds[steps, top_k, nodes] = batch * length / seconds
         best = max(speeds, key=lambda shape: speeds[shape])
-        gain = speeds[best] / plain
-        if gain <= 1:
-            lines.append(
-                f"batch {batch}: serve without drafts; the best setting, {','.join(map(str, best))}, is {gain:.2f}x plain"
-            )
-            continue
-        lines.append(
-            f"batch {batch}: {','.join(map(str, best))}, accept_length {accept_lengths[best]:.2f}, {gain:.2f}x plain decoding"
+        text = (
+            f"{','.join(map(str, best))}, accept_length {accept_lengths[best]:.2f}, {speeds[best] / plain:.2f}x plain"
         )
-        lines.append(f"  {_flags(engine, draft, Shape(*best))}")
-    lines.append(
-        f"the head is exported first: toolkit export --draft {draft.path or 'DIR'} --to {engine} --out {EXPORTED}"
-    )
+        if speeds[best] > plain:
+            lines += [f"batch {batch}: {text}", f"  {_flags(engine, draft, Shape(*best))}"]
+        else:
+            lines.append(f"batch {batch}: serve without drafts (the best setting: {text})")
+    words = ["toolkit", "export", "--draft", str(draft.path or "DIR"), "--to", engine, "--out", EXPORTED]
+    if not draft.head.config.in_target:
+        lines.append(f"the head is exported first: {shlex.join(words)}")
     return "\n".join(lines)
 
 
