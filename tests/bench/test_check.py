@@ -126,7 +126,7 @@ def test_a_good_head_passes(good_head, tmp_path, capsys):
     """All that can be checked is, and both shapes are, alone and in a batch."""
     status, rows = check(good_head, tmp_path / "check.json")
     page = capsys.readouterr().out
-    assert status == 0 and page.splitlines()[-1] == "passed: 10 checks, 1 skipped", page
+    assert status == 0 and page.splitlines()[-1] == "passed: 11 checks, 1 skipped", page
     assert [name for name, row in rows.items() if row["status"] == "skipped"] == ["acceptance"]
     assert all(f"  {name}  " in page for name in rows) and max(map(len, page.splitlines()[1:])) <= 120
     assert rows["greedy"] | {"answers": 30, "unequal": 0, "near_ties": 0} == rows["greedy"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from toolkit.bench.check_decoding import acceptance_check, aux_layers_check, greedy_check, law_check
+from toolkit.bench.check_decoding import acceptance_check, aux_layers_check, forecast_check, greedy_check, law_check
 from toolkit.bench.check_settings import rope_check, target_check, template_check, token_map_check, weights_check
 from toolkit.bench.checked_head import FAILED, SKIPPED, CheckedHead, Finding
 from toolkit.bench.prompts import builtin_prompts, limited
@@ -40,6 +40,7 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
     ("law, target", partial(law_check, verify="target")),
     ("law, rejection", partial(law_check, verify="rejection")),
     ("law, block", partial(law_check, verify="block")),
+    ("forecast", forecast_check),
     ("acceptance", acceptance_check),
 )
 NAMES = max(len(name) for name, _ in CHECKS)

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.checked_head import FAILED, OK, SKIPPED, CheckedHead, Finding, FirstDrafts
+from toolkit.bench.forecast import ForecastAnswer, recorded
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.rows import number
 from toolkit.bench.sampled_law import BATCH, CHAIN, DRAWS, LAW_ALARM, TREE, TRIED, WIDTH, WRITTEN, g_test
@@ -23,6 +24,8 @@ DRAWN_SIGNS = 100_000
 
 
 # -- auxiliary layers --------------------------------------------------------------------------------------------------
+
+FORECAST_SLACK = 0.02  # of accept_length: rounding in another batch may turn a near-tie between two drafts
 
 
 def aux_layers_check(head: CheckedHead) -> Finding:
@@ -196,6 +199,34 @@ def law_check(head: CheckedHead, verify: str) -> Finding:
 
 
 # -- accept_length -----------------------------------------------------------------------------------------------------
+
+
+def forecast_check(head: CheckedHead) -> Finding:
+    """The replay of plain answers gives the verify steps of the engine, with the chain and with the tree."""
+    if head.blocked:
+        return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    alone = head.greedy[0]
+    texts, numbers, wrong = [], {}, []
+    for shape in (one for one in head.shapes if one is not None):
+        own = [
+            (prompt, request)
+            for prompt, asked, request in zip(alone.prompts, alone.shapes, alone.requests, strict=True)
+            if asked == shape
+        ]
+        engine = head.engine(shape, len(own))
+        params = SamplingParams(max_tokens=head.max_tokens)
+        replayed = recorded(engine, [head.prompts[prompt] for prompt, _ in own], params)
+        engine.close()
+        forecast = [ForecastAnswer("", len(one.output_ids), needed).accepted(shape) for one, needed in replayed]
+        served = [[one.accepted for one in request.events if not one.truncated] for _, request in own]
+        lengths = [sum(map(sum, each)) / max(1, sum(map(len, each))) + 1 for each in (forecast, served)]
+        numbers[f"{shape.name}_forecast"], numbers[f"{shape.name}_engine"] = lengths
+        same = sum(mine == theirs for mine, theirs in zip(forecast, served, strict=True))
+        texts.append(f"{shape.name} {lengths[0]:.3f} and {lengths[1]:.3f} ({same} of {len(own)} answers step by step)")
+        if abs(lengths[0] - lengths[1]) > FORECAST_SLACK:
+            wrong.append(shape.name)
+    says = f"accept_length by forecast and by the engine: {'; '.join(texts)}"
+    return Finding(FAILED if wrong else OK, says, numbers)
 
 
 def acceptance_check(head: CheckedHead) -> Finding:

@@ -24,9 +24,12 @@ from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.candidate_recorder import Array, CandidateRecorder
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
 
 TOP_KS, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8), 8, 64  # the surface by default
@@ -147,20 +150,25 @@ def _pass(
     batch: int,
 ) -> list[tuple[ForecastAnswer, tuple[int, ...]]]:
     """Returns the forecast of every answer with its tokens."""
+    found = []
     with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
-        assert isinstance(engine.drafter, HeadDrafter), "a head is forecast"
-        engine.drafter = recorder = CandidateRecorder(engine.drafter)
-        found = []
         for start in range(0, len(references), batch):
             group = references[start : start + batch]
-            prompts = [list(one.question.prompt_ids) for one in group]
-            requests = engine.generate(prompts, [one.question.params for one in group])
-            for one, request in zip(group, requests, strict=True):
+            prompts = [one.question.prompt_ids for one in group]
+            answers = recorded(engine, prompts, [one.question.params for one in group])
+            for one, (request, needed) in zip(group, answers, strict=True):
                 tokens = tuple(request.output_ids)
-                found.append(
-                    (
-                        ForecastAnswer(one.question.prompt.question_id, len(tokens), recorder.needed(request)),
-                        tokens,
-                    )
-                )
+                found.append((ForecastAnswer(one.question.prompt.question_id, len(tokens), needed), tokens))
     return found
+
+
+def recorded(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[Request, Array]]:
+    """Returns plain answers to the prompts, each with what the trees of the engine's shape would have accepted in it
+    (`nodes_needed`). The engine has a head, and is used for nothing else afterwards."""
+    if isinstance(engine.drafter, HeadDrafter):
+        engine.drafter = CandidateRecorder(engine.drafter)
+    assert isinstance(engine.drafter, CandidateRecorder), "a head is forecast"
+    requests = engine.generate(prompts, params)
+    return [(request, engine.drafter.needed(request)) for request in requests]
