@@ -120,7 +120,7 @@ def confirm(
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
         measured = measured_figures(own, times.batch)
-        found.append(replace(settings[mode.name], measured=measured, accept_length=_accept_length(own)))
+        found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
     return found
 
 
@@ -134,7 +134,7 @@ def measured_figures(rounds: Sequence[Round], batch: int) -> Figures:
     return Figures(tokens / seconds, min(batch, answers) * seconds / tokens, step_s / 2 + prefill_s)
 
 
-def _accept_length(rounds: Sequence[Round]) -> float:
+def accept_length_of(rounds: Sequence[Round]) -> float:
     """Tokens committed per step that drafted and was not cut; 1 without such steps."""
     events = [event for one in rounds for answer in one.answers for event in answer.events]
     drafted = [event.committed for event in events if event.offered and not event.truncated]
