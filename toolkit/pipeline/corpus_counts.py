@@ -200,24 +200,24 @@ def _counted(
                 busy[connection] = task
                 connection.send(task[0].task(task[1]))
 
-        for connection in connections:
-            give(connection)
-        while busy:
-            for connection in [one for one in wait(list(busy)) if isinstance(one, Connection)]:
-                try:
+        try:
+            for connection in connections:
+                give(connection)
+            while busy:
+                for connection in [one for one in wait(list(busy)) if isinstance(one, Connection)]:
                     tally, is_last = connection.recv()
-                except (EOFError, ConnectionResetError) as error:
-                    raise TokenMapError(
-                        "a process that counts was killed, perhaps for its memory; type the command again: what is "
-                        "counted is kept. A smaller --num-proc needs less memory"
-                    ) from error
-                if isinstance(tally, Exception):
-                    raise tally
-                task = busy[connection]
-                if is_last:
-                    del busy[connection]
-                    give(connection)  # before the tally is stored, so that no process waits for the disk
-                yield task, tally, is_last
+                    if isinstance(tally, Exception):
+                        raise tally
+                    task = busy[connection]
+                    if is_last:
+                        del busy[connection]
+                        give(connection)  # before the tally is stored, so that no process waits for the disk
+                    yield task, tally, is_last
+        except (EOFError, ConnectionError) as error:
+            raise TokenMapError(
+                "a process that counts was killed, perhaps for its memory; type the command again: what is counted is "
+                "kept. A smaller --num-proc needs less memory"
+            ) from error
 
 
 @contextmanager
