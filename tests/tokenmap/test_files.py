@@ -114,7 +114,7 @@ def test_stage_folder_holds_all_files(tmp_path):
     assert [row["size"] for row in report["rows"]] == [256, 300, 512, 600]
     own = next(row for row in report["rows"] if row["size"] == 300)
     assert report["coverage"] == own["coverage"] and report["tokens"] == int(counts.total().sum())
-    assert report["forced_ids"] == [0] and report["corpus"] == {"tokenizer": "t", "roles": ["user"]}
+    assert report["forced_ids"] == [0] and report["corpus"] == {"tokenizer": "t", "corpora": ["c0"]}
     assert "held_out_coverage" not in report and "by_corpus" not in own
 
 

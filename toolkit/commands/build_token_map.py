@@ -11,11 +11,11 @@ from toolkit.threads import physical_cores
 from toolkit.weights import read_json
 
 HELP = "count tokens of rollouts, or of any corpora with any tokenizer, and keep the most common for the draft"
-EPILOG = """Give --corpus after the overrides, or separate them with --.
-
-A SPEC is a text file, .json, .jsonl (each gzipped or not) or .parquet; a folder or a glob of such; or a dataset:
-hub:org/name[/config][:split]. Rollouts are recognised by their keys: their response tokens are counted, those of the
-split held_out as held-out text."""
+EPILOG = (
+    "Give --corpus after the overrides, or separate them with --. A SPEC is a text file, .json, .jsonl (each gzipped "
+    "or not) or .parquet; a folder or a glob of them; or a dataset: hub:org/name[/config][:split]. Rollouts are "
+    "recognised by their keys: their response tokens are counted, those of the split held_out as held-out text."
+)
 DEFAULT_ROLES = ("assistant",)
 # What is done, by the flag that says so, and the flags that go with it.
 ALLOWED = {
@@ -88,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write to --out a map without its duplicates and wrong ids, with the special ids of --tokenizer; with "
         "--counts it keeps its size",
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
 
 

@@ -32,6 +32,9 @@ class Corpus:
     spec: str
     weight: int = 1
 
+    def __str__(self) -> str:
+        return self.spec if self.weight == 1 else f"{self.spec}:{self.weight}"
+
     @classmethod
     def parse(cls, text: str) -> Corpus:
         """Read SPEC or SPEC:WEIGHT; an existing path that ends like a weight is a path. Raises `TokenMapError`."""

@@ -125,7 +125,7 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
         "distinct": int((total > 0).sum()),
         "sha256": token_map.sha256,
         "forced_ids": forced,
-        "corpus": {name: value for name, value in counts.about.items() if name in ("tokenizer", "roles")},
+        "corpus": {"tokenizer": counts.about["tokenizer"], "corpora": [str(one.corpus) for one in counts.corpora]},
         "corpora": [_of_corpus(one, token_map) for one in counts.corpora],
         "rows": coverage_table(total, sizes, forced, held_out, ranked if len(ranked) > 1 else None),
     }
