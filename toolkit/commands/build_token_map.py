@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="SPEC[:WEIGHT]",
-        help="what is counted; each token counts WEIGHT times, a whole number (default: 1)",
+        help="what is counted; each token counts WEIGHT times, a whole number, 1 if it is left out",
     )
     group.add_argument(
         "--held-out",
@@ -79,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     other = parser.add_argument_group("existing maps: freq_N.pt, token_map.safetensors, or a folder with one")
     other.add_argument(
-        "--diff", type=Path, nargs=2, metavar=("A", "B"), help="say how two maps differ (with --counts: and cover)"
+        "--diff",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="say in which ids two maps differ; with --counts also what each covers",
     )
     other.add_argument(
         "--repair",
