@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="HEAD",
-        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's output "
-        "matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
+        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's "
+        "output matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
     )
     group.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder; a killed count goes on from what is in it"

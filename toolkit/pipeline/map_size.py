@@ -38,8 +38,8 @@ def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterato
     counts = load_counts(out)
     if counts.vocab_size != target.vocab_size:
         raise TokenMapError(
-            f"the counts in {out} are of {counts.vocab_size} ids, and {target.name} has {target.vocab_size}; count with "
-            "its tokenizer and --vocab-size"
+            f"the counts in {out} are of {counts.vocab_size} ids, and {target.name} has {target.vocab_size}; count "
+            "with its tokenizer and --vocab-size"
         )
     total, forced = counts.total(), counts.forced_ids
     maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
@@ -69,5 +69,6 @@ def _table(results: list[SizeResult], chosen: SizeResult, shape: DraftShape) -> 
             length = f"{one.accept_length:.2f} ({length})"
             speed = f"{one.speedup:.2f}x ({speed})"
         mark = "  <- chosen" if one is chosen else ""
-        yield f"  {one.name:>7}  {100 * one.coverage:>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}{mark}"
+        measured = f"{100 * one.coverage:>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}"
+        yield f"  {one.name:>7}  {measured}{mark}"
     yield f"shape {shape.as_text()}; the sizes with two numbers ran end to end, beside plain decoding\n"
