@@ -167,9 +167,9 @@ SECTIONS = (
         "token-map-*.json",
         tables.token_map,
         text="*tokenizer*: it encodes the same documents on as many cores, and nothing is counted. *again*: the "
-        "command typed a second time counts nothing, so its time is that of starting and of writing files. *resumed*: it "
-        "was killed in its middle and typed again. *weighted*: two corpora with weights beside the repeated "
-        "text. *Share*: the tokenizer's seconds over the row's.",
+        "command typed a second time counts nothing, so its time is that of starting and of writing files. *resumed*: "
+        "it was killed in its middle and typed again. *weighted*: two corpora with weights beside the repeated text. "
+        "*Share*: the tokenizer's seconds over the row's.",
         command="python benchmarks/token_map.py --text FILE",
     ),
     Section(
