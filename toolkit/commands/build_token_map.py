@@ -68,25 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--counts", type=Path, metavar="DIR", help="take the counts of this folder; no corpus is read again"
     )
-    size = group.add_mutually_exclusive_group()
-    size.add_argument(
-        "--size",
-        type=_size,
-        metavar="N",
-        help="keep the N most common ids; auto: as many as make decoding with the head --draft the fastest here",
-    )
-    size.add_argument(
-        "--coverage",
-        type=float,
-        metavar="SHARE",
-        help="keep the fewest ids that cover this share of the counted tokens, e.g. 0.95",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="HEAD",
-        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's "
-        "output matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
-    )
+    _size_arguments(group)
     group.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder; a killed count goes on from what is in it"
     )
@@ -106,6 +88,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--counts it keeps its size",
     )
     parser.epilog = EPILOG
+
+
+def _size_arguments(group: Any) -> None:
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--size",
+        type=_size,
+        metavar="N",
+        help="keep the N most common ids; auto: as many as make decoding with the head --draft the fastest here",
+    )
+    size.add_argument(
+        "--coverage",
+        type=float,
+        metavar="SHARE",
+        help="keep the fewest ids that cover this share of the counted tokens, e.g. 0.95",
+    )
+    group.add_argument(
+        "--draft",
+        metavar="HEAD",
+        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's "
+        "output matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
