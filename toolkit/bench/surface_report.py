@@ -133,7 +133,7 @@ def _trees(rows: Sequence[Row]) -> Table:
 
 
 def draw_surface(record: Row, path: str | Path) -> None:
-    """Write a heat map of accept_length as PNG, a panel for each top_k above 1; chains alone become a bar chart."""
+    """Write a heat map of accept_length as PNG, a panel for each top_k."""
     panels = list(_by_width(record["rows"]))
     with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
         figure = Figure(figsize=(1.2 + 3.4 * len(panels), 3.4), facecolor="white")
