@@ -33,7 +33,7 @@ def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> 
     assert draft.path is not None, "a draft directory has weights"
     return {
         "weights": sha256_file(draft.path / "model.safetensors"),
-        "token_map": None if config.token_map is None else sha256_file(config.token_map),
+        "token_map": draft.token_map.sha256,
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.quantization,
