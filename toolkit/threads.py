@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 
 def cpu_info() -> dict[str, str]:
@@ -14,6 +17,12 @@ def cpu_info() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cpu_flags(cpu: Mapping[str, str]) -> list[str]:
+    """Return those of `CPU_FLAGS` that the CPU of `cpu_info` has."""
+    flags = cpu.get("flags", "").split()
+    return [flag for flag in CPU_FLAGS if flag in flags]
 
 
 def physical_cores() -> int:

@@ -94,5 +94,5 @@ def test_nodes_that_a_tree_needs():
 def test_shapes_use_their_depth():
     """A tree has more nodes than the chain of its depth, and no more than its levels offer."""
     shapes = shapes_of(2, DraftShape(3, 2, 11))
-    assert [one.as_text() for one in shapes] == ["1,2,3", "2,2,4", "2,2,6", "3,2,6", "3,2,8"]
+    assert [one.as_text() for one in shapes] == ["1,2,3", "2,2,4", "2,2,6", "3,2,6", "3,2,8", "3,2,11"]
     assert [one.as_text() for one in shapes_of(1, DraftShape.chain(2))] == ["1,1,2", "2,1,3"]

@@ -64,7 +64,7 @@ def measure_acceptance(
     prompts: Sequence[Prompt],
     shapes: Sequence[DraftShape],
     *,
-    adaptive: bool = False,
+    adaptive: bool | DraftShape = False,
     max_tokens: int = 96,
     temperature: float = 0.0,
     seed: int = 0,
@@ -78,9 +78,9 @@ def measure_acceptance(
     keep: Path | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every shape against plain decoding, and with `adaptive` also adaptive drafting, as `toolkit serve` does.
-
-    Returns a record of kind "acceptance": for each of them one row over all prompts (task "all") and one row per task.
+    """Measure every shape against plain decoding, and with `adaptive` also adaptive drafting up to this shape, or if it
+    is True up to the smallest one that covers `shapes`. Returns a record of kind "acceptance": for each of them one row
+    over all prompts (task "all") and one row per task.
 
     Load the target in float32 for an exact comparison of tokens. `limit` takes fewer prompts, evenly over tasks. `keep`
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
@@ -95,10 +95,10 @@ def measure_acceptance(
     """
     batch, verify = config.max_running_requests, config.verify
     check_tokens = check_tokens and forced is None and (verify == "target" or temperature == 0)
-    check_forced(forced, shapes, adaptive)
+    check_forced(forced, shapes, bool(adaptive))
     SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     chosen = _chosen(prompts, limit)
-    most = adaptive_limit(shapes) if adaptive else None
+    most = adaptive if isinstance(adaptive, DraftShape) else adaptive_limit(shapes) if adaptive else None
     if isinstance(draft, DraftCheckpoint):
         check_draft_matches(draft, target)
     settings = {
@@ -139,7 +139,7 @@ def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
 
 def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> dict[str, Any]:
     return {
-        "token_map": _describe_token_map(config),
+        "token_map": describe_token_map(config),
         "batch": config.max_running_requests,
         "verify": config.verify,
         "forced_accept_length": None if forced is None else forced.accept_length,
@@ -148,7 +148,8 @@ def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> d
     }
 
 
-def _describe_token_map(config: EngineConfig) -> dict[str, str] | None:
+def describe_token_map(config: EngineConfig) -> dict[str, str] | None:
+    """The file of `token_map` as records have it."""
     if config.token_map is None:
         return None
     return {"file": Path(config.token_map).name, "sha256": sha256_file(Path(config.token_map))}

@@ -13,24 +13,29 @@ and position only; the interval shows how far other seeds and prompts may lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 from toolkit.bench.answers import LoggedAnswer, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import Forecast, summarise_replays
-from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.attention.linear_layers import linear_layers
 from toolkit.infer.drafters.candidate_recorder import Array, CandidateRecorder
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
+from toolkit.log import get_logger
 from toolkit.targets.target import Target
+
+logger = get_logger(__name__)
 
 TOP_KS, NUM_STEPS, NUM_DRAFT_TOKENS = (1, 2, 4, 8), 8, 64  # the surface by default
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # num_draft_tokens of the trees in tables and searches
@@ -98,18 +103,43 @@ def shapes_of(top_k: int, largest: DraftShape) -> list[DraftShape]:
     depths = range(1, largest.num_steps + 1)
     if top_k == 1:
         return [DraftShape.chain(depth) for depth in depths]
+    counts = sorted({*NODES, largest.num_draft_tokens})
     found = []
     for depth in depths:
         most = min(largest.num_draft_tokens, 1 + candidates(depth, top_k))
-        found += [DraftShape(depth, top_k, nodes) for nodes in NODES if depth + 1 < nodes <= most]
+        found += [DraftShape(depth, top_k, nodes) for nodes in counts if depth + 1 < nodes <= most]
     return found
 
 
 def largest_shape(top_k: int, num_steps: int, num_draft_tokens: int) -> DraftShape:
-    """Returns the largest shape of one top_k within these limits."""
+    """Returns the largest shape of one top_k within these limits. Raises DraftShapeError if they leave none."""
+    if num_draft_tokens < (2 if top_k == 1 else 3):
+        raise DraftShapeError(
+            f"num_draft_tokens is {num_draft_tokens} and top_k {top_k}; a chain has 2 nodes at least, a tree 3, the "
+            "root included"
+        )
     if top_k == 1:
-        return DraftShape.chain(num_steps)
+        return DraftShape.chain(min(num_steps, num_draft_tokens - 1))
     return DraftShape(num_steps, top_k, min(num_draft_tokens, 1 + candidates(num_steps, top_k)))
+
+
+def supported_shapes(target: Target, draft: DraftCheckpoint, largest: Iterable[DraftShape]) -> list[DraftShape]:
+    """Returns the shapes that the target can verify and the head can draft; the log names the others.
+
+    Raises DraftShapeError if none is left."""
+    found, why = [], ""
+    for shape in largest:
+        if linear_layers(target.config) and not shape.is_chain:
+            why = f"top_k {shape.top_k} is left out: the target has linear-attention layers, and verifies chains only"
+        elif shape.top_k > draft.token_map.size:
+            why = f"top_k {shape.top_k} is left out: the draft vocabulary has {draft.token_map.size} tokens"
+        else:
+            found.append(shape)
+            continue
+        logger.warning("%s", why)
+    if not found:
+        raise DraftShapeError(f"{why}; give a smaller top_k, such as 1 (chains)")
+    return found
 
 
 def forecast_surface(
@@ -124,7 +154,8 @@ def forecast_surface(
     """Answer the prompts, then draft the largest tree of each top_k at every position.
 
     largest: a shape for each top_k. config: max_running_requests and torch_compile are read. on_progress(done, total):
-    counts answers of all passes. Raises the errors of `build_engine` and `run_side_by_side`.
+    counts answers of all passes. Raises BenchError if no answer has a complete verify step, and the errors of
+    `build_engine` and `run_side_by_side`.
     """
     shapes = {shape.top_k: shape for shape in largest}
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
@@ -138,12 +169,20 @@ def forecast_surface(
     found: dict[int, list[ForecastAnswer]] = {}
     differing = 0
     for done, (top_k, shape) in enumerate(shapes.items(), start=1):
-        answers = _pass(target, draft, shape, references, config, batch)
+        answers = []
+        for one in _pass(target, draft, shape, references, config, batch):
+            answers.append(one)
+            if tell is not None:
+                tell(done * len(references) + len(answers), total)
         found[top_k] = [forecast for forecast, _ in answers]
         differing += sum(tokens != one.output_ids for (_, tokens), one in zip(answers, references, strict=True))
-        if tell is not None:
-            tell((done + 1) * len(references), total)
-    return Surface(shapes, found, references, differing)
+    surface = Surface(shapes, found, references, differing)
+    if shapes and not any(surface.forecast(one).verify_steps for one in surface.shapes()):
+        raise BenchError(
+            f"no answer has a complete verify step (the longest has {max(len(one.output_ids) for one in references)} "
+            "tokens); raise max_tokens, or give prompts with longer answers"
+        )
+    return surface
 
 
 def _pass(
@@ -153,9 +192,8 @@ def _pass(
     references: Sequence[LoggedAnswer],
     config: EngineConfig,
     batch: int,
-) -> list[tuple[ForecastAnswer, tuple[int, ...]]]:
-    """Returns the forecast of every answer with its tokens."""
-    found = []
+) -> Iterator[tuple[ForecastAnswer, tuple[int, ...]]]:
+    """Yields the forecast of every answer with its tokens."""
     with closing(build_engine(replace(config, shape=shape.as_text()), target, draft).engine) as engine:
         for start in range(0, len(references), batch):
             group = references[start : start + batch]
@@ -163,8 +201,7 @@ def _pass(
             answers = recorded(engine, prompts, [one.question.params for one in group])
             for one, (request, needed) in zip(group, answers, strict=True):
                 tokens = tuple(request.output_ids)
-                found.append((ForecastAnswer(one.question.prompt.question_id, tokens, needed), tokens))
-    return found
+                yield ForecastAnswer(one.question.prompt.question_id, tokens, needed), tokens
 
 
 def recorded(

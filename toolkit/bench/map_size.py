@@ -121,7 +121,7 @@ def measure_sizes(
     tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
     results = []
     for token_map in maps:
-        times = measure_step_times(target, fitted(token_map), [shape], texts, config)
+        times = measure_step_times(target, fitted(token_map), [shape], texts, config, sampling.max_tokens)
         parts = times.parts(shape)
         kept = token_map.t2d.tolist()
         steps = [answer.accepted(shape, kept) for answer in surface.answers[shape.top_k]]
@@ -149,7 +149,7 @@ def measure_sizes(
     figures = {}
     for one in modes:
         own = [done for done in rounds if done.mode == one.name]
-        figures[one.name] = (accept_length_of(own), measured_figures(own, config.max_running_requests).tokens_per_s)
+        figures[one.name] = (accept_length_of(own), measured_figures(own).tokens_per_s)
     plain = figures[PLAIN][1]
     for at, label, extra in chosen:
         length, speed = figures[label]

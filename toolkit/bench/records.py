@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from toolkit import __version__
-from toolkit.threads import cpu_info
+from toolkit.threads import cpu_flags, cpu_info
 from toolkit.weights import atomic_write, read_json
 
 RECORD_KEYS = ("what", "date", "commit", "hardware", "versions", "command", "settings", "rows")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "datasets")
 
 
@@ -125,12 +124,11 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return CPU model, its flags of `CPU_FLAGS`, usable cores, torch threads, memory in bytes, and names of GPUs."""
+    """Return CPU model, its flags (`cpu_flags`), usable cores, torch threads, memory in bytes, and names of GPUs."""
     cpu = cpu_info()
-    flags = cpu.get("flags", "").split()
     return {
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "cpu_flags": cpu_flags(cpu),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any, Literal
 
 from toolkit.bench.answers import ADAPTIVE, PLAIN, Round, Sampling
@@ -27,6 +28,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]
+FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}
 FINALISTS = 3  # shapes that are run end to end at each batch size
 
 
@@ -41,7 +43,8 @@ class Figures:
 
     def score(self, objective: Objective) -> float:
         """Higher is better."""
-        return {"tokens-per-s": self.tokens_per_s, "itl": -self.itl_s, "ttft": -self.ttft_s}[objective]
+        value: float = getattr(self, FIGURES[objective])
+        return value if objective == "tokens-per-s" else -value
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def confirm(
 ) -> list[Candidate]:
     """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
 
-    Adaptive drafting starts from the measured times, as it will be served. Returns them with measured figures.
+    Adaptive drafting starts from the measured times, as it will be served. Prompts are repeated until every group of
+    `times.batch` is full. Returns the settings with measured figures.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     shapes = [one.shape for one in chosen if one.shape is not None]
@@ -106,12 +110,13 @@ def confirm(
 
         learned = engine(draft, most, adaptive=True)
         assert isinstance(learned.drafter, AdaptiveDrafter), "adaptive drafting was asked for"
-        learned.drafter.start_from(arm_times(most, [times.to_json()]))
+        learned.drafter.start_from(arm_times(most, [times.to_json()], shapes))
         speculative = engine(draft, shapes[0])
         modes = [Mode(engine(None, None), None), Mode(learned, most, adaptive=True)]
         modes += [Mode(speculative, shape) for shape in shapes]
+        full = full_groups(prompts, times.batch)
         rounds = run_side_by_side(
-            modes, target.tokenizer, prompts, sampling, batch=times.batch, warmup=1, on_progress=on_progress
+            modes, target.tokenizer, full, sampling, batch=times.batch, warmup=1, on_progress=on_progress
         )
     settings = {one.shape.name: one for one in chosen if one.shape is not None}
     plain = Candidate(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
@@ -119,19 +124,27 @@ def confirm(
     found = []
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
-        measured = measured_figures(own, times.batch)
+        measured = measured_figures(own)
         found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
     return found
 
 
-def measured_figures(rounds: Sequence[Round], batch: int) -> Figures:
-    """Figures of end-to-end rounds. ttft: half a step, and the seconds until a prompt's first token."""
+def full_groups(prompts: Sequence[Prompt], batch: int) -> list[Prompt]:
+    """Returns the prompts, those with few turns first, and some of them again, so that groups of `batch` are full."""
+    found = sorted(prompts, key=lambda prompt: len(prompt.turns))
+    again = islice(cycle(reversed(found)), -len(found) % batch)
+    return found + [replace(one, question_id=f"{one.question_id} again {n}") for n, one in enumerate(again)]
+
+
+def measured_figures(rounds: Sequence[Round]) -> Figures:
+    """Figures of end-to-end rounds. itl: steps of every answer times seconds of a step, by its tokens. ttft: half a
+    step, and the seconds until a prompt's first token."""
     tokens, seconds = sum(one.decode_tokens for one in rounds), sum(one.decode_s for one in rounds)
-    answers = sum(len(one.answers) for one in rounds)
-    longest = sum(max((len(answer.events) for answer in one.answers), default=0) for one in rounds)
-    step_s = seconds / max(1, longest)
-    prefill_s = sum(one.prefill_s for one in rounds) / answers
-    return Figures(tokens / seconds, min(batch, answers) * seconds / tokens, step_s / 2 + prefill_s)
+    steps = [[len(answer.events) for answer in one.answers] for one in rounds]
+    waited = sum(one.decode_s * sum(own) / max(1, *own) for one, own in zip(rounds, steps, strict=True))
+    step_s = seconds / max(1, sum(max(own) for own in steps))
+    prefill_s = sum(one.prefill_s for one in rounds) / sum(map(len, steps))
+    return Figures(tokens / seconds, waited / tokens, step_s / 2 + prefill_s)
 
 
 def accept_length_of(rounds: Sequence[Round]) -> float:

@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.bench.answers import PLAIN
+from toolkit.bench.search import FIGURES, Objective
 
 SHOWN = 6  # settings of each batch size that are printed
+UNITS = {"tokens-per-s": "tokens/s", "itl": "itl ms", "ttft": "ttft ms"}
 WIDTH_WITHOUT_TERMINAL = 122
 
 
@@ -34,31 +36,33 @@ def print_search(record: Mapping[str, Any], console: Console | None = None) -> N
         rows = [row for row in record["rows"] if row["batch"] == int(batch)]
         plain = next(row for row in rows if row["setting"] == PLAIN)
         console.print(Text(f"batch {batch}: {found['setting']}{_gain(rows, found['setting'], plain)}", style="bold"))
-        console.print(_table(rows, found["setting"]))
+        console.print(_table(rows, found["setting"], settings["objective"]))
 
 
 def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any]) -> str:
     if setting == PLAIN:
-        return " decoding is the fastest: no draft pays here"
+        return " decoding is the best: no draft pays here"
     best = next(row for row in rows if row["setting"] == setting)
     return f", {best['measured_tokens_per_s'] / plain['measured_tokens_per_s']:.2f}x plain decoding"
 
 
-def _table(rows: list[dict[str, Any]], best: str) -> Table:
+def _table(rows: list[dict[str, Any]], best: str, objective: Objective) -> Table:
+    """The settings that were run and the best predictions, by the objective's figure."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting")
-    for title in ("accept_length", "draft ms", "verify ms", "round ms", "tokens/s\npredicted", "tokens/s\nmeasured"):
+    for title in ("accept_length", "draft ms", "verify ms", "round ms"):
         table.add_column(title, justify="right")
-    run = sorted(
-        (row for row in rows if row["measured_tokens_per_s"] is not None), key=lambda row: -row["measured_tokens_per_s"]
-    )
-    others = sorted(
-        (row for row in rows if row["measured_tokens_per_s"] is None), key=lambda row: -row["predicted_tokens_per_s"]
-    )
+    for when in ("predicted", "measured"):
+        table.add_column(f"{UNITS[objective]}\n{when}", justify="right")
+    measured, predicted = (f"{when}_{FIGURES[objective]}" for when in ("measured", "predicted"))
+    sign = -1 if objective == "tokens-per-s" else 1
+    run = sorted((row for row in rows if row[measured] is not None), key=lambda row: sign * row[measured])
+    others = sorted((row for row in rows if row[measured] is None), key=lambda row: sign * row[predicted])
+    text = _rate if objective == "tokens-per-s" else _ms
     for row in [*run, *others[: max(0, SHOWN - len(run))]]:
         cells = [f"{row['accept_length']:.2f}"]
         cells += [_ms(row[name]) for name in ("draft_s", "verify_s", "round_s")]
-        cells += [_rate(row[f"{when}_tokens_per_s"]) for when in ("predicted", "measured")]
+        cells += [text(row[name]) for name in (predicted, measured)]
         table.add_row(row["setting"] + (" (best)" if row["setting"] == best else ""), *cells)
     return table
 

@@ -26,7 +26,7 @@ from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
 
 ROUNDS = 7  # timed rounds of a shape; the first one more is not timed
-ANSWER = 4096  # tokens after which a request is replaced, if the context allows so many
+LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,19 @@ def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
     return chosen
 
 
-def rounds_of(shapes: Sequence[DraftShape]) -> int:
-    """Returns how many rounds `measure_step_times` runs, for a progress bar."""
-    return (ROUNDS + 1) * (len(covering_shapes(shapes)) + 1)
-
-
 def measure_step_times(
     target: Target,
     draft: Draft,
     shapes: Sequence[DraftShape],
     prompts: Sequence[Sequence[int]],
     config: EngineConfig,
-    on_round: Callable[[], None] | None = None,
+    max_tokens: int,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Times rounds of `config.max_running_requests` requests, with plain rounds between them.
 
-    prompts: ids; they are used in turn. on_round: called after every timed or untimed round of a shape.
+    prompts: ids; they are used in turn. max_tokens: of an answer, after which the next prompt takes its row, so that
+    contexts are as long as those of the answers. on_progress(done, total): counts rounds.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
     chosen = covering_shapes(shapes)
@@ -119,16 +116,18 @@ def measure_step_times(
         closing(build_engine(config, target).engine) as plain_engine,
         closing(build_engine(replace(config, shape=widest), target, draft).engine) as engine,
     ):
-        plain, drafting = _Batch(plain_engine, prompts), _Batch(engine, prompts)
+        answer = max(max_tokens, LEAST_ANSWER)
+        plain, drafting = _Batch(plain_engine, prompts, answer), _Batch(engine, prompts, answer)
         plain_rounds: list[Parts] = []
         rounds: dict[DraftShape, list[Parts]] = {shape: [] for shape in chosen}
+        order = [None, *chosen]
         for turn in range(ROUNDS + 1):
-            for shape in [None, *chosen]:
+            for place, shape in enumerate(order, start=1):
                 one = plain.round() if shape is None else drafting.round(shape)
                 if turn:
                     (plain_rounds if shape is None else rounds[shape]).append(one)
-                if on_round is not None:
-                    on_round()
+                if on_progress is not None:
+                    on_progress(turn * len(order) + place, (ROUNDS + 1) * len(order))
     drafts: dict[tuple[int, int], list[Parts]] = {}
     verifies: dict[tuple[bool, int], list[Parts]] = {}
     for shape, parts in rounds.items():
@@ -149,16 +148,21 @@ def _median(parts: Sequence[Parts]) -> Parts:
 
 @dataclass
 class _Batch:
-    """An engine with a full batch, whose requests are replaced when they end. prefill_s: mean seconds of a prompt."""
+    """An engine with a full batch, whose requests are replaced when they end after `max_tokens`.
+
+    prefill_s: seconds to read a prompt.
+    """
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
+    max_tokens: int
     running: list[Request] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
     ids: Iterator[Sequence[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ids = cycle(self.prompts)
+        most = self.engine.context_length // 2  # the rest is for the answer
+        self.ids = cycle([one[:most] for one in self.prompts])
 
     @property
     def prefill_s(self) -> float:
@@ -177,14 +181,17 @@ class _Batch:
 
     def _fill(self) -> None:
         """Replaces ended requests, and runs until every prompt is read."""
-        params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         while True:
             self.running = [one for one in self.running if not one.finished]
-            if len(self.running) == self.engine.max_running_requests:
+            absent = self.engine.max_running_requests - len(self.running)
+            if not absent:
                 return
             started = time.perf_counter()
-            request = self.engine.add_request(next(self.ids), params)
-            while request.first_token_at is None:
+            # All at once: the first ones would end before the last ones of a large batch are read one by one.
+            added = [self.engine.add_request(next(self.ids), params) for _ in range(absent)]
+            while any(one.first_token_at is None for one in added):
                 self.engine.step()
-            self.prefills.append(request.first_token_at - started)
-            self.running.append(request)
+            read = max(one.first_token_at for one in added if one.first_token_at is not None)
+            self.prefills.append((read - started) / absent)
+            self.running += added

@@ -133,12 +133,12 @@ def _trees(rows: Sequence[Row]) -> Table:
 
 
 def draw_surface(record: Row, path: str | Path) -> None:
-    """Write a heat map of accept_length as PNG, a panel for each top_k above 1; chains alone become a bar chart."""
+    """Write a heat map of accept_length as PNG, a panel for each top_k."""
     panels = list(_by_width(record["rows"]))
     with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
         figure = Figure(figsize=(1.2 + 3.4 * len(panels), 3.4), facecolor="white")
         FigureCanvasAgg(figure)
-        lengths = [row["accept_length"] or 1.0 for row in record["rows"]]
+        most = max(row["accept_length"] or 1.0 for row in record["rows"])
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (top_k, rows) in zip(axes, panels, strict=True):
             nodes = sorted({row["num_draft_tokens"] for row in rows})
@@ -147,8 +147,9 @@ def draw_surface(record: Row, path: str | Path) -> None:
             for row in rows:
                 x, y = nodes.index(row["num_draft_tokens"]), steps.index(row["num_steps"])
                 grid[y][x] = row["accept_length"] or float("nan")
-                axis.text(x, y, _length(row), ha="center", va="center", fontsize=6.5, color="white")
-            image: Any = axis.imshow(grid, vmin=1.0, vmax=max(lengths), cmap="viridis", aspect="auto", origin="lower")
+                color = "black" if (row["accept_length"] or 1.0) > 0.4 + 0.6 * most else "white"  # on yellow, on blue
+                axis.text(x, y, _length(row), ha="center", va="center", fontsize=6.5, color=color)
+            image: Any = axis.imshow(grid, vmin=1.0, vmax=most, cmap="viridis", aspect="auto", origin="lower")
             axis.set_title(f"top_k {top_k}", fontsize=9)
             axis.set_xticks(range(len(nodes)), [str(one) for one in nodes])
             axis.set_yticks(range(len(steps)), [str(one) for one in steps])

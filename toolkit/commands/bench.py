@@ -83,7 +83,8 @@ def _add_acceptance(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S,K,N",
         help="num_steps,top_k,num_draft_tokens, or adaptive (at most the largest of the others, as serve drafts); "
         "several, or the option several times, are measured side by side "
-        f"(default: {' '.join(defaults.shapes)})",
+        "(default: what `toolkit search` found, where its search.json in the draft directory holds here, else "
+        f"{' '.join(defaults.shapes)})",
     )
     group.add_argument("--max-tokens", type=int, help=f"tokens of an answer at most (default: {defaults.max_tokens})")
     group.add_argument("--temperature", type=float, help="temperature of the answers (default: 0, greedy)")
@@ -163,6 +164,7 @@ def _measure_any(args: argparse.Namespace) -> None:
             check_tokens=not args.no_check,
             force_accept_length=args.force_accept_length,
             definitions=args.definitions,
+            searched=args.shapes is None,
             out=args.out,
         )
     for path in paths:

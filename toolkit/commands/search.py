@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     stray = next((name for name in ("gpu", "step_ms") if getattr(args, name) is not None), None)
     if args.engine is None and stray is not None:
         raise ArgumentsError(f"{flag_of(stray)} is for another engine; name it with --for")
+    if args.engine is not None and (args.out is not None or args.objective != "tokens-per-s"):
+        given = "--objective" if args.out is None else "--out"
+        raise ArgumentsError(f"{given} is for a search here; with --for, flags for tokens per second are printed")
     steps = None if args.step_ms is None else step_seconds(args.step_ms)
     gpu = gpu_named(args.gpu or "H100")
     wanted = prompt_settings(args)

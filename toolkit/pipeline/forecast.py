@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.bench.acceptance import describe_token_map
 from toolkit.bench.answers import Sampling
-from toolkit.bench.forecast import NUM_DRAFT_TOKENS, NUM_STEPS, TOP_KS, forecast_surface, largest_shape
+from toolkit.bench.forecast import (
+    NUM_DRAFT_TOKENS,
+    NUM_STEPS,
+    TOP_KS,
+    forecast_surface,
+    largest_shape,
+    supported_shapes,
+)
 from toolkit.bench.prompts import BUILTIN, limited
 from toolkit.bench.records import command_line, machine_name, write_record
 from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
-from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
 from toolkit.recipe import BenchSettings
+from toolkit.targets.target import Target
 
 
 def forecast_head(
@@ -36,9 +45,8 @@ def forecast_head(
     """
     largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
     prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
-    config.check(device_of(config).type)
-    target, draft = load_models(config, device_of(config))
-    draft = checked_head(draft)
+    target, draft = load_head(config)
+    largest = supported_shapes(target, draft, largest)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     with progress_bar("forecast", "answer") as show:
         surface = forecast_surface(target, draft, prompts, largest, sampling, config, show)
@@ -48,6 +56,7 @@ def forecast_head(
         "max_tokens": wanted.max_tokens,
         "temperature": wanted.temperature,
         "seed": seed,
+        "token_map": describe_token_map(config),
         "batch": config.max_running_requests,
         "torch_compile": config.torch_compile,
     }
@@ -63,16 +72,23 @@ def largest_shapes(
     top_ks: Sequence[int] | None = None, num_steps: int | None = None, num_draft_tokens: int | None = None
 ) -> list[DraftShape]:
     """The largest shape of each top_k; None: the default. Raises `DraftShapeError`."""
-    widths = dict.fromkeys(top_ks or TOP_KS)
-    return [largest_shape(one, num_steps or NUM_STEPS, num_draft_tokens or NUM_DRAFT_TOKENS) for one in widths]
+    steps = NUM_STEPS if num_steps is None else num_steps
+    nodes = NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    return [largest_shape(one, steps, nodes) for one in dict.fromkeys(top_ks or TOP_KS)]
 
 
-def checked_head(draft: Draft | None) -> DraftCheckpoint:
-    """Raises `ConfigError` unless it is a head."""
+def load_head(config: EngineConfig) -> tuple[Target, DraftCheckpoint]:
+    """Load the target and the head. Raises `ConfigError` unless `config.draft` names a head, and the errors of
+    `load_models`."""
+    config.check(device_of(config).type)
+    named = str(config.draft)
+    draft: Draft | None = None
+    if named not in (NGRAM, NONE):
+        target, draft = load_models(config, device_of(config))
     if not isinstance(draft, DraftCheckpoint):
-        what = "nothing is drafted" if draft is None else "n-gram lookup has no head"
+        what = "n-gram lookup has no head" if named == NGRAM else "nothing is drafted"
         raise ConfigError(f"`draft` names no head ({what}); give a draft directory, or measure with `toolkit bench`")
-    return draft
+    return target, draft
 
 
 def prompts_from(wanted: BenchSettings) -> str:

@@ -21,11 +21,13 @@ from toolkit.bench.table import (
     shape_name,
     share_text,
 )
-from toolkit.checkpoint.draft_dir import load_draft
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.load.search_file import SEARCH, found_shape, largest_found, search_of
+from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
@@ -83,10 +85,12 @@ def measure_head(
     check_tokens: bool = True,
     force_accept_length: str | None = None,
     definitions: bool = False,
+    searched: bool = False,
     out: Path | None = None,
 ) -> tuple[Path, Path]:
     """Measure any head, `config.draft`, and print the table. Returns the paths of record and page.
 
+    searched: in place of `wanted.shapes` take what search.json of the draft directory found, if that holds here.
     force_accept_length: see `ForcedAcceptance.parse`. definitions: print the accept lengths of other projects, too.
     out: the record's file; None: runs/acceptance-<hardware>.json. The draft directory is left as it is.
     Raises `ConfigError`, `DraftDirError`, `TargetError`, `DraftShapeError`, `DataError`, `EngineError`.
@@ -99,7 +103,14 @@ def measure_head(
         replace(config, shape=shape.as_text()).check(device.type)
     target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
-    record = _measure(target, draft, wanted, seed=seed, check_tokens=check_tokens, forced=forced, config=config)
+    adaptive: DraftShape | bool = wanted.adaptive
+    if searched and isinstance(draft, DraftCheckpoint) and (found := search_of(draft, config, target)) is not None:
+        best, adaptive = found_shape(found, config.max_running_requests), largest_found(found)
+        say(f"The shapes are those of {config.draft}/{SEARCH} for batch {config.max_running_requests}:")
+        say(f"adaptive up to {adaptive.as_text()}, and {best.as_text()} in every step.")
+        wanted = replace(wanted, shapes=(ADAPTIVE, best.as_text()))
+    checked: Any = {"seed": seed, "check_tokens": check_tokens, "forced": forced}
+    record = _measure(target, draft, wanted, adaptive=adaptive, config=config, **checked)
     print_acceptance(record)
     if definitions:
         print_definitions(record)
@@ -114,14 +125,13 @@ def _measure(target: Target, draft: Draft, wanted: BenchSettings, **settings: An
             draft,
             prompts,
             shapes,
-            adaptive=wanted.adaptive,
             prompts_from=prompts_from(wanted),
             limit=wanted.limit,
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             warmup=wanted.warmup,
             on_progress=show,
-            **settings,
+            **{"adaptive": wanted.adaptive, **settings},
         )
 
 

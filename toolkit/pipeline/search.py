@@ -8,28 +8,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.bench.acceptance import describe_draft, describe_target
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from toolkit.bench.acceptance import describe_draft, describe_target, describe_token_map
 from toolkit.bench.answers import ADAPTIVE, Sampling
-from toolkit.bench.forecast import Surface, forecast_surface
+from toolkit.bench.forecast import Surface, forecast_surface, supported_shapes
 from toolkit.bench.prompts import Prompt, limited
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
 from toolkit.bench.search import Candidate, Objective, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
-from toolkit.bench.step_times import StepTimes, measure_step_times, rounds_of
+from toolkit.bench.step_times import measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import device_of, load_models
-from toolkit.infer.load.search_file import SEARCH
+from toolkit.infer.load.search_file import SEARCH, conditions
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.pipeline.forecast import checked_head, largest_shapes, prompts_from
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.log import get_logger
+from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
-from toolkit.plan.engine_settings import settings_text
+from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
 from toolkit.recipe import BenchSettings
 from toolkit.targets.facts import target_facts
 from toolkit.targets.target import Target
 from toolkit.weights import write_json
+
+logger = get_logger(__name__)
 
 FORECAST_BATCH = 8
 
@@ -53,9 +58,9 @@ def search_head(
     """
     largest = largest_shapes(top_ks, num_steps, num_draft_tokens)
     prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
-    config.check(device_of(config).type)
-    target, draft = load_models(config, device_of(config))
-    draft = checked_head(draft)
+    target, draft = load_head(config)
+    draft.meta.pop("search", None)  # nothing starts from what an earlier search found
+    largest = supported_shapes(target, draft, largest)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
     started = time.perf_counter()
     surface, rows, best, known = _search(target, draft, prompts, largest, sampling, config, batches, objective)
@@ -68,8 +73,8 @@ def search_head(
         "max_tokens": wanted.max_tokens,
         "temperature": wanted.temperature,
         "seed": seed,
+        "token_map": describe_token_map(config),
         "torch_compile": config.torch_compile,
-        "draft_quantization": config.draft_quantization,
         "seconds": round(time.perf_counter() - started, 1),
     }
     described = {"target": describe_target(target), "draft": describe_draft(draft)}
@@ -77,11 +82,44 @@ def search_head(
     print_search(record)
     out = out or Path("runs") / f"search-{machine_name(record['hardware'])}.json"
     write_record(out, record)
+    found = _write_search(record, known, draft, config, target)
+    return [out] if found is None else [out, found]
+
+
+def _write_search(
+    record: Mapping[str, Any],
+    known: Sequence[Mapping[str, Any]],
+    draft: DraftCheckpoint,
+    config: EngineConfig,
+    target: Target,
+) -> Path | None:
+    """Write search.json into our own draft directory. Returns its path; None, and the log says why, if it cannot be."""
+    why = _no_place(draft)
+    if why is None:
+        assert draft.path is not None, "_no_place has looked"
+        kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
+        holds_for = conditions(draft, config, target)
+        try:
+            write_json(
+                draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known, "holds_for": holds_for}
+            )
+            return draft.path / SEARCH
+        except OSError as error:
+            why = f"{draft.path / SEARCH} cannot be written ({error.strerror})"
+    logger.warning("nothing will start from what was found, since %s; give the best setting with --shape S,K,N", why)
+    return None
+
+
+def _no_place(draft: DraftCheckpoint) -> str | None:
+    """Why search.json is not written beside the head; None for a draft directory of the user."""
     if draft.path is None:
-        return [out]
-    kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
-    write_json(draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known})
-    return [out, draft.path / SEARCH]
+        return f"the target's own MTP module has no draft directory for {SEARCH}"
+    place, convert = draft.path / SEARCH, f"`toolkit export --draft {draft.path} --to toolkit --out NEW` makes our own"
+    if "writer" in draft.meta:
+        return f"{place} would change a directory of another project ({convert})"
+    if Path(HF_HUB_CACHE).resolve() in draft.path.resolve().parents:
+        return f"{place} would change the cache of the hub ({convert})"
+    return None
 
 
 def _search(
@@ -96,17 +134,21 @@ def _search(
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Returns the surface, the record's rows, the best setting by batch size, and the times for adaptive drafting."""
     forecasting = replace(config, max_running_requests=FORECAST_BATCH)
-    with progress_bar("forecast", "answer") as show:
+    stages = 1 + 2 * len(batches)
+    with progress_bar(f"[1/{stages}] forecast", "answer") as show:
         surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
     rows: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
     known: list[dict[str, Any]] = []
-    for batch in batches:
+    texts = [one.question.prompt_ids for one in surface.references]
+    for stage, batch in zip(range(2, stages, 2), batches, strict=True):
         own = replace(config, max_running_requests=batch)
-        times = _times(target, draft, surface, own)
+        shapes = surface.shapes()
+        with progress_bar(f"[{stage}/{stages}] step times at batch {batch}", "round") as show:
+            times = measure_step_times(target, draft, shapes, texts, own, sampling.max_tokens, show)
         candidates = predict(surface, times)
         chosen = finalists(candidates, objective)
-        with progress_bar(f"batch {batch}", "answer") as show:
+        with progress_bar(f"[{stage + 1}/{stages}] end to end at batch {batch}", "answer") as show:
             measured = confirm(target, draft, chosen, times, prompts, sampling, own, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
@@ -116,19 +158,6 @@ def _search(
         best[str(batch)] = {"setting": first.name, "shape": fixed.name, "adaptive_shape": most_of(chosen).as_text()}
         known.append(times.to_json())
     return surface, rows, best, known
-
-
-def _times(target: Target, draft: DraftCheckpoint, surface: Surface, config: EngineConfig) -> StepTimes:
-    shapes, texts = surface.shapes(), [one.question.prompt_ids for one in surface.references]
-    done, total = 0, rounds_of(shapes)
-    with progress_bar(f"batch {config.max_running_requests}", "round", total) as show:
-
-        def one_more() -> None:
-            nonlocal done
-            done += 1
-            show(done, total)
-
-        return measure_step_times(target, draft, shapes, texts, config, one_more)
 
 
 def _row(batch: int, one: Candidate, forecast: Candidate) -> dict[str, Any]:
@@ -171,24 +200,25 @@ def search_elsewhere(
     step, by requests) in place of its fixed times. vLLM drafts chains only. Raises the errors of `search_head`, and
     `PlanError` for a target that the model does not know.
     """
-    widths = [1] if engine == "vllm" else top_ks
+    if engine == "vllm" and top_ks and set(top_ks) != {1}:
+        raise DraftShapeError(f"top_k is {' '.join(map(str, top_ks))}, and vLLM drafts chains only; leave it out")
+    largest = largest_shapes([1] if engine == "vllm" else top_ks, num_steps, num_draft_tokens)
     prompts = limited(prompts_and_shapes(wanted)[0], wanted.limit)
-    config.check(device_of(config).type)
-    target, draft = load_models(config, device_of(config))
-    draft = checked_head(draft)
+    target, draft = load_head(config)
+    largest = supported_shapes(target, draft, largest)
+    check_servable(engine, draft)
     sampling = Sampling(wanted.max_tokens, wanted.temperature, seed)
-    largest = largest_shapes(widths, num_steps, num_draft_tokens)
     with progress_bar("forecast", "answer") as show:
         forecasting = replace(config, max_running_requests=FORECAST_BATCH)
         surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
-    lengths = {shape: surface.forecast(shape).accept_length or 1.0 for shape in surface.shapes()}
+    lengths = {shape: surface.forecast(shape).accept_length for shape in surface.shapes()}
     texts = [len(one.question.prompt_ids) + len(one.output_ids) / 2 for one in surface.references]
     return settings_text(
         engine,
         gpu,
         target_facts(target.name, target.revision),
         draft,
-        {(one.num_steps, one.top_k, one.num_draft_tokens): length for one, length in lengths.items()},
+        {(one.num_steps, one.top_k, one.num_draft_tokens): length for one, length in lengths.items() if length},
         sum(texts) / len(texts),
         batches,
         step_s,

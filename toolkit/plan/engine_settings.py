@@ -7,8 +7,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.checkpoint.formats import FORMATS, Formats
 from toolkit.checkpoint.launch_lines import Shape, sglang_speculation, vllm_speculation
+from toolkit.errors import PlanError
+from toolkit.heads.registry import build_head
 from toolkit.plan.deployment import Planner, Workload
 from toolkit.plan.draft_cost import head_size
 from toolkit.plan.gpus import Gpu
@@ -34,7 +39,9 @@ def settings_text(
     seconds of a plain step, by requests. Raises `PlanError`.
     """
     size, *_ = target_size(facts.source)
-    head, layout, costs = head_size(draft.head, size), Layout(1), Costs()
+    with torch.device("meta"):  # the loaded head is packed for a CPU: its parameters are no longer all there
+        head = head_size(build_head(draft.head.config), size)
+    layout, costs = Layout(1), Costs()
     if step_s is not None:
         work = Workload(max(1, round(context)), 1, concurrency=1)
         costs = calibrated(Planner(size, None, gpu, work, costs), layout, step_s)
@@ -57,10 +64,19 @@ def settings_text(
             lines += [f"batch {batch}: {text}", f"  {_flags(engine, draft, Shape(*best))}"]
         else:
             lines.append(f"batch {batch}: serve without drafts (the best setting: {text})")
-    words = ["toolkit", "export", "--draft", str(draft.path or "DIR"), "--to", engine, "--out", EXPORTED]
-    if not draft.head.config.in_target:
-        lines.append(f"the head is exported first: {shlex.join(words)}")
+    if draft.path is not None:
+        to = "native" if draft.head.config.in_target else engine
+        words = ["toolkit", "export", "--draft", str(draft.path), "--to", to, "--out", EXPORTED]
+        served = f", and {EXPORTED} is the model to serve" if draft.head.config.in_target else ""
+        lines.append(f"the head is exported first{served}: {shlex.join(words)}")
     return "\n".join(lines)
+
+
+def check_servable(engine: str, draft: DraftCheckpoint) -> None:
+    """Raise `PlanError` for a head that the engine cannot serve."""
+    formats = FORMATS.get(draft.kind, Formats())
+    if engine not in formats.builders and not draft.head.config.in_target:
+        raise PlanError(f"{draft.path} holds a {draft.kind} head, which {engine} cannot serve: {formats.why_not}")
 
 
 def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:

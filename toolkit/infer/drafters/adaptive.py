@@ -74,13 +74,15 @@ def smaller_shapes(most: DraftShape) -> list[DraftShape]:
 class AdaptiveShape:
     """Chooses an arm for every round and learns from its result.
 
-    most: the largest shape. known: times that were measured before; without any, the first rounds are plain.
+    most: the largest shape. known: times that were measured before, of shapes to choose from beside the usual ones;
+    without any, the first rounds are plain.
     probe_due: after `choose` returned None, whether this round must probe the head. `probed` takes the probe's ranks.
     """
 
     def __init__(self, most: DraftShape, known: Sequence[ArmTime] = ()) -> None:
         self.most = most
-        self.shapes = smaller_shapes(most)
+        searched = [one.arm for one in known if one.arm is not None and one.arm.fits_in(most)]
+        self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched]))
         self.widest = max(one.top_k for one in self.shapes)
         self.probe_due = False
         self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), most.num_steps)

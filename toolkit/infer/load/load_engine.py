@@ -30,7 +30,7 @@ from toolkit.infer.load.load_draft import (
     native_draft,
     target_source,
 )
-from toolkit.infer.load.search_file import SEARCH, arm_times, search_of
+from toolkit.infer.load.search_file import SEARCH, found_times, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
@@ -110,7 +110,9 @@ def build_engine(
     config.check_values()
     graphs, memory, shape = graph_settings(config), memory_settings(config), config.draft_shape()
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
-    search = search_of(draft.meta, config, target) if isinstance(draft, DraftCheckpoint) else None
+    search = None
+    if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
+        search = search_of(draft, config, target)
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive, search, config.max_running_requests)
     engine = (Engine if ranks is None else engine_of(ranks))(
@@ -127,7 +129,7 @@ def build_engine(
         forced=forced,
     )
     if search is not None and shape is not None and isinstance(engine.drafter, AdaptiveDrafter):
-        engine.drafter.start_from(arm_times(shape, search["times"]))
+        engine.drafter.start_from(found_times(search, shape))
         logger.info("adaptive drafting starts from the times in %s", SEARCH)
     return LoadedEngine(engine, target, draft, shape, adaptive)
 

@@ -1,47 +1,70 @@
 """search.json in a draft directory: the settings that `toolkit search` found fastest, and the times it measured.
 
-It holds for the machine and the options that it was measured with; elsewhere it is not used.
+It holds for the weights, the machine and the options that it was made with; elsewhere it is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive import smaller_shapes
 from toolkit.infer.drafters.step_costs import ArmTime
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.threads import cpu_info
+from toolkit.log import get_logger
+from toolkit.targets.fixed_linear import is_int8
+from toolkit.targets.target import Target
+from toolkit.threads import cpu_flags, cpu_info
+from toolkit.weights import sha256_file
+
+logger = get_logger(__name__)
 
 SEARCH = "search.json"
-SAME_OPTIONS = ("torch_compile", "draft_quantization")  # a search holds for the engine options that it ran with
+# Engine options that change times of rounds, or what is drafted.
+OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
 
 
-def search_of(meta: Mapping[str, Any], config: EngineConfig, target: Any) -> dict[str, Any] | None:
-    """Returns the content of search.json if it holds here: the same processor or GPU, threads, target weights and
-    options."""
-    found = meta.get("search")
-    if not isinstance(found, dict):
-        return None
-    here = machine()
-    settings, stated = found.get("settings", {}), found.get("target", {})
-    same = all(found.get("hardware", {}).get(name) == value for name, value in here.items())
-    same &= all(settings.get(name) == getattr(config, name) for name in SAME_OPTIONS)
-    dtype = str(target.dtype).removeprefix("torch.")
-    same &= stated.get("dtype") == dtype and stated.get("quantization") == target.quantization
-    return found if same else None
-
-
-def machine() -> dict[str, Any]:
-    """Returns what the times of rounds depend on, under the names that records have."""
+def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
+    """Returns what a search of a draft directory depends on, by name: weights, machine and options."""
+    on_gpu = target.device.type == "cuda"
+    assert draft.path is not None, "a draft directory has weights"
     return {
-        "cpu": cpu_info().get("model name"),
+        "weights": sha256_file(draft.path / "model.safetensors"),
+        "token_map": draft.token_map.sha256,
+        "target": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.quantization,
+        "draft_quantization": "int8" if is_int8(draft.head) else None,
+        "device": torch.cuda.get_device_name(target.device) if on_gpu else cpu_info().get("model name"),
+        "cpu_flags": cpu_flags(cpu_info()),
         "torch_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        **{name: getattr(config, name) for name in OPTIONS},
     }
+
+
+def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any] | None:
+    """Returns the content of search.json if it holds here, else None; the log says why it does not."""
+    found = draft.meta.get("search")
+    if found is None:
+        return None
+    then, here = found.get("holds_for") or {}, conditions(draft, config, target)
+    differing = [
+        f"{name} {_short(then.get(name))}, here {_short(value)}"
+        for name, value in here.items()
+        if then.get(name) != value
+    ]
+    if differing:
+        logger.info("%s/%s is not used, since it was made with %s", draft.path, SEARCH, "; ".join(differing))
+        return None
+    return dict(found)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.12}.." if isinstance(value, str) and len(value) == 64 else str(value)  # a sha256
 
 
 def found_shape(search: Mapping[str, Any], batch: int) -> DraftShape:
@@ -56,17 +79,23 @@ def largest_found(search: Mapping[str, Any]) -> DraftShape:
     return DraftShape.covering(DraftShape.parse(one["adaptive_shape"]) for one in search["best"].values())
 
 
-def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]]) -> list[ArmTime]:
-    """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from.
+def found_times(search: Mapping[str, Any], most: DraftShape) -> list[ArmTime]:
+    """Returns the times that adaptive drafting up to `most` starts from, also those of the best shapes."""
+    return arm_times(most, search["times"], [DraftShape.parse(one["shape"]) for one in search["best"].values()])
+
+
+def arm_times(most: DraftShape, times: Sequence[Mapping[str, Any]], best: Iterable[DraftShape] = ()) -> list[ArmTime]:
+    """Returns the times of plain decoding and of the shapes that adaptive drafting up to `most` chooses from: the
+    usual ones and `best`.
 
     times: by batch size: {batch, plain_s, drafts: {"num_steps,top_k": seconds}, verifies: {"chain,nodes": seconds}} (or
-    "tree,nodes").
-    Shapes with parts that were not measured are left out.
+    "tree,nodes"). Shapes with parts that were not measured are left out.
     """
+    shapes = dict.fromkeys([*smaller_shapes(most), *best])
     found: list[ArmTime] = []
     for one in times:
         found.append(ArmTime(one["batch"], None, 0.0, one["plain_s"]))
-        for shape in smaller_shapes(most):
+        for shape in shapes:
             drafted = one["drafts"].get(f"{shape.num_steps},{shape.top_k}")
             verified = one["verifies"].get(f"{'chain' if shape.is_chain else 'tree'},{shape.num_draft_tokens}")
             if drafted is not None and verified is not None:

@@ -1,0 +1,185 @@
+"""The search: every shape is predicted from few measured rounds, and the best are run end to end. Times are made up or
+not looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
+from toolkit.bench.forecast import ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.search import (
+    Candidate,
+    Figures,
+    confirm,
+    finalists,
+    full_groups,
+    measured_figures,
+    most_of,
+    predict,
+    winner,
+)
+from toolkit.bench.side_by_side import BenchError
+from toolkit.bench.step_times import Parts, StepTimes, covering_shapes, measure_step_times
+from toolkit.infer.drafters.candidate_recorder import NEVER
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.errors import DraftShapeError
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import VerifyEvent
+from toolkit.tokenmap.token_map import TokenMap
+
+PROMPTS = [
+    Prompt("1", "writing", ("write short stories about rivers",)),
+    Prompt("2", "math", ("count seven apples", "and numbers")),
+    Prompt("3", "math", ("the weather in spring",)),
+]
+LARGEST = [largest_shape(1, 3, 8), largest_shape(2, 3, 8), largest_shape(4, 2, 8)]
+CHAIN, TREE = DraftShape.chain(2), DraftShape(2, 2, 4)
+
+
+def made_up(batch: int = 2) -> StepTimes:
+    """A plain round takes 1 s, and a new prompt 0.5 s, or 0.6 s with a head."""
+    drafts = {(1, 1): 0.1, (2, 1): 0.2, (1, 2): 0.1, (2, 2): 0.3}
+    verifies = {(True, 2): (1.1, 0.1), (True, 3): (1.2, 0.1), (False, 3): (1.4, 0.1), (False, 4): (0.9, 0.1)}
+    return StepTimes(batch, Parts(0.0, 0.95, 0.05), drafts, verifies, (0.5, 0.6))
+
+
+def surface_of() -> Surface:
+    """An answer whose steps accept one draft with 2 nodes; the second level is right in trees of 4 only."""
+    largest = {1: DraftShape.chain(2), 2: DraftShape(2, 2, 4)}
+    answer = {
+        1: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, NEVER]]] * 8)),
+        2: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, 4]]] * 8)),
+    }
+    return Surface(largest, {key: [one] for key, one in answer.items()}, [], 0)
+
+
+def test_covering_shapes_have_every_part():
+    """A prediction needs the drafting of each (num_steps, top_k) and the verification of each number of nodes."""
+    shapes = [*(DraftShape.chain(n) for n in (1, 2, 3)), *(DraftShape(n, 2, m) for n in (2, 3) for m in (4, 5, 6))]
+    chosen = covering_shapes(shapes)
+    assert set(chosen) <= set(shapes) and len(chosen) < len(shapes)
+    assert {(one.num_steps, one.top_k) for one in chosen} == {(one.num_steps, one.top_k) for one in shapes}
+    assert {(one.is_chain, one.num_draft_tokens) for one in chosen} == {
+        (one.is_chain, one.num_draft_tokens) for one in shapes
+    }
+
+
+def test_a_prediction_is_accept_length_by_round():
+    """tokens/s = batch * accept_length / round. Verification of drafts never counts as shorter than a plain step."""
+    found = {one.name: one for one in predict(surface_of(), made_up())}
+    assert set(found) == {"plain", "1,1,2", "2,1,3", "1,2,3", "2,2,4"}
+    assert found["plain"].predicted == Figures(2.0, 1.0, 1.0)
+    assert (found["2,1,3"].accept_length, found["2,2,4"].accept_length) == (2.0, 3.0)
+    assert found["2,1,3"].predicted == Figures(pytest.approx(2 * 2 / 1.5), pytest.approx(0.75), pytest.approx(1.35))
+    assert found["2,2,4"].parts == Parts(0.3, 0.95, 0.1), "0.9 s is less than plain decoding's 0.95"
+    assert found["2,2,4"].predicted.tokens_per_s == pytest.approx(2 * 3 / 1.35)
+
+
+@pytest.mark.parametrize(
+    ("objective", "order", "best"),
+    [
+        ("tokens-per-s", ["2,2,4", "1,1,2", "2,1,3"], "2,2,4"),
+        ("itl", ["2,2,4", "1,1,2", "2,1,3"], "2,2,4"),
+        ("ttft", ["1,1,2", "2,2,4", "2,1,3"], "plain"),
+    ],
+)
+def test_finalists_and_winner_follow_the_objective(objective, order, best):
+    """Plain decoding is never a finalist, and wins where it measures best."""
+    candidates = predict(surface_of(), made_up())
+    assert [one.name for one in finalists(candidates, objective)] == order
+    measured = [replace(one, measured=one.predicted) for one in candidates]
+    assert winner(measured, objective).name == best
+    slower = [replace(one, measured=Figures(1.0, 9.0, 9.0)) if one.name == best else one for one in measured]
+    assert winner(slower, objective).name != best, "the measured figures decide, not the predicted ones"
+
+
+def test_the_smallest_shape_that_covers_all():
+    chosen = [Candidate("", shape, 1.0, None, None) for shape in (DraftShape.chain(3), DraftShape(2, 4, 6), None)]
+    assert most_of(chosen) == DraftShape(3, 4, 6)
+
+
+def test_groups_are_full():
+    """A batch of 4 that runs 3 rows would be measured as if it had 4; ids stay unique, turns of a kind together."""
+    full = full_groups(PROMPTS, 4)
+    assert [one.question_id for one in full] == ["1", "3", "2", "2 again 0"]
+    assert len(full_groups(PROMPTS, 1)) == len(full_groups(PROMPTS, 3)) == 3
+    assert len({one.question_id for one in full_groups(PROMPTS, 16)}) == 16
+
+
+def test_measured_figures_of_rounds():
+    """Two rows, 10 s: one with 4 steps, one with 2 steps, which ended after half of the time."""
+
+    def answer(steps: int, committed: int) -> LoggedAnswer:
+        event = VerifyEvent(1, 1, committed - 1, committed, False, 0.0, 0.0, 0.0, 2)
+        question = Question(PROMPTS[0], 0, (1,), SamplingParams())
+        return LoggedAnswer(question, (0,) * (1 + steps * committed), (event,) * steps)
+
+    figures = measured_figures([Round("tree", (answer(4, 1), answer(2, 2)), 3.0, 10.0, 8)])
+    assert figures == Figures(0.8, (10.0 + 5.0) / 8, 2.5 / 2 + 1.5)
+
+
+@pytest.fixture(scope="module")
+def surface(tiny_target, tiny_draft):
+    config = EngineConfig(max_running_requests=2)
+    return forecast_surface(tiny_target, tiny_draft, PROMPTS, LARGEST, Sampling(20, 0.0, 0), config)
+
+
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (4, 0.7)])
+def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, batch, temperature):
+    """Every shape of the surface gets its prediction from the rounds that were timed, and plain decoding, adaptive
+    drafting and the finalists their measured figures; a batch may be larger than the number of prompts."""
+    config = EngineConfig(max_running_requests=batch)
+    texts = [one.question.prompt_ids for one in surface.references]
+    seen: list[tuple[int, int]] = []
+    times = measure_step_times(
+        tiny_target, tiny_draft, surface.shapes(), texts, config, 20, lambda *now: seen.append(now)
+    )
+    assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1)) and seen[-1][0] == seen[-1][1]
+    candidates = predict(surface, times)
+    assert [one.shape for one in candidates] == [None, *surface.shapes()]
+    assert all(one.predicted.tokens_per_s > 0 for one in candidates)
+    chosen = finalists(candidates, "tokens-per-s")
+    sampling = Sampling(8, temperature, 0)
+    measured = confirm(tiny_target, tiny_draft, chosen, times, PROMPTS, sampling, config)
+    assert [one.name for one in measured] == ["plain", "adaptive", *(one.name for one in chosen)]
+    assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
+    assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
+
+
+def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
+    """A prompt that leaves room for one token would end before its batch is full, again and again."""
+    prompts = [list(range(5, 105)) * 5] * 2
+    times = measure_step_times(
+        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), 99
+    )
+    assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {(True, 3), (False, 4)}
+
+
+def test_top_k_beyond_the_draft_vocabulary(tiny_target, tiny_draft, caplog, monkeypatch):
+    """Left out and said, before anything is decoded; the rest is forecast."""
+    monkeypatch.setattr("toolkit.bench.forecast.logger.parent.propagate", True)
+    small = replace(tiny_draft, token_map=TokenMap.from_ids([1, 2, 3], tiny_target.vocab_size))
+    assert supported_shapes(tiny_target, small, LARGEST) == LARGEST[:2]
+    assert "top_k 4 is left out: the draft vocabulary has 3 tokens" in caplog.text
+    with pytest.raises(DraftShapeError, match="draft vocabulary has 3 tokens; give a smaller top_k"):
+        supported_shapes(tiny_target, small, LARGEST[2:])
+
+
+def test_limits_of_the_largest_shape():
+    assert largest_shape(1, 8, 4) == DraftShape.chain(3) and largest_shape(4, 1, 64) == DraftShape(1, 4, 5)
+    with pytest.raises(
+        DraftShapeError, match="num_draft_tokens is 2 and top_k 4; a chain has 2 nodes at least, a tree 3"
+    ):
+        largest_shape(4, 8, 2)
+
+
+def test_answers_without_a_verify_step(tiny_target, tiny_draft):
+    """Of answers of one token nothing follows; a table of dashes, or a crash in the search, would not say why."""
+    with pytest.raises(BenchError, match="no answer has a complete verify step .the longest has 1 tokens.; raise"):
+        forecast_surface(tiny_target, tiny_draft, PROMPTS, LARGEST, Sampling(1, 0.0, 0), EngineConfig())

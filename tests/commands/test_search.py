@@ -1,0 +1,172 @@
+"""`toolkit forecast` and `toolkit search` as they are typed, on tiny targets. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
+from tests.conftest import train_tokenizer
+from toolkit import cli
+from toolkit.bench.records import read_record
+
+SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
+SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+
+
+@pytest.fixture
+def draft(tiny_draft_directory: Path) -> Path:
+    return Path(shutil.copytree(tiny_draft_directory, "ckpt"))
+
+
+def shapes_in(record: dict) -> list[str]:
+    return [f"{row['num_steps']},{row['top_k']},{row['num_draft_tokens']}" for row in record["rows"]]
+
+
+def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft directory names the target; nothing else is needed."""
+    assert cli.main(["forecast", "--draft", str(draft), *SMALL, "--out", "f.json"]) == 0
+    out = capsys.readouterr().out
+    assert "top_k 1: chains, by levels" in out and "top_k 2: levels downwards" in out
+    assert out.splitlines()[-2:] == ["f.json", "f.png"] and Path("f.png").stat().st_size > 1000
+    record = read_record("f.json", "forecast")
+    assert shapes_in(record) == SHAPES and record["settings"]["max_tokens"] == 12
+    assert all(row["accept_length"] >= 1 and row["verify_steps"] > 0 for row in record["rows"])
+
+
+@pytest.mark.parametrize("command", ["forecast", "search"])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--draft ngram --target t", "--draft names no head (n-gram lookup has no head)"),
+        ("--draft none --target t", "--draft names no head (nothing is drafted)"),
+        ("--target t", "t"),
+        ("", "neither --draft nor --target is given"),
+        ("--draft ckpt --top-k 0", "num_steps and top_k must be at least 1"),
+        ("--draft ckpt --num-steps 0", "num_steps and top_k must be at least 1"),
+        ("--draft ckpt --num-draft-tokens 2", "a chain has 2 nodes at least, a tree 3"),
+        ("--draft ckpt --num-draft-tokens 0", "a chain has 2 nodes at least"),
+        ("--draft ckpt --limit 0", "bench.limit"),
+        ("--draft ckpt --prompts none.jsonl", "none.jsonl"),
+    ],
+)
+def test_what_cannot_be_forecast(
+    draft: Path, command: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, *line.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_answers_that_are_too_short(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("forecast", "search"):
+        assert cli.main([command, "--draft", str(draft), *SMALL, "--max-tokens", "1"]) == 2
+        assert "no answer has a complete verify step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("objective", ["tokens-per-s", "ttft"])
+def test_search_and_what_starts_from_it(
+    draft: Path, objective: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """More requests at once than prompts; the winners land in the draft directory, and a measurement takes them."""
+    line = ["search", "--draft", str(draft), *SMALL, "--batch", "4", "1", "--objective", objective, "--out", "s.json"]
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert "batch 1: " in out and "batch 4: " in out and "(best)" in out
+    assert ("ttft ms" in out) == (objective == "ttft") and out.splitlines()[-2:] == ["s.json", "ckpt/search.json"]
+    record, kept = read_record("s.json", "search"), json.loads(Path("ckpt/search.json").read_text())
+    settings = {"plain", "adaptive", *SHAPES}
+    for batch in ("1", "4"):
+        rows = [row for row in record["rows"] if row["batch"] == int(batch)]
+        assert [row["setting"] for row in rows if row["predicted_tokens_per_s"]] == ["plain", *SHAPES]
+        assert sum(row["measured_tokens_per_s"] is not None for row in rows) == 5
+        best = kept["best"][batch]
+        assert best == record["best"][batch] and best["setting"] in settings and best["shape"] in SHAPES
+    assert [one["batch"] for one in kept["times"]] == [1, 4] and kept["holds_for"]["tensor_parallel_size"] == 1
+    measure = ["bench", "acceptance", "--draft", str(draft), "--limit", "2", "--max-tokens", "8", "--warmup", "0"]
+    assert cli.main([*measure, "--batch", "4", "--out", "a.json"]) == 0
+    assert "The shapes are those of ckpt/search.json for batch 4" in capsys.readouterr().out
+    assert "adaptive drafting starts from the times in search.json" in caplog.text
+    assert read_record("a.json")["settings"]["shapes"] == ["adaptive", kept["best"]["4"]["shape"]]
+    assert cli.main([*measure, "--shape", "2,1,3", "--out", "a.json"]) == 0
+    assert read_record("a.json")["settings"]["shapes"] == ["2,1,3"], "a shape that is given wins"
+
+
+def test_a_directory_of_another_project_is_not_changed(
+    draft: Path, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is the cache of the hub, a folder that cannot be written or a target with a module of its own."""
+    assert cli.main(["export", "--draft", str(draft), "--to", "sglang", "--out", "theirs"]) == 0
+    before = sorted(Path("theirs").iterdir())
+    line = ["search", "--draft", "theirs", "--target", str(tiny_target_directory), *SMALL, "--out", "s.json"]
+    assert cli.main(line) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "s.json" and sorted(Path("theirs").iterdir()) == before
+    assert "theirs/search.json would change a directory of another project (`toolkit export --draft" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [("hub", "ckpt/search.json would change the cache of the hub"), ("full", "ckpt/search.json cannot be written (")],
+)
+def test_a_directory_that_cannot_be_written(
+    draft: Path, case: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The measurement is printed and recorded all the same."""
+    if case == "hub":
+        monkeypatch.setattr("toolkit.pipeline.search.HF_HUB_CACHE", str(draft.resolve().parent))
+    else:
+        (draft / "search.json").mkdir()
+    assert cli.main(["search", "--draft", str(draft), *SMALL, "--out", "s.json"]) == 0
+    assert says in caplog.text and read_record("s.json")["best"]["1"] and not (draft / "search.json").is_file()
+
+
+@pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")
+def test_a_hybrid_target_gets_chains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its linear-attention layers verify no trees: these are left out, and said. Its own MTP module has no folder."""
+    target = str(write_native_target(tmp_path / "hybrid", "qwen3.5", train_tokenizer(), agreeing=True))
+    for command in ("forecast", "search"):
+        assert cli.main([command, "--target", target, *SMALL, "--out", f"{command}.json"]) == 0
+        assert "top_k 2 is left out: the target has linear-attention layers, and verifies chains only" in caplog.text
+    assert shapes_in(read_record("forecast.json")) == SHAPES[:2]
+    assert read_record("search.json")["best"]["1"]["shape"] in SHAPES[:2]
+    assert "since the target's own MTP module has no draft directory for search.json" in caplog.text
+    assert cli.main(["forecast", "--target", target, *SMALL, "--top-k", "2"]) == 2
+    assert "give a smaller top_k, such as 1 (chains)" in capsys.readouterr().err
+
+
+def test_flags_for_other_engines(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["search", "--draft", str(draft), *SMALL[:4], "--num-steps", "3", "--batch", "1", "64"]
+    assert cli.main([*line, "--for", "sglang", "--gpu", "H100"]) == 0
+    out = capsys.readouterr().out
+    assert "sglang on H100" in out and "batch 1: " in out and "batch 64: " in out and not Path("runs").exists()
+    assert cli.main([*line, "--for", "vllm", "--step-ms", "1:7.1"]) == 0
+    assert "vllm on H100, step times as given" in capsys.readouterr().out
+    assert not (draft / "search.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--batch 0", "--batch is 0; at least 1 is needed"),
+        ("--gpu H100", "--gpu is for another engine; name it with --for"),
+        ("--for vllm --top-k 4", "top_k is 4, and vLLM drafts chains only"),
+        ("--for sglang --objective ttft", "--objective is for a search here"),
+        ("--for sglang --out x.json", "--out is for a search here"),
+        ("--for sglang --step-ms 1", "REQUESTS:MS is needed"),
+        ("--for sglang --gpu Abacus", "Abacus"),
+    ],
+)
+def test_options_that_contradict(draft: Path, line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["search", "--draft", str(draft), *line.split()]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""search.json: where it holds, the shapes and times that an engine starts from, and where it is left alone."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from toolkit import LLM
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
+from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape, smaller_shapes
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_draft import fit_draft
+from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.load.search_file import arm_times, conditions, found_shape, found_times, largest_found, search_of
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.infer.request.request import Request
+from toolkit.weights import load_tensors, read_json, save_tensors, write_json
+
+BEST = {
+    "1": {"setting": "2,4,6", "shape": "2,4,6", "adaptive_shape": "2,8,8"},
+    "4": {"setting": "plain", "shape": "3,1,4", "adaptive_shape": "3,1,4"},
+}
+CHEAP = {"batch": 1, "plain_s": 1.0, "drafts": {"2,4": 0.01, "3,1": 0.01, "2,8": 0.01}, "verifies": {}}
+CHEAP["verifies"] = {"tree,6": 1.02, "chain,4": 1.01, "tree,8": 1.03}
+DEAR = CHEAP | {
+    "drafts": {"2,4": 9.0, "3,1": 9.0, "2,8": 9.0},
+    "verifies": {"tree,6": 6.0, "chain,4": 4.0, "tree,8": 8.0},
+}
+
+
+@pytest.fixture
+def draft(tiny_draft_directory, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(tiny_draft_directory, tmp_path / "ckpt")
+
+
+@pytest.fixture
+def searched(draft, tiny_target_directory):
+    """Writes a search.json of this machine and returns its directory."""
+
+    def write(times=CHEAP, **options):
+        (draft / "search.json").unlink(missing_ok=True)
+        config = EngineConfig(draft=draft, shape="2,1,3", **options)
+        opened = load_engine(config)
+        opened.engine.close()
+        held = conditions(opened.draft, config, opened.target)
+        write_json(draft / "search.json", {"date": "today", "best": BEST, "times": [times], "holds_for": held})
+        return draft
+
+    return write
+
+
+def log_of(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="toolkit")
+
+
+@pytest.mark.parametrize(("batch", "shape"), [(1, "2,4,6"), (2, "2,4,6"), (3, "2,4,6"), (4, "3,1,4"), (64, "3,1,4")])
+def test_a_batch_between_two_takes_the_smaller_ones_shape(batch, shape):
+    """A larger batch verifies fewer nodes for free; the shape of one that was searched is never too large for it."""
+    assert found_shape({"best": BEST}, batch).as_text() == shape
+    assert found_shape({"best": {"4": BEST["4"], "16": BEST["1"]}}, 2).as_text() == "3,1,4", "the smallest searched"
+    assert largest_found({"best": BEST}) == DraftShape(3, 8, 8)
+
+
+def test_times_of_the_shapes_to_choose_from():
+    """The usual shapes below the largest one and the best ones, each with both of its parts; a plain round a batch."""
+    most = DraftShape(2, 8, 8)
+    assert DraftShape(2, 4, 6) not in smaller_shapes(most), "the best shape is none of the usual ones"
+    found = found_times({"best": BEST, "times": [CHEAP, DEAR | {"batch": 4}]}, most)
+    assert [one for one in found if one.arm is None] == [(1, None, 0, 1.0), (4, None, 0, 1.0)]
+    assert {one.arm.as_text(): (one.draft_s, one.verify_s) for one in found if one.arm and one.batch == 1} == {
+        "2,8,8": (0.01, 1.03),
+        "2,4,6": (0.01, 1.02),
+        "3,1,4": (0.01, 1.01),
+    }
+    assert arm_times(DraftShape.chain(1), [CHEAP]) == [(1, None, 0.0, 1.0)]
+
+
+def test_an_engine_starts_from_what_was_found(searched):
+    """In every step the shape of its batch size; adaptively any shape up to the largest one found."""
+    draft = searched()
+    for options, shape in (
+        ({"adaptive": False, "max_running_requests": 2}, "2,4,6"),
+        ({"adaptive": False, "max_running_requests": 8}, "3,1,4"),
+        ({}, "3,8,8"),
+        ({"shape": "2,2,4"}, "2,2,4"),
+    ):
+        opened = load_engine(EngineConfig(draft=draft, **options))
+        opened.engine.close()
+        assert opened.shape.as_text() == shape and opened.adaptive == (options == {})
+    with LLM(draft=draft, adaptive=False, max_running_requests=1) as llm:
+        done = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+        assert {event.offered for event in done.events} == {5}
+
+
+@pytest.mark.parametrize(("times", "offered"), [(None, [0, 0]), (CHEAP, None), (DEAR, [0, 0])])
+def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, offered):
+    """Without times an engine begins with two plain rounds; with times that say so, it drafts at once."""
+    draft = searched(times or CHEAP)
+    if times is None:
+        (draft / "search.json").unlink()
+    opened = load_engine(EngineConfig(draft=draft))
+    assert isinstance(opened.engine.drafter, AdaptiveDrafter)
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    opened.engine.close()
+    first = [event.offered for event in request.events[:2]]
+    assert first[0] > 0 if offered is None else first == offered
+
+
+def test_the_best_shapes_are_chosen_from_too():
+    """They may be none of the usual shapes below the largest one; those that exceed a smaller limit are not."""
+    known = found_times({"best": BEST, "times": [CHEAP]}, DraftShape(3, 8, 8))
+    chooser = AdaptiveShape(DraftShape(3, 8, 8), known)
+    assert DraftShape(2, 4, 6) in chooser.shapes
+    assert chooser.choose([Request([1], SamplingParams())]) is not None
+    assert all(one.fits_in(DraftShape.chain(3)) for one in AdaptiveShape(DraftShape.chain(3), known).shapes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"torch_threads": 99}, "torch_threads 99, here 1"),
+        ({"device": "Abacus"}, "device Abacus, here "),
+        ({"dtype": "bfloat16", "torch_compile": True}, "dtype bfloat16, here float32; torch_compile True, here False"),
+        ({"weights": "0" * 64}, "weights 000000000000.., here "),
+        ({"token_map": "1" * 64}, "token_map 111111111111.., here "),
+        ({"cuda_graph_max_bs": 8}, "cuda_graph_max_bs 8, here None"),
+        (None, "weights None, here "),
+    ],
+)
+def test_a_search_elsewhere_is_not_used_and_the_log_says_why(searched, caplog, monkeypatch, changed, says):
+    """Shapes and times of another machine, head or engine would be wrong without a trace. None: an older file."""
+    draft = searched()
+    found = read_json(draft / "search.json")
+    found["holds_for"] = {} if changed is None else found["holds_for"] | changed
+    write_json(draft / "search.json", found)
+    log_of(caplog, monkeypatch)
+    opened = load_engine(EngineConfig(draft=draft))
+    opened.engine.close()
+    assert opened.shape == DraftShape.chain(4)
+    assert f"{draft}/search.json is not used, since it was made with" in caplog.text and says in caplog.text
+
+
+def test_a_search_with_a_token_map_holds_with_that_map(
+    tiny_target, tiny_target_directory, tmp_path, caplog, monkeypatch
+):
+    """The map decides what is drafted. The same ids in a file of another name are the same map."""
+    config = MtpConfig.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    draft = save_draft(tmp_path / "mtp", MtpHead(config).state_dict(), config, None, meta)
+    for name, ids in (("a.pt", range(60)), ("b.pt", range(60)), ("c.pt", range(90))):
+        torch.save(list(ids), tmp_path / name)
+    mapped = EngineConfig(draft=draft, token_map=tmp_path / "a.pt")
+    opened = load_engine(mapped)
+    opened.engine.close()
+    found = {"best": BEST, "times": [CHEAP], "holds_for": conditions(opened.draft, mapped, opened.target)}
+    log_of(caplog, monkeypatch)
+    for name, holds in (("a.pt", True), ("b.pt", True), ("c.pt", False), (None, False)):
+        config = EngineConfig(draft=draft, token_map=None if name is None else tmp_path / name)
+        other = fit_draft(load_draft(draft), opened.target, config.token_map)
+        other.meta["search"] = found
+        assert (search_of(other, config, opened.target) is not None) == holds, name
+    assert "is not used, since it was made with token_map" in caplog.text
+
+
+def test_other_weights_lose_their_search(searched, tiny_draft, tmp_path):
+    """Writing the same head again keeps search.json; another one removes it, and one that was copied over it does not
+    make it hold."""
+    draft = searched()
+    opened = load_draft(draft)
+    meta = {"target": opened.meta["target"]}
+    save_draft(draft, opened.head.state_dict(), opened.head.config, opened.token_map, meta)
+    assert "search" in load_draft(draft).meta
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape(3, 8, 8)
+    tensors = load_tensors(draft / "model.safetensors")
+    save_tensors(draft / "model.safetensors", tensors | {"norm.weight": tensors["norm.weight"] + 1})
+    assert load_engine(EngineConfig(draft=draft)).shape == DraftShape.chain(4)
+    save_draft(draft, opened.head.state_dict(), opened.head.config, opened.token_map, meta)
+    assert not (draft / "search.json").exists()
