@@ -17,6 +17,10 @@ class UnknownFamilyError(TargetError):
     """The target's family is not in transformers. The code of a model's repository is never run."""
 
 
+class TokenMapError(ValueError):
+    """Ids that cannot form a token map, or a corpus, counts or a file of one that cannot be read."""
+
+
 class PlanError(ValueError):
     """A deployment cannot be planned: the configuration is not supported, does not fit, or lacks a figure."""
 

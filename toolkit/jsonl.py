@@ -69,8 +69,8 @@ def read_placed_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}[{at}]", row
 
 
-def parse_row(line: str, where: str) -> dict[str, Any]:
-    """Parse one line as a JSON object. Raises `DataError` that begins with `where`."""
+def parse_row(line: str, where: object) -> dict[str, Any]:
+    """Parse one line as a JSON object. Raises `DataError` that begins with `where` as text."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

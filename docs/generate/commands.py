@@ -87,6 +87,7 @@ def _typed(action: argparse.Action) -> str:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         return names
     form = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    form = form if isinstance(form, str) else " ".join(form)
     return f"{names} {form} ..." if action.nargs == "+" else f"{names} {form}"
 
 

@@ -126,6 +126,27 @@ def on_policy(record: Record) -> str:
     )
 
 
+def token_map(record: Record) -> str:
+    """Seconds of counting beside those of the tokenizer, and whether counts are equal."""
+    shares = ("share", "share of counting alone", "by processor time")
+    header = ("what", "tokens", "seconds", "processor seconds", *shares, "counts")
+    return table(
+        header,
+        (
+            (
+                row["variant"],
+                str(row["tokens"]),
+                decimal(row["seconds"], 1),
+                decimal(row["processor_seconds"], 1),
+                *(decimal(row.get(name)) for name in ("share", "share_of_counting", "share_of_processor")),
+                {None: NONE, True: "equal", False: "not equal"}[row.get("equal")]
+                + (f", {row['kept_shards']} of {row['shards']} shards kept" if "kept_shards" in row else ""),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
 def training_step(record: Record) -> str:
     """Seconds and memory of a step."""
     header = ("step", "precision", "ids in it", "features", "seconds", "memory beside what is held before")

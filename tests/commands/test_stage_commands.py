@@ -117,15 +117,89 @@ def test_rollouts_by_compiled_forwards(recipe: Path, traced_programs: list) -> N
     assert ids[0] == ids[1]
 
 
-def test_token_map_of_any_text(recipe: Path, tiny_target: Target, tiny_target_directory: Path) -> None:
-    """FR-Spec's use: a map from a corpus, without rollouts; special and end-of-turn ids are always in it."""
+def test_token_map_of_any_corpora(
+    recipe: Path, tiny_target: Target, tiny_target_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FR-Spec's use: a map from corpora, without rollouts; special and end-of-turn ids are always in it. Other sizes
+    need no text again."""
     Path("corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    arguments = ["--text", "corpus.txt", "--tokenizer", str(tiny_target_directory), "--coverage", "0.9", "--out", "map"]
-    assert cli.main(["build-token-map", "--recipe", str(recipe), *arguments]) == 0
+    Path("chat.jsonl").write_text(
+        json.dumps({"category": "trips", "messages": [{"role": "assistant", "content": "rivers and trains"}]}) + "\n"
+    )
+    Path("unseen.txt").write_text("seven wizards\n")
+    command = ["build-token-map", "--recipe", str(recipe)]
+    corpora = ["--corpus", "corpus.txt", "chat.jsonl:3", "--held-out", "unseen.txt", "--num-proc", "1"]
+    named = ["--tokenizer", str(tiny_target_directory)]
+    assert cli.main([*command, *corpora, *named, "--coverage", "0.9", "--out", "map"]) == 0
     report = json.loads(Path("map/coverage.json").read_text())
-    assert report["coverage"] >= 0.9 and report["corpus"]["text"] == ["corpus.txt"]
+    assert report["coverage"] >= 0.9 > report["held_out_coverage"]
+    assert [(one["spec"], one["weight"], one["held_out"]) for one in report["corpora"]] == [
+        ("corpus.txt", 1, False), ("chat.jsonl", 3, False), ("unseen.txt", 1, True),
+    ]  # fmt: skip
     kept = torch.load(f"map/freq_{report['size']}.pt", weights_only=True)
     assert kept == sorted(set(kept)) and tiny_target.stop_ids <= set(kept)
+    shown = capsys.readouterr().out
+    for words in ("held out", "<- the map", "chat.jsonl ", "  trips ", "unseen.txt (held out)", "coverage.svg"):
+        assert words in shown
+    assert "<svg" in Path("map/coverage.svg").read_text() and "chat.jsonl" in Path("map/coverage.svg").read_text()
+    Path("corpus.txt").unlink()
+    assert cli.main([*command, "--counts", "map", "--size", "20", "--out", "small"]) == 0
+    assert len(torch.load("small/freq_20.pt", weights_only=True)) == 20
+    assert cli.main([*command, "--counts", "map", "--out", "default"]) == 0
+    assert Path("default/freq_128.pt").is_file(), "the recipe's size"
+
+
+def test_two_token_maps_and_a_broken_one(
+    recipe: Path, tiny_target_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lists of others have duplicates and lack the end of a turn; what two maps differ in decides which one to take."""
+    Path("corpus.txt").write_text("the quick brown fox\n" * 50)
+    command, named = ["build-token-map", "--recipe", str(recipe)], ["--tokenizer", str(tiny_target_directory)]
+    assert (
+        cli.main([*command, "--corpus", "corpus.txt", *named, "--size", "20", "--out", "map", "--num-proc", "1"]) == 0
+    )
+    kept = torch.load("map/freq_20.pt", weights_only=True)
+    torch.save([*kept[3:], kept[5]], "broken.pt")  # the special ids are the first three
+    capsys.readouterr()
+    assert cli.main(["inspect", "broken.pt", "--target", str(tiny_target_directory)]) == 1
+    shown = capsys.readouterr().out
+    assert "1 duplicates" in shown and "3 special ids are missing" in shown and "--repair" in shown
+    assert cli.main(["inspect", "map/freq_20.pt", "--target", str(tiny_target_directory)]) == 0
+    assert cli.main([*command, "--repair", "broken.pt", *named, "--counts", "map", "--out", "repaired"]) == 0
+    assert torch.load("repaired/freq_18.pt", weights_only=True)[:3] == kept[:3]
+    assert "3 special ids are missing" in capsys.readouterr().out
+    assert cli.main([*command, "--repair", "broken.pt", *named, "--out", "alone"]) == 0
+    assert not Path("alone/coverage.json").exists() and Path("alone/d2t.npy").is_file()
+    capsys.readouterr()
+    assert cli.main([*command, "--diff", "map", "broken.pt", "--counts", "map"]) == 0
+    shown = capsys.readouterr().out
+    assert "in both 17; only in A 3; only in B 0" in shown and "'<|im_end|>'" in shown
+    tokens = json.loads(Path("map/coverage.json").read_text())["tokens"]
+    assert f"covered of {tokens:,} counted tokens: A 100.00 %, B 100.00 %" in shown
+    assert cli.main([*command, "--diff", "map", "map/token_map.safetensors"]) == 0
+    assert "the maps are equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--out", "x"], "--out needs --corpus or --counts"),
+        (["--corpus", "c.txt"], "--corpus needs --out DIR"),
+        (["--corpus", "c.txt", "--counts", "x", "--out", "y"], "--corpus does not go with --counts"),
+        (["--counts", "x", "--roles", "user", "--out", "y"], "--roles does not go with --counts"),
+        (["--diff", "a", "b", "--size", "4"], "--size does not go with --diff"),
+        (["--corpus", "c.txt", "--out", "y", "--num-proc", "0"], "--num-proc is 0; at least 1"),
+        (["--corpus", "c.txt:0.5", "--out", "y"], "the weight of corpus c.txt is 0.5"),
+        (["--corpus", "none.txt", "--out", "y"], "none.txt does not exist"),
+        (["--diff", "a", "b"], "a does not exist; give a freq_N.pt"),
+    ],
+)
+def test_token_map_arguments_that_do_not_fit(
+    recipe: Path, tiny_target_directory: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag that is ignored looks as if it had been obeyed."""
+    assert cli.main(["build-token-map", "--recipe", str(recipe), *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_bench_acceptance_writes_record_and_page(

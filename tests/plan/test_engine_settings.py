@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from dataclasses import replace
@@ -10,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.conftest import build_draft, build_target
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.errors import PlanError
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
@@ -82,14 +82,15 @@ def test_drafts_that_do_not_pay(facts, head):
     assert "batch 1: serve without drafts (the best setting: 4,1,5" in text and "export" not in text
 
 
-def test_a_packed_head_costs_what_it_cost(facts, head, tiny_target):
+def test_a_packed_head_costs_what_it_cost(facts):
     """A CPU keeps packed weights elsewhere: a layer of no parameters would draft for free."""
+    target = build_target()
+    head = build_draft(target)
+    before = sum(parameter.numel() for parameter in head.head.parameters())
     wanted = settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64])
-    packed = replace(head, head=copy.deepcopy(head.head))
-    pack(copy.deepcopy(tiny_target), packed, "int8")
-    count = sum(parameter.numel() for parameter in packed.head.parameters())
-    assert count < sum(parameter.numel() for parameter in head.head.parameters())
-    assert settings_text("sglang", H100, facts, packed, LENGTHS, 300.0, [1, 64]) == wanted
+    pack(target, head, "int8")
+    assert sum(parameter.numel() for parameter in head.head.parameters()) < before
+    assert settings_text("sglang", H100, facts, head, LENGTHS, 300.0, [1, 64]) == wanted
 
 
 def test_mtp_layers_are_read_from_the_targets_checkpoint(facts, tiny_target, tmp_path):

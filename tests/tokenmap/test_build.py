@@ -5,10 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.tokenmap.build import build_token_map, count_tokens, coverage, coverage_table, forced_ids_for, rank_ids
+from toolkit.tokenmap.build import build_token_map, coverage, coverage_table, forced_ids_for, rank_ids
 from toolkit.tokenmap.token_map import TokenMapError
 
 VOCAB = 300
+
+
+def count_tokens(answers: list[list[int]], vocab_size: int) -> torch.Tensor:
+    return torch.bincount(torch.tensor(sum(answers, [])), minlength=vocab_size)
 
 
 def eagle_rule(answers: list[list[int]], size: int) -> tuple[list[int], list[int]]:
@@ -100,22 +104,6 @@ def test_a_share_of_nothing_is_an_error():
         build_token_map(torch.zeros(9, dtype=torch.int64), coverage=0.9)
 
 
-def test_counting_is_the_same_in_any_chunks(monkeypatch):
-    """Chunks bound the memory; losing the last chunk would drop the end of the corpus."""
-    answers = answers_of(2)
-    whole = count_tokens(answers, VOCAB)
-    monkeypatch.setattr("toolkit.tokenmap.build.CHUNK", 10)
-    assert torch.equal(count_tokens(iter(answers), VOCAB), whole)
-    assert int(whole.sum()) == sum(map(len, answers))
-
-
-@pytest.mark.parametrize("ids", [[3, VOCAB], [-1]])
-def test_an_id_of_another_tokenizer_is_an_error(ids):
-    """Ids out of range mean the corpus was tokenised with another model's tokenizer: every count would be wrong."""
-    with pytest.raises(TokenMapError, match="target's own tokenizer"):
-        count_tokens([ids], VOCAB)
-
-
 def test_coverage_table_rises_to_one_and_agrees_with_the_maps():
     """Users choose a size from the table; each row must equal what building with that size gives."""
     counts = count_tokens(answers_of(3), VOCAB)
@@ -142,3 +130,11 @@ def test_held_out_coverage_goes_by_the_ranking_of_the_counted_text():
     rows = coverage_table(counted, [1, 2, 3, 6], held_out=held_out)
     assert [row["held_out_coverage"] for row in rows] == [0.2, 0.2, 0.3, 1.0]
     assert "held_out_coverage" not in coverage_table(counted, [1])[0]
+
+
+def test_each_corpus_has_its_curve_by_the_common_ranking():
+    """A map of mixed corpora serves one worse than another; its own ranking would hide that."""
+    corpora = {"a": torch.tensor([0, 9, 5, 1]), "b": torch.tensor([6, 0, 0, 0])}
+    rows = coverage_table(corpora["a"] + corpora["b"], [1, 2, 4], corpora=corpora)
+    assert [row["by_corpus"] for row in rows] == [{"a": 0.6, "b": 0.0}, {"a": 0.6, "b": 1.0}, {"a": 1.0, "b": 1.0}]
+    assert "by_corpus" not in coverage_table(corpora["a"], [1])[0]

@@ -1,111 +1,127 @@
-import gzip
-import json
+from pathlib import Path
 
 import pytest
 
 from toolkit.jsonl import DataError
-from toolkit.tokenmap.corpus import corpus_ids, read_texts, rollout_responses
+from toolkit.tokenmap import corpus as corpora
+from toolkit.tokenmap.corpus import Corpus, Piece, files_of, may_cut, parse_corpora, shards_of
 from toolkit.tokenmap.token_map import TokenMapError
 
 
-def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
-
-
-def jsonl(path, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
-def test_only_response_tokens_of_the_training_split_are_counted(tmp_path):
-    """Prompt tokens are never drafted; counting held-out answers would inflate the coverage measured on them."""
-    rows = [
-        {"input_ids": [1, 2, 3, 4, 5, 6], "response_spans": [[1, 3], [5, 6]], "split": "train"},
-        {"input_ids": [7, 8], "response_spans": [[0, 2]], "split": "held_out"},
-        {"input_ids": [9, 9], "response_spans": [[1, 2]]},
-    ]
-    path = jsonl(tmp_path / "rollouts.jsonl", rows)
-    assert list(rollout_responses(path)) == [[2, 3], [6], [9]]
-    assert list(rollout_responses(path, split=None)) == [[2, 3], [6], [7, 8], [9]]
-    assert list(rollout_responses(path, split="held_out")) == [[7, 8], [9]]
+def pieces_of(*paths: Path) -> list[Piece]:
+    return [piece for shard in shards_of(paths) for piece in shard]
 
 
 @pytest.mark.parametrize(
-    "row, words",
+    "text, spec, weight",
     [
-        ({"input_ids": [1, 2]}, "rollouts.jsonl:2: .*needs input_ids and response_spans"),
-        ({"input_ids": [1, 2], "response_spans": [[1, 3]]}, "rollouts.jsonl:2: response span \\[1, 3\\) is outside"),
+        ("a.jsonl", "a.jsonl", 1),
+        ("a.jsonl:3", "a.jsonl", 3),
+        ("hub:org/name:train", "hub:org/name:train", 1),
+        ("hub:org/name:train:20", "hub:org/name:train", 20),
     ],
 )
-def test_a_bad_rollout_names_its_line(tmp_path, row, words):
-    """Skipping the row would silently change the counts."""
-    path = jsonl(tmp_path / "rollouts.jsonl", [{"input_ids": [], "response_spans": []}, row])
-    with pytest.raises(TokenMapError, match=words):
-        list(rollout_responses(path))
+def test_a_weight_stands_after_the_last_colon(text, spec, weight):
+    """The split of a dataset stands after a colon, too."""
+    assert Corpus.parse(text) == Corpus(spec, weight)
 
 
-def test_a_torn_last_line_names_its_line(tmp_path):
-    """A file that is still being written, or was cut by a kill, must not be counted as complete."""
-    (tmp_path / "r.jsonl").write_text('{"input_ids": [1], "response_spans": []}\n{"input_ids": [1')
-    with pytest.raises(DataError, match="r.jsonl:2: not valid JSON"):
-        list(rollout_responses(tmp_path / "r.jsonl"))
+@pytest.mark.parametrize("weight", ["0", "-1", "1.5"])
+def test_other_weights_are_refused(weight):
+    """A fraction of a count is no count; a weight of 0 or a path with a number at its end must not be guessed."""
+    with pytest.raises(TokenMapError, match=f"the weight of corpus a.txt is {weight}; expected a whole number from 1"):
+        Corpus.parse(f"a.txt:{weight}")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_each_kind_of_row(tmp_path, name):
-    """OpenAI messages, ShareGPT and plain text rows are all read; only the answers of the first two are counted."""
-    rows = [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "two"}]},
-        {"text": "three", "id": 4},
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+def test_a_file_whose_name_ends_like_a_weight(tmp_path):
+    """The path exists, so it is meant."""
+    (tmp_path / "a:2").write_text("x")
+    assert Corpus.parse(str(tmp_path / "a:2")) == Corpus(str(tmp_path / "a:2"))
+
+
+def test_weights_of_a_corpus_that_is_given_twice_are_added():
+    """`--corpus a a b` asks for a's tokens twice."""
+    assert parse_corpora(["a", "b", "a:2"]) == [Corpus("a", 3), Corpus("b", 1)]
+
+
+def test_folders_and_globs(tmp_path):
+    """A folder stands for the corpora in it, not for pictures and hidden files; a glob for all that it matches."""
+    for name in ("b.jsonl", "in/a.txt.gz", "in/c.parquet", "in/d.png", ".git/e.txt", "f.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".git" / "empty").mkdir()
+    names = [str(path.relative_to(tmp_path)) for path in files_of(str(tmp_path))]
+    assert names == ["b.jsonl", "in/a.txt.gz", "in/c.parquet"]
+    assert files_of(f"{tmp_path}/*.py") == [tmp_path / "f.py"]
+    assert files_of(f"{tmp_path}/**/*.png") == [tmp_path / "in" / "d.png"]
+    with pytest.raises(DataError, match="does not exist; give a file, a folder, a glob, or hub:"):
+        files_of(f"{tmp_path}/*.rs")
+    with pytest.raises(DataError, match="has no .txt"):
+        files_of(str(tmp_path / ".git" / "empty"))
+
+
+def test_pieces_follow_each_other_and_end_at_line_ends(tmp_path, monkeypatch):
+    """A byte between two pieces would be lost, a shared one counted twice; half a line is no JSON."""
+    monkeypatch.setattr(corpora, "SHARD_BYTES", 50)
+    path = tmp_path / "a.jsonl"
+    lines = [f'{{"text": "{"x" * (n % 40)}"}}\n' for n in range(60)]
+    path.write_text("".join(lines))
+    found = pieces_of(path)
+    assert len(found) > 10
+    assert [one.start for one in found] == [0, *(one.end for one in found[:-1])]
+    assert found[-1].end == path.stat().st_size
+    content = path.read_bytes()
+    assert all(content[one.start : one.end].endswith(b"}\n") for one in found)
+
+
+def test_text_is_cut_where_no_tokenizer_joins_the_lines(tmp_path, monkeypatch):
+    """Two line ends, or a line end and blanks, are one token for many tokenizers."""
+    monkeypatch.setattr(corpora, "SHARD_BYTES", 3)
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\n   three\nfour\r\nfive\n\u3000six\nseven", encoding="utf-8", newline="")
+    content = path.read_bytes()
+    assert [content[one.start : one.end].decode() for one in pieces_of(path)] == [
+        "one\n\ntwo\n   three\n",
+        "four\r\n",
+        "five\n\u3000six\n",
+        "seven",
     ]
-    path = jsonl(tmp_path / name, rows)
-    assert list(read_texts(path)) == ["one", "two", "three"]
-    assert list(read_texts(path, roles=("user",))) == ["q", "q", "three"]
+    monkeypatch.setattr(corpora, "LINES_TO_CUT", 1)
+    assert pieces_of(path)[0] == Piece(str(path), 0, 4), "after so many lines any line end will do"
 
 
-def test_a_json_list_of_rows(tmp_path):
-    """ShareGPT dumps are one JSON list."""
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
-    assert list(read_texts(tmp_path / "a.json")) == ["one", "two"]
-    (tmp_path / "b.json").write_text('{"text": "one"}')
-    with pytest.raises(DataError, match="a list of rows"):
-        list(read_texts(tmp_path / "b.json"))
+def test_may_cut():
+    """Only the line's own end is white space."""
+    assert may_cut("a\n", "b") and may_cut("a\r\n", "b")
+    assert (
+        not may_cut("\n", "b") and not may_cut("a \n", "b") and not may_cut("a\n", "\tb") and not may_cut("a\n", "\n")
+    )
 
 
-@pytest.mark.parametrize("row", [{"score": 1}, {"messages": ["hi"]}, {"messages": [{"role": "user", "content": 5}]}])
-def test_a_row_without_text_names_its_line(tmp_path, row):
-    """A corpus with other field names must not silently count to zero."""
-    with pytest.raises(TokenMapError, match="a.jsonl:1"):
-        list(read_texts(jsonl(tmp_path / "a.jsonl", [row])))
+def test_small_files_share_a_shard_and_gzip_stays_whole(tmp_path, monkeypatch):
+    """A process that gets one small file at a time would mostly wait."""
+    monkeypatch.setattr(corpora, "SHARD_BYTES", 100)
+    paths = [tmp_path / f"{n}.txt" for n in range(5)] + [tmp_path / "big.txt.gz", tmp_path / "empty.txt"]
+    for path in paths:
+        path.write_bytes(b"x" * 30)
+    paths[5].write_bytes(b"\n" * 1000)
+    paths[6].write_bytes(b"")
+    shards = shards_of(paths)
+    assert [[Path(piece.source).name for piece in shard] for shard in shards] == [
+        ["0.txt", "1.txt", "2.txt", "3.txt"],
+        ["4.txt", "big.txt.gz"],
+    ]
+    assert shards[1][1] == Piece(str(paths[5]), 0, 1000)
 
 
-def test_large_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, monkeypatch):
-    """Cutting inside a word or dropping line ends would count tokens that are not in the text."""
-    monkeypatch.setattr("toolkit.tokenmap.corpus.TEXT_CHARACTERS", 12)
-    text = "first line\nsecond\n\nthird line here\nno end"
-    (tmp_path / "a.txt").write_text(text)
-    pieces = list(read_texts(tmp_path / "a.txt"))
-    assert len(pieces) > 1 and "".join(pieces) == text and all(piece.endswith("\n") for piece in pieces[:-1])
+def test_row_groups_of_parquet(tmp_path, monkeypatch):
+    """A row group is the smallest part of the format that can be read alone."""
+    import pyarrow as pa
+    from pyarrow import parquet
 
-
-def test_a_corpus_without_text_is_an_error(tmp_path):
-    """From empty counts the map would keep the lowest ids, which are bytes and control tokens."""
-    path = jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "only a question"}]}])
-    with pytest.raises(TokenMapError, match="no text found in .*roles: assistant"):
-        list(corpus_ids([path], encode))
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [("a.jsonl.gz", b"not gzip"), ("a.txt.gz", gzip.compress(b"x" * 99, mtime=0)[:-9]), ("a.txt", b"\xff\xfe\x00")],
-)
-def test_damaged_files_are_named(tmp_path, name, content):
-    """A truncated download must not be counted as a corpus."""
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{name}:1: .*expected UTF-8 text"):
-        list(corpus_ids([tmp_path / name], encode))
-    with pytest.raises(DataError, match="does not exist"):
-        list(corpus_ids([tmp_path / "absent.txt"], encode))
+    monkeypatch.setattr(corpora, "SHARD_BYTES", 1)
+    parquet.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
+    assert pieces_of(tmp_path / "a.parquet") == [Piece(str(tmp_path / "a.parquet"), n, n + 1) for n in range(2)]
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 cut")
+    with pytest.raises(DataError, match="b.parquet is no readable .parquet file"):
+        shards_of([tmp_path / "b.parquet"])

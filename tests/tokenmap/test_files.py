@@ -1,18 +1,23 @@
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from toolkit.tokenmap.build import build_token_map
+from toolkit.tokenmap.corpus import Corpus
+from toolkit.tokenmap.count import Tally
+from toolkit.tokenmap.counts import CorpusCounts, Counts, load_counts
 from toolkit.tokenmap.files import (
     load_freq_list,
     load_token_map,
     save_freq_list,
     save_token_map,
+    write_map_files,
     write_stage,
 )
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-from toolkit.weights import load_tensors, save_tensors
+from toolkit.weights import save_tensors
 
 TOKEN_MAP = TokenMap.from_ids([1, 4, 5, 8], vocab_size=10)
 
@@ -87,23 +92,62 @@ def test_an_absent_token_map_is_a_clear_error(tmp_path):
         load_token_map(tmp_path / "no.safetensors")
 
 
-def test_stage_folder_holds_all_four_files(tmp_path):
-    """Training, SGLang, the report's curve and a later change of size each read one of them."""
-    counts = torch.arange(600)
-    token_map = build_token_map(counts, size=300, forced_ids=(0,))
-    report = write_stage(tmp_path / "map", token_map, counts, forced_ids=(0,), corpus={"kind": "rollouts"})
+def counts_of(*counted: torch.Tensor, forced_ids: tuple[int, ...] = (), held_out: bool = False) -> Counts:
+    """Counts of one corpus for each tensor; the last one is held out if asked for."""
+    corpora = []
+    for at, one in enumerate(counted):
+        tally = Tally(one.numel(), {(False, "math"): one.numpy()}, documents=7)
+        corpora.append(CorpusCounts(Corpus(f"c{at}", at + 1), tally, held_out and at == len(counted) - 1))
+    about = {"vocab_size": counted[0].numel(), "forced_ids": list(forced_ids), "tokenizer": "t", "roles": ["user"]}
+    return Counts(tuple(corpora), about)
+
+
+def test_stage_folder_holds_all_files(tmp_path):
+    """Training, SGLang, EAGLE, speculators, the report's curve and a later change of size each read one of them."""
+    counts = counts_of(torch.arange(600), forced_ids=(0,))
+    token_map = build_token_map(counts.total(), size=300, forced_ids=(0,))
+    report = write_stage(tmp_path / "map", token_map, counts)
     assert load_freq_list(tmp_path / "map/freq_300.pt", 600) == token_map
     assert load_token_map(tmp_path / "map/token_map.safetensors") == token_map
-    assert torch.equal(load_tensors(tmp_path / "map/counts.safetensors")["counts"], counts)
+    assert torch.equal(load_counts(tmp_path / "map").total(), counts.total())
     assert json.loads((tmp_path / "map/coverage.json").read_text()) == report
     assert [row["size"] for row in report["rows"]] == [256, 300, 512, 600]
     own = next(row for row in report["rows"] if row["size"] == 300)
-    assert report["coverage"] == own["coverage"] and report["tokens"] == int(counts.sum())
-    assert report["forced_ids"] == [0] and report["corpus"] == {"kind": "rollouts"}
+    assert report["coverage"] == own["coverage"] and report["tokens"] == int(counts.total().sum())
+    assert report["forced_ids"] == [0] and report["corpus"] == {"tokenizer": "t", "corpora": ["c0"]}
+    assert "held_out_coverage" not in report and "by_corpus" not in own
+
+
+def test_d2t_and_t2d_as_others_read_them(tmp_path):
+    """EAGLE's trainer loads cache.pt with torch.load and takes two tensors; speculators' loads two arrays of numpy."""
+    write_map_files(tmp_path, TOKEN_MAP)
+    eagle = torch.load(tmp_path / "cache.pt", weights_only=True)
+    assert eagle.keys() == {"d2t", "t2d"}
+    for name, dtype in (("d2t", np.int64), ("t2d", np.bool_)):
+        assert torch.equal(eagle[name], getattr(TOKEN_MAP, name))
+        array = np.load(tmp_path / f"{name}.npy")
+        assert array.dtype == dtype and array.tolist() == getattr(TOKEN_MAP, name).tolist()
+
+
+def test_coverage_by_corpus_by_task_and_held_out(tmp_path):
+    """Weights change the whole, and no corpus' own share; held-out text is in neither."""
+    first, second, unseen = torch.zeros(600), torch.zeros(600), torch.zeros(600)
+    first[[1, 2]], second[[3, 4]], unseen[[1, 3, 9]] = torch.tensor([8.0, 2]), torch.tensor([3.0, 1]), torch.ones(3)
+    counts = counts_of(first.long(), second.long(), unseen.long(), held_out=True)
+    report = write_stage(tmp_path, build_token_map(counts.total(), size=2), counts)
+    assert report["tokens"] == 10 + 2 * 4 and report["coverage"] == (8 + 2 * 3) / 18
+    assert (report["held_out_tokens"], report["held_out_coverage"]) == (9, 2 / 3)
+    assert [(one["spec"], one["weight"], one["held_out"], one["tokens"]) for one in report["corpora"]] == [
+        ("c0", 1, False, 10), ("c1", 2, False, 4), ("c2", 3, True, 3),
+    ]  # fmt: skip
+    assert [one["coverage"] for one in report["corpora"]] == [0.8, 0.75, 2 / 3]
+    assert report["corpora"][1]["tasks"] == [{"task": "math", "tokens": 4, "coverage": 0.75}]
+    assert report["rows"][0]["by_corpus"] == {"c0": 0.8, "c1": 0.75}
+    assert report["rows"][0]["held_out_coverage"] == 2 / 3
 
 
 def test_stage_works_when_nothing_was_counted_and_for_tiny_vocabularies(tmp_path):
     """A dry run without tokens must write a table of zeros instead of dividing by zero."""
-    counts = torch.zeros(40, dtype=torch.int64)
-    report = write_stage(tmp_path, build_token_map(counts, size=8), counts)
+    counts = counts_of(torch.zeros(40, dtype=torch.int64))
+    report = write_stage(tmp_path, build_token_map(counts.total(), size=8), counts)
     assert report["coverage"] == 0.0 and [row["size"] for row in report["rows"]] == [8, 40]

@@ -217,7 +217,7 @@ def forecast_check(head: CheckedHead) -> Finding:
         params = SamplingParams(max_tokens=head.max_tokens)
         replayed = recorded(engine, [head.prompts[prompt] for prompt, _ in own], params)
         engine.close()
-        forecast = [ForecastAnswer("", len(one.output_ids), needed).accepted(shape) for one, needed in replayed]
+        forecast = [ForecastAnswer("", tuple(one.output_ids), needed).accepted(shape) for one, needed in replayed]
         served = [[one.accepted for one in request.events if not one.truncated] for _, request in own]
         lengths = [sum(map(sum, each)) / max(1, sum(map(len, each))) + 1 for each in (forecast, served)]
         numbers[f"{shape.name}_forecast"], numbers[f"{shape.name}_engine"] = lengths

@@ -45,21 +45,26 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # num_draft_tokens of the trees
 class ForecastAnswer:
     """What trees of one top_k would have accepted in one answer.
 
-    prompt: its question_id; turns of one conversation share it. tokens: length of the answer. needed [P, S, S]: see
+    prompt: its question_id; turns of one conversation share it. output_ids: the answer. needed [P, S, S]: see
     `nodes_needed`.
     """
 
     prompt: str
-    tokens: int
+    output_ids: tuple[int, ...]
     needed: Array
 
-    def accepted(self, shape: DraftShape) -> list[int]:
+    def accepted(self, shape: DraftShape, kept: Sequence[bool] | None = None) -> list[int]:
         """Returns the accepted drafts of each complete verify step with this shape.
 
-        A step that the end of the answer cuts short is left out."""
+        A step that the end of the answer cuts short is left out. kept: by id, whether a token map keeps it; drafts of
+        other ids are misses (None: the map of the forecast)."""
         depths = (self.needed[:, : shape.num_steps, shape.num_steps - 1] <= shape.num_draft_tokens).sum(axis=1).tolist()
+        if kept is not None:
+            for root, depth in enumerate(depths):
+                following = self.output_ids[root + 1 : root + 1 + depth]
+                depths[root] = next((at for at, token in enumerate(following) if not kept[token]), depth)
         steps: list[int] = []
-        root, last = 0, self.tokens - 1
+        root, last = 0, len(self.output_ids) - 1
         while root < len(depths) and root + depths[root] + 1 <= last:
             steps.append(depths[root])
             root += depths[root] + 1
@@ -196,7 +201,7 @@ def _pass(
             answers = recorded(engine, prompts, [one.question.params for one in group])
             for one, (request, needed) in zip(group, answers, strict=True):
                 tokens = tuple(request.output_ids)
-                yield ForecastAnswer(one.question.prompt.question_id, len(tokens), needed), tokens
+                yield ForecastAnswer(one.question.prompt.question_id, tokens, needed), tokens
 
 
 def recorded(

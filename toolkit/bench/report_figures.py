@@ -22,12 +22,19 @@ from toolkit.bench.table import shape_name
 INK, QUIET, PLAIN_COLOUR = "#1f2933", "#64748b", "#a3adba"
 COLOURS = ("#0f766e", "#c2570c", "#4f46a5", "#9d174d", "#4d7c0f", "#0369a1")
 SMOOTHING = 0.9
+STYLE = Path(__file__).with_name("report.mplstyle")
 
 
 def draw_all(data: RunData) -> dict[str, str]:
     """Return SVG text by name (training, depth, coverage, speed); figures without data are omitted."""
-    with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
+    with rc_context(fname=STYLE):
         return _drawn(data)
+
+
+def coverage_figure(token_map: dict[str, Any]) -> str:
+    """Return SVG text of what a token map covers by its size, from the content of coverage.json."""
+    with rc_context(fname=STYLE):
+        return _coverage(token_map)
 
 
 def _drawn(data: RunData) -> dict[str, str]:
@@ -122,7 +129,7 @@ def _depth(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _coverage(token_map: dict[str, Any]) -> str:
-    """Draw the share of response tokens in the map over its size, and mark the chosen size."""
+    """Draw the share of tokens in the map over its size, thin lines by corpus, and mark the chosen size."""
     figure = Figure()
     axis = figure.subplots()
     rows = token_map["rows"]
@@ -131,6 +138,10 @@ def _coverage(token_map: dict[str, Any]) -> str:
     unseen = [100 * row["held_out_coverage"] for row in rows if is_number(row.get("held_out_coverage"))]
     if len(unseen) == len(rows):
         axis.plot(sizes, unseen, color=COLOURS[0], linewidth=1.5, linestyle="--", label="held-out text")
+    for colour, name in zip(cycle((*COLOURS[2:], QUIET)), rows[0].get("by_corpus", ())):
+        label = name if len(name) <= 30 else f"...{name[-27:]}"
+        axis.plot(sizes, [100 * row["by_corpus"][name] for row in rows], color=colour, linewidth=1, label=label)
+    if len(axis.get_lines()) > 1:
         axis.legend(loc="lower right")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(octaves(sizes, 7)))
@@ -153,8 +164,8 @@ def _coverage(token_map: dict[str, Any]) -> str:
         ha="left" if right else "right",
         fontweight="bold",
     )
-    axis.set(xlabel="ids in the draft vocabulary", ylabel="response tokens covered, %")
-    return _svg(figure, "Share of response tokens covered by the draft vocabulary, by its size")
+    axis.set(xlabel="ids in the draft vocabulary", ylabel="tokens covered, %")
+    return _svg(figure, "Share of tokens covered by the draft vocabulary, by its size")
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> str:

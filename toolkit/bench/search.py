@@ -125,7 +125,7 @@ def confirm(
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
         measured = measured_figures(own)
-        found.append(replace(settings[mode.name], measured=measured, accept_length=_accept_length(own)))
+        found.append(replace(settings[mode.name], measured=measured, accept_length=accept_length_of(own)))
     return found
 
 
@@ -147,7 +147,7 @@ def measured_figures(rounds: Sequence[Round]) -> Figures:
     return Figures(tokens / seconds, waited / tokens, step_s / 2 + prefill_s)
 
 
-def _accept_length(rounds: Sequence[Round]) -> float:
+def accept_length_of(rounds: Sequence[Round]) -> float:
     """Tokens committed per step that drafted and was not cut; 1 without such steps."""
     events = [event for one in rounds for answer in one.answers for event in answer.events]
     drafted = [event.committed for event in events if event.offered and not event.truncated]

@@ -37,15 +37,19 @@ class BenchError(ValueError):
 class Mode:
     """Plain decoding (no shape), or speculative decoding with a shape or at most that shape, and its engine.
 
-    adaptive: the engine chooses in every step. It learns from step to step, so it runs no other mode.
+    adaptive: the engine chooses in every step. It learns from step to step, so it runs no other mode. label: the name;
+    None: that of the shape.
     """
 
     engine: Engine
     shape: DraftShape | None
     adaptive: bool = False
+    label: str | None = None
 
     @property
     def name(self) -> str:
+        if self.label is not None:
+            return self.label
         if self.adaptive:
             return ADAPTIVE
         return PLAIN if self.shape is None else self.shape.name

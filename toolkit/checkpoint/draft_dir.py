@@ -50,7 +50,7 @@ class DraftCheckpoint:
     A head that shares the target's output matrix has the whole vocabulary, unless it was trained on the ids of a map,
     or a map was given when it was loaded.
     Of a foreign checkpoint: how its settings were read (`resolutions`), and the embedding that came with it, which must
-    be the target's.
+    be the target's. dynamic_rows: the most ids outside of the map that the engine lets the head draft.
     """
 
     head: DraftHead
@@ -59,6 +59,7 @@ class DraftCheckpoint:
     path: Path | None = None
     resolutions: list[Resolution] = field(default_factory=list)
     own_embedding: torch.Tensor | None = None
+    dynamic_rows: int = 0
 
     @property
     def kind(self) -> str:

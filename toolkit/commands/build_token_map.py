@@ -1,33 +1,55 @@
-"""`toolkit build-token-map`: which target ids a draft vocabulary keeps, counted over rollouts or any text."""
+"""`toolkit build-token-map`: which target ids a draft vocabulary keeps, counted over rollouts or any corpora."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from toolkit.commands.recipe_arguments import ArgumentsError, add_recipe_arguments, run_of, run_one_stage
+from toolkit.pipeline.launch import set_threads
+from toolkit.threads import physical_cores
 from toolkit.weights import read_json
 
-HELP = "count tokens of rollouts, or of any text with any tokenizer, and keep the most common for the draft"
+HELP = "count tokens of rollouts, or of any corpora with any tokenizer, and keep the most common for the draft"
+EPILOG = (
+    "Give --corpus after the overrides, or separate them with --. A SPEC is a text file, .json, .jsonl (each gzipped "
+    "or not) or .parquet; a folder or a glob of them; or a dataset: hub:org/name[/config][:split]. Rollouts are "
+    "recognised by their keys: their response tokens are counted, those of the split held_out as held-out text."
+)
+DEFAULT_ROLES = ("assistant",)
+AUTO = "auto"
+# What is done, by the flag that says so, and the flags that go with it.
+ALLOWED = {
+    "diff": ("counts", "tokenizer"),
+    "repair": ("counts", "tokenizer", "vocab_size", "out"),
+    "counts": ("size", "coverage", "out", "draft", "tokenizer"),
+    "corpus": ("held_out", "roles", "tokenizer", "vocab_size", "num_proc", "size", "coverage", "out", "draft"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="count again, even when the map is up to date")
-    group = parser.add_argument_group("any corpus instead of the recipe's rollouts")
-    group.add_argument("--rollouts", type=Path, metavar="FILE", help="rollouts.jsonl; its response tokens are counted")
+    group = parser.add_argument_group("any corpora instead of the recipe's rollouts")
     group.add_argument(
-        "--text",
+        "--corpus",
         nargs="+",
         action="extend",
-        metavar="FILE",
-        help="files whose tokens are counted: text, .json or .jsonl, .gz or not",
+        metavar="SPEC[:WEIGHT]",
+        help="what is counted; each token counts WEIGHT times, a whole number, 1 if it is left out",
+    )
+    group.add_argument(
+        "--held-out",
+        nargs="+",
+        action="extend",
+        metavar="SPEC[:WEIGHT]",
+        help="what is counted only to say how much of it the map covers",
     )
     group.add_argument(
         "--roles",
         nargs="+",
-        default=["assistant"],
-        help="whose turns are counted in files of conversations (default: assistant)",
+        help="whose turns are counted in conversations (default: assistant)",
     )
     group.add_argument(
         "--tokenizer",
@@ -40,62 +62,183 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="V",
         help="size of the target's vocabulary: rows of its output matrix (default: the tokenizer's size)",
     )
+    group.add_argument(
+        "--num-proc", type=int, metavar="N", help="processes that count, one core each (default: all cores)"
+    )
+    group.add_argument(
+        "--counts", type=Path, metavar="DIR", help="take the counts of this folder; no corpus is read again"
+    )
+    _size_arguments(group)
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="output folder; a killed count goes on from what is in it"
+    )
+    other = parser.add_argument_group("existing maps: freq_N.pt, token_map.safetensors, or a folder with one")
+    other.add_argument(
+        "--diff",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="say in which ids two maps differ; with --counts also what each covers",
+    )
+    other.add_argument(
+        "--repair",
+        type=Path,
+        metavar="MAP",
+        help="write to --out a map without its duplicates and wrong ids, with the special ids of --tokenizer; with "
+        "--counts it keeps its size",
+    )
+    parser.epilog = EPILOG
+
+
+def _size_arguments(group: Any) -> None:
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--size", type=int, metavar="N", help="keep the N most common ids")
+    size.add_argument(
+        "--size",
+        type=_size,
+        metavar="N",
+        help="keep the N most common ids; auto: as many as make decoding with the head --draft the fastest here",
+    )
     size.add_argument(
         "--coverage",
         type=float,
         metavar="SHARE",
         help="keep the fewest ids that cover this share of the counted tokens, e.g. 0.95",
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="output folder (needed with --rollouts or --text)")
-    parser.epilog = "Give --text or --rollouts after the overrides, or separate them with --."
+    group.add_argument(
+        "--draft",
+        metavar="HEAD",
+        help="for --size auto: a draft directory, or native, of a head that scores tokens by rows of the target's "
+        "output matrix (mtp, eagle2; eagle3 with train.head.lm_head frozen or target)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the map and prints how much each vocabulary size covers."""
-    job = run_of(args)
-    if args.rollouts is None and not args.text:
-        stray = [
-            name for name in ("tokenizer", "vocab_size", "size", "coverage", "out") if getattr(args, name) is not None
-        ]
-        if stray:
-            raise ArgumentsError(
-                f"--{stray[0].replace('_', '-')} needs --rollouts or --text; the recipe's own map is set by "
-                "overrides: token_map.size=N, or token_map.size=null token_map.coverage=0.95"
-            )
-        run_one_stage(job, "token_map", args.force)
-        _print_table(job.folder / "token_map")
+    """Builds, compares or repairs a map, and prints how much each vocabulary size covers."""
+    _check(args)
+    if args.diff:
+        from toolkit.pipeline.map_tools import describe_difference  # loads torch
+
+        first, second = args.diff
+        print(describe_difference(first, second, args.tokenizer, args.counts))
         return 0
-    if args.out is None or (args.rollouts is not None and args.text):
-        raise ArgumentsError("a map of another corpus needs either --rollouts or --text, and --out DIR")
+    job = run_of(args)
+    tokenizer = args.tokenizer or job.recipe.target.model
+    if args.repair:
+        from toolkit.pipeline.map_tools import repair_map  # loads torch
+
+        found, token_map = repair_map(args.repair, tokenizer, args.vocab_size, args.out, args.counts)
+        print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))
+        print(f"\n{args.out}/freq_{token_map.size}.pt has {token_map.size:,} ids")
+        return 0
     size, coverage = args.size, args.coverage
     if size is None and coverage is None:
         size, coverage = job.recipe.token_map.size, job.recipe.token_map.coverage
-    from toolkit.pipeline.token_map import map_corpus  # loads torch
+    auto, size = size == AUTO, None if size == AUTO else size
+    if args.counts:
+        from toolkit.pipeline.token_map import write_map
+        from toolkit.tokenmap.counts import load_counts
 
-    tokenizer, text = args.tokenizer or job.recipe.target.model, args.text or ()
-    map_corpus(
-        tokenizer,
-        args.out,
-        size,
-        coverage,
-        rollouts=args.rollouts,
-        text=text,
-        roles=args.roles,
-        vocab_size=args.vocab_size,
-    )
-    _print_table(args.out)
+        write_map(load_counts(args.counts), args.out, size, coverage)
+    elif args.corpus:
+        from toolkit.pipeline.token_map import map_corpora  # loads torch
+
+        map_corpora(
+            args.corpus,
+            args.held_out or (),
+            tokenizer,
+            args.out,
+            size,
+            coverage,
+            roles=args.roles or DEFAULT_ROLES,
+            vocab_size=args.vocab_size,
+            num_proc=args.num_proc or physical_cores(),
+        )
+    else:
+        run_one_stage(job, "token_map", args.force)
+    if auto:
+        _choose_size(args)
+    _print_report(args.out or job.folder / "token_map")
     return 0
 
 
-def _print_table(directory: Path) -> None:
+def _size(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def _choose_size(args: argparse.Namespace) -> None:
+    """Writes the map again, with the size that is the fastest."""
+    set_threads()  # before torch computes
+    from toolkit.pipeline.map_size import choose_size  # loads torch
+
+    for line in choose_size(args.out, args.draft, args.tokenizer if args.draft == "native" else None):
+        print(line)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ArgumentsError` for arguments that contradict each other or lack another one."""
+    flags = {*ALLOWED, *(name for names in ALLOWED.values() for name in names)}
+    given = [name for name in sorted(flags) if getattr(args, name) is not None]
+    mode = next((name for name in ALLOWED if name in given), None)
+    for name in given:
+        if mode is None:
+            raise ArgumentsError(
+                f"{_flag(name)} needs --corpus or --counts; the recipe's own map is set by overrides: "
+                "token_map.size=N, or token_map.size=null token_map.coverage=0.95"
+            )
+        if name != mode and name not in ALLOWED[mode]:
+            raise ArgumentsError(f"{_flag(name)} does not go with {_flag(mode)}; leave it out")
+    if mode not in (None, "diff") and args.out is None:
+        raise ArgumentsError(f"{_flag(str(mode))} needs --out DIR, the folder that is written")
+    if (args.size == AUTO) != (args.draft is not None):
+        raise ArgumentsError("--size auto and --draft HEAD are given together: the head is what the size is chosen for")
+    if args.draft == "native" and args.tokenizer is None:
+        raise ArgumentsError("--draft native is the module of a target; name the target with --tokenizer")
+    if args.num_proc is not None and args.num_proc < 1:
+        raise ArgumentsError(f"--num-proc is {args.num_proc}; at least 1 is needed")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _print_report(directory: Path) -> None:
     report = read_json(directory / "coverage.json")
-    print(f"{report['tokens']} tokens, {report['distinct']} distinct of {report['vocab_size']} ids\n")
     unseen = "held_out_coverage" in report
-    print(f"  {'size':>7}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if unseen else ""))
+    print(f"{report['tokens']:,} tokens, {report['distinct']:,} distinct of {report['vocab_size']:,} ids\n")
+    print(f"  {'size':>9}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if unseen else ""))
     for row in report["rows"]:
         mark = "  <- the map" if row["size"] == report["size"] else ""
         more = f"  {100 * row['held_out_coverage']:>7.2f}%" if unseen else ""
-        print(f"  {row['size']:>7}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9}{more}{mark}")
-    print(f"\n{directory}/freq_{report['size']}.pt  {directory / 'token_map.safetensors'}")
+        print(f"  {row['size']:>9,}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9,}{more}{mark}")
+    print()
+    for line in _table(list(_corpus_rows(report))):
+        print(f"  {line}")
+    if not unseen:
+        print("\nno held-out text was given (--held-out), so the coverage of unseen text is lower than these")
+    files = [f"freq_{report['size']}.pt", "token_map.safetensors", "coverage.svg", "counts.safetensors"]
+    print(f"\n{directory}/: {', '.join(files)}, ...")
+
+
+def _corpus_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("corpus", "weight", "documents", "tokens", "in the map")]
+    for one in report["corpora"]:
+        name = one["spec"] + (" (held out)" if one["held_out"] else "")
+        rows.append((name, str(one["weight"]), f"{one['documents']:,}", *_tokens(one)))
+        rows += [(f"  {task['task']}", "", "", *_tokens(task)) for task in one["tasks"]]
+        if "held_out_tokens" in one:
+            rows.append(("  its held-out rows", "", "", *_tokens(one, "held_out_")))
+    return rows
+
+
+def _tokens(entry: dict[str, Any], prefix: str = "") -> tuple[str, str]:
+    return f"{entry[prefix + 'tokens']:,}", f"{100 * entry[prefix + 'coverage']:.2f}%"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]

@@ -10,7 +10,16 @@ from toolkit.commands.prompt_arguments import add_prompt_arguments, prompt_setti
 from toolkit.pipeline.launch import set_threads
 
 HELP = "forecast accept_length of every draft shape of a head, without serving"
-ENGINE = ("draft", "token_map", "target", "dtype", "quantization", "draft_quantization", "torch_compile")
+ENGINE = (
+    "draft",
+    "token_map",
+    "dynamic_rows",
+    "target",
+    "dtype",
+    "quantization",
+    "draft_quantization",
+    "torch_compile",
+)
 BATCH = 8
 
 

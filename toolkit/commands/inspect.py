@@ -1,4 +1,4 @@
-"""`toolkit inspect`: what a checkpoint is, what it needs, what looks wrong."""
+"""`toolkit inspect`: what a checkpoint or a token map is, what it needs, what looks wrong."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import argparse
 
 from toolkit.commands.model_arguments import errors_with_flags
 
-HELP = "say what a draft head or a target is, what it needs, and what looks wrong"
+HELP = "say what a draft head, a target or a token map is, what it needs, and what looks wrong"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a draft head's directory or hub id (org/name@revision), ours or another project's; or a target's name",
+        help="a draft head's directory or hub id (org/name@revision), ours or another project's; a target's name; or "
+        "the file of a token map",
     )
-    parser.add_argument("--target", metavar="MODEL", help="the target a head is checked against (org/name@revision)")
+    parser.add_argument(
+        "--target", metavar="MODEL", help="the target a head or a map is checked against (org/name@revision)"
+    )
     parser.epilog = "The exit status is 1 when it cannot be used as it is."
 
 

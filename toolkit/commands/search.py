@@ -12,7 +12,16 @@ from toolkit.pipeline.launch import set_threads
 from toolkit.plan.gpus import gpu_named
 
 HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
-ENGINE = ("draft", "token_map", "target", "dtype", "quantization", "draft_quantization", "torch_compile")
+ENGINE = (
+    "draft",
+    "token_map",
+    "dynamic_rows",
+    "target",
+    "dtype",
+    "quantization",
+    "draft_quantization",
+    "torch_compile",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

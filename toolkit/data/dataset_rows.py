@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.jsonl import GZIP_ERRORS, DataError
+from toolkit.weights import sha256_json
 
 HUB = "hub:"
 # A streamed dataset is shuffled within a window of this many rows.
 SHUFFLE_WINDOW = 10_000
+# A dataset on disk is counted in shards of about this many bytes.
+SHARD_BYTES = 8 << 20
+# What `save_to_disk` writes into its folder.
+SAVED = ("state.json", "dataset_dict.json")
 
 Row = tuple[str, Mapping[str, Any]]
 """(place for error messages, content)"""
 
 
 def dataset_name(source: str) -> str:
-    """Return the name in `hub:org/name[:split]`, or the directory."""
-    return source.removeprefix(HUB).partition(":")[0]
+    """Return the name in `hub:org/name[/config][:split]`, or the directory."""
+    return _name_and_config(source)[0]
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is read through `datasets` only: of the hub, or a folder that `save_to_disk` wrote."""
+    return source.startswith(HUB) or _is_saved(Path(source))
 
 
 def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
@@ -28,13 +39,12 @@ def load_rows(source: str, streamed: bool, seed: int | None) -> Any:
     """
     import datasets  # takes seconds to import, and only this source needs it
 
-    name, split = dataset_name(source), source.removeprefix(HUB).partition(":")[2] or "train"
-    folder = Path(name)
+    (name, config), split = _name_and_config(source), source.removeprefix(HUB).partition(":")[2] or "train"
     try:
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        rows = datasets.load_dataset(name, split=split, streaming=streamed)
+        rows = datasets.load_dataset(name, config, split=split, streaming=streamed)
         return rows.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW) if streamed and seed is not None else rows
     except _loading_errors() as error:
         raise DataError(
@@ -64,6 +74,58 @@ def streamed_rows(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Ro
             f"{source}: reading failed after {at} rows ({type(error).__name__}: {error}); check the network and try "
             "again, or download the dataset and give its directory"
         ) from error
+
+
+def dataset_shards(source: str) -> tuple[int, str]:
+    """Return how many shards a dataset can be read in, and a mark that changes when its files do.
+
+    Raises `DataError` as `load_rows`.
+    """
+    import datasets
+
+    name, config = _name_and_config(source)
+    rows = _opened(source)
+    try:
+        if _is_saved(Path(name)):
+            mark: Any = rows._fingerprint  # of the content, kept by `save_to_disk`
+        else:
+            files = datasets.load_dataset_builder(name, config).config.data_files or {}
+            # Names on the hub contain the commit; those on disk have a time of change as their origin.
+            mark = {str(split): [list(map(str, one)), one.origin_metadata] for split, one in files.items()}
+    except _loading_errors() as error:
+        raise DataError(f"{source}: its files cannot be listed ({type(error).__name__}: {error})") from error
+    return _shard_count(rows), sha256_json(mark)
+
+
+def shard_rows(source: str, index: int) -> Iterator[Row]:
+    """Yield the rows of one shard of a dataset. Raises `DataError` as `load_rows` and `streamed_rows`."""
+    rows = _opened(source)
+    yield from streamed_rows(f"{source} shard {index}", rows.shard(_shard_count(rows), index, contiguous=True))
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(source: str) -> Any:
+    return load_rows(source, True, None)
+
+
+def _shard_count(rows: Any) -> int:
+    if not hasattr(rows, "__len__"):
+        return int(rows.num_shards)
+    return max(1, min(len(rows), rows.data.nbytes // SHARD_BYTES))
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in SAVED)
+
+
+def _name_and_config(source: str) -> tuple[str, str | None]:
+    """Return org/name and the configuration of `org/name/config`; a path has none."""
+    name = source.removeprefix(HUB).partition(":")[0]
+    owner, _, rest = name.partition("/")
+    if source.startswith(HUB) and owner and rest.count("/") == 1 and not Path(name).exists():
+        repository, _, config = rest.partition("/")
+        return f"{owner}/{repository}", config
+    return name, None
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:

@@ -100,12 +100,18 @@ class DraftHead(nn.Module, ABC):
         """The input of the output matrix (the head's or the target's) from a stage's output: [..., H] -> [..., H]."""
         return hidden
 
+    def normed(self, states: Tensor) -> Tensor:
+        """Outputs of `read` [..., H] -> the input of the output matrix."""
+        return states
+
     def logits(self, states: Tensor, project: Project = F.linear) -> Any:
         """Outputs of `read` [T, H] -> logits [T, D], or the result of `project` with the output matrix.
 
         Only of heads with an output matrix (`config.own_vocabulary`); the target's matrix scores the states of others.
         """
-        raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
+        if not self.config.own_vocabulary:
+            raise TypeError(f"{type(self).__name__} has no output matrix; score its states with the target's")
+        return self.lm_head(self.normed(states), project)
 
     def kv_sizes(self) -> KVSizes:
         """Sizes of the keys and values of its attention layers, which are all alike."""

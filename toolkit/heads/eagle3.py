@@ -17,11 +17,10 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.heads.decoder_layer import Attend, AttendingLayer, Attention, DecoderLayer, GatedMLP
-from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, Project, WarmStart
+from toolkit.heads.draft_head import DraftHead, LayerCopy, OutputMatrix, WarmStart
 from toolkit.heads.head_config import EngineNames, Features, HeadConfig, HeadError
 from toolkit.heads.rope import Rope
 
@@ -222,9 +221,8 @@ class Eagle3Head(DraftHead):
             hidden = layer(hidden, cos, sin, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def logits(self, states: Tensor, project: Project = F.linear) -> Any:
-        """[T, H] -> logits [T, D] over the draft vocabulary, or the result of `project` on the normed states."""
-        return self.lm_head(states if self.config.norm_output else self.norm(states), project)
+    def normed(self, states: Tensor) -> Tensor:
+        return states if self.config.norm_output else self.norm(states)
 
     def warm_start(self) -> WarmStart:
         """Copy the target's last n layers into a head of n layers, which predicts one position ahead."""

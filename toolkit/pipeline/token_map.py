@@ -1,17 +1,23 @@
-"""The token_map stage: which target ids a draft vocabulary keeps, counted over rollouts or any text."""
+"""The token_map stage, and maps of any corpora: which target ids a draft vocabulary keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.bench.report_figures import coverage_figure
+from toolkit.pipeline.corpus_counts import count_corpora, count_here
+from toolkit.pipeline.corpus_worker import ShardCounter
 from toolkit.pipeline.run import ROLLOUTS, TOKEN_MAP, Run
 from toolkit.targets.load import load_tokenizer
 from toolkit.targets.target import Target
-from toolkit.tokenmap.build import build_token_map, count_tokens, forced_ids_for
-from toolkit.tokenmap.corpus import corpus_ids, rollout_responses
+from toolkit.tokenmap.build import build_token_map, forced_ids_for
+from toolkit.tokenmap.corpus import Corpus, parse_corpora
+from toolkit.tokenmap.counts import Counts
 from toolkit.tokenmap.files import write_stage
+from toolkit.tokenmap.token_map import TokenMap
+from toolkit.weights import atomic_write
 
 
 def token_map_stage(run: Run) -> str:
@@ -20,68 +26,68 @@ def token_map_stage(run: Run) -> str:
     return map_rollouts(run.target, folder / ROLLOUTS, (folder / TOKEN_MAP).parent, wanted.size, wanted.coverage)
 
 
-def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, coverage: float | None) -> str:
+def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, share: float | None) -> str:
     """The map of a run: over the response tokens of the training split. Returns a headline."""
-    return _build(
-        rollout_responses(rollouts),
-        target.tokenizer,
-        target.vocab_size,
-        target.stop_ids,
-        out,
-        size,
-        coverage,
-        {"rollouts": rollouts.name, "split": "train"},
-        held_out=rollout_responses(rollouts, split="held_out"),
-    )
+    counter = ShardCounter(target.name, "", (), target.vocab_size)
+    counted = count_here(Corpus(str(rollouts)), counter)
+    forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
+    return write_map(Counts((counted,), _about(counter, forced)), out, size, share)
 
 
-def map_corpus(
+def map_corpora(
+    corpora: Sequence[str],
+    held_out: Sequence[str],
     tokenizer_name: str,
     out: Path,
     size: int | None,
-    coverage: float | None,
+    share: float | None,
     *,
-    rollouts: Path | None = None,
-    text: Sequence[str] = (),
-    roles: Sequence[str] = (),
-    vocab_size: int | None = None,
+    roles: Sequence[str],
+    vocab_size: int | None,
+    num_proc: int,
 ) -> str:
-    """The map of any corpus: the response tokens of all `rollouts`, else the files `text`. Returns a headline.
+    """The map of corpora, each SPEC[:WEIGHT]; what a killed call counted is kept in `out`. Returns a headline.
 
-    roles: whose turns are counted in files of conversations. vocab_size: rows of the target's output embedding; None:
-    the tokenizer's size.
+    roles: whose turns are counted in conversations. vocab_size: rows of the target's output embedding; None: the
+    tokenizer's size. Raises `TokenMapError`, `DataError`, `TargetError`.
     """
     tokenizer = load_tokenizer(tokenizer_name)
-    if rollouts is not None:
-        sequences: Iterable[Sequence[int]] = rollout_responses(rollouts, split=None)
-        corpus: dict[str, Any] = {"rollouts": str(rollouts), "split": None}
-    else:
-        sequences = corpus_ids(text, lambda one: tokenizer(one, add_special_tokens=False)["input_ids"], roles=roles)
-        corpus = {"text": text, "roles": roles}
-    corpus["tokenizer"] = tokenizer_name
-    return _build(sequences, tokenizer, vocab_size or len(tokenizer), (), out, size, coverage, corpus)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = "" if backend is None else backend.to_str()
+    counter = ShardCounter(tokenizer_name, text, tuple(roles), vocab_size or len(tokenizer))
+    counted = count_corpora(parse_corpora(corpora), parse_corpora(held_out), counter, out, num_proc)
+    forced = forced_ids_for(tokenizer, (), counter.vocab_size)
+    return write_map(Counts(tuple(counted), _about(counter, forced)), out, size, share)
 
 
-def _build(
-    sequences: Iterable[Sequence[int]],
-    tokenizer: Any,
-    vocab_size: int,
-    stop_ids: Iterable[int],
-    out: Path,
-    size: int | None,
-    coverage: float | None,
-    corpus: dict[str, Any],
-    held_out: Iterable[Sequence[int]] | None = None,
-) -> str:
-    counts = count_tokens(sequences, vocab_size)
-    forced = forced_ids_for(tokenizer, stop_ids, vocab_size)
+def write_map(counts: Counts, out: Path, size: int | None, share: float | None) -> str:
+    """Write the map that `size` or `share` (a coverage) asks for, or of all ids. Returns a headline.
+
+    Raises `TokenMapError`."""
+    if size is None and share is None:
+        size = counts.vocab_size
     # A vocabulary smaller than the size asked for is kept whole.
-    wanted = None if size is None else min(size, vocab_size)
-    token_map = build_token_map(counts, size=wanted, coverage=coverage, forced_ids=forced)
-    unseen = None if held_out is None else count_tokens(held_out, vocab_size)
-    report = write_stage(out, token_map, counts, forced_ids=forced, corpus=corpus, held_out=unseen)
+    wanted = None if size is None else min(size, counts.vocab_size)
+    token_map = build_token_map(counts.total(), size=wanted, coverage=share, forced_ids=counts.forced_ids)
+    return write_map_folder(token_map, counts, out)
+
+
+def write_map_folder(token_map: TokenMap, counts: Counts, out: Path) -> str:
+    """Write a map in all forms, its counts, and what it covers, as numbers and as a picture. Returns a headline."""
+    report = write_stage(out, token_map, counts)
+    with atomic_write(out / "coverage.svg") as temporary:
+        temporary.write_text(coverage_figure(report), encoding="utf-8")
     covered = f"{100 * report['coverage']:.1f} % of {report['tokens']} tokens"
-    headline = f"{report['size']} of {vocab_size} ids cover {covered}"
-    if unseen is None or not report["held_out_tokens"]:
+    headline = f"{report['size']} of {counts.vocab_size} ids cover {covered}"
+    if "held_out_tokens" not in report:
         return headline
     return f"{headline}, {100 * report['held_out_coverage']:.1f} % of {report['held_out_tokens']} held out"
+
+
+def _about(counter: ShardCounter, forced_ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "tokenizer": counter.tokenizer,
+        "roles": list(counter.roles),
+        "vocab_size": counter.vocab_size,
+        "forced_ids": list(forced_ids),
+    }

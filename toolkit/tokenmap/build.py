@@ -1,4 +1,4 @@
-"""Count tokens, build a token map from the counts, and say how much of them it covers.
+"""Build a token map from counts of tokens, and say how much of them it covers.
 
 Shapes: V = target vocabulary.
 
@@ -9,29 +9,12 @@ stores offsets. FR-Spec (arXiv 2502.14856) ranks ids the same way on any corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from toolkit.tokenmap.token_map import TokenMap, TokenMapError
-
-CHUNK = 1 << 20
-
-
-def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> torch.Tensor:
-    """Return counts [V] int64 of the ids in all sequences; memory does not grow with the corpus.
-
-    Raises `TokenMapError` for an id outside [0, vocab_size), which means that another tokenizer wrote it.
-    """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    waiting: list[int] = []
-    for sequence in sequences:
-        waiting.extend(sequence)
-        if len(waiting) >= CHUNK:
-            counts += _bincount(waiting, vocab_size)
-            waiting = []
-    return counts + _bincount(waiting, vocab_size)
 
 
 def build_token_map(
@@ -93,23 +76,31 @@ def coverage_table(
     sizes: Iterable[int],
     forced_ids: Sequence[int] = (),
     held_out: torch.Tensor | None = None,
-) -> list[dict[str, int | float]]:
+    corpora: Mapping[str, torch.Tensor] | None = None,
+) -> list[dict[str, Any]]:
     """Return one row per vocabulary size, ascending: the share covered, and how many of the kept ids occur.
 
     `held_out` [V]: counts of text that is not ranked; each row then has the share of it that is covered, too.
+    corpora: counts [V] by name; each row then has their shares by name as `by_corpus`.
     """
     order = rank_ids(counts, forced_ids)
     ranked = counts[order]
     covered = ranked.cumsum(0)
     occurring = (ranked > 0).cumsum(0)
-    total = max(int(counts.sum()), 1)
     unseen = None if held_out is None else held_out[order].cumsum(0)
-    rows: list[dict[str, int | float]] = []
+    each = {name: one[order].cumsum(0) for name, one in (corpora or {}).items()}
+    rows: list[dict[str, Any]] = []
     for size in sorted(set(sizes)):
-        rows.append({"size": size, "coverage": int(covered[size - 1]) / total, "distinct": int(occurring[size - 1])})
+        rows.append({"size": size, "coverage": _share(covered, size), "distinct": int(occurring[size - 1])})
         if unseen is not None:
-            rows[-1]["held_out_coverage"] = int(unseen[size - 1]) / max(int(unseen[-1]), 1)
+            rows[-1]["held_out_coverage"] = _share(unseen, size)
+        if each:
+            rows[-1]["by_corpus"] = {name: _share(one, size) for name, one in each.items()}
     return rows
+
+
+def _share(cumulated: torch.Tensor, size: int) -> float:
+    return int(cumulated[size - 1]) / max(int(cumulated[-1]), 1)
 
 
 def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tensor:
@@ -121,13 +112,3 @@ def rank_ids(counts: torch.Tensor, forced_ids: Sequence[int] = ()) -> torch.Tens
     is_forced = torch.zeros(counts.numel(), dtype=torch.bool)
     is_forced[forced] = True
     return torch.cat([forced, by_count[~is_forced[by_count]]])
-
-
-def _bincount(ids: list[int], vocab_size: int) -> torch.Tensor:
-    tensor = torch.tensor(ids, dtype=torch.int64)
-    if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= vocab_size):
-        raise TokenMapError(
-            f"ids range from {int(tensor.min())} to {int(tensor.max())}, but the target's vocabulary is "
-            f"[0, {vocab_size}); count with the target's own tokenizer"
-        )
-    return torch.bincount(tensor, minlength=vocab_size)

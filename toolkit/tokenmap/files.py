@@ -1,16 +1,17 @@
-"""Token maps on disk: SGLang's list file, the d2t/t2d tensors, and the output folder of the token-map stage."""
+"""Token maps on disk: SGLang's list, d2t and t2d as other projects read them, and the folder of the token-map stage."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from toolkit.tokenmap.build import coverage, coverage_table
-from toolkit.tokenmap.token_map import TokenMap, TokenMapError
+from toolkit.tokenmap.counts import COUNTS, CorpusCounts, Counts, save_counts
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError, as_ids
 from toolkit.weights import WeightsError, atomic_write, load_tensors, save_tensors, write_json
 
 SMALLEST_ROW = 256
@@ -28,6 +29,15 @@ def load_freq_list(path: str | Path, vocab_size: int) -> TokenMap:
     Raises `TokenMapError` for duplicates (the published FR-Spec builder writes them), ids out of range and other
     formats.
     """
+    ids = read_freq_list(path)
+    try:
+        return TokenMap.from_ids(ids, vocab_size)
+    except TokenMapError as error:
+        raise TokenMapError(f"{path}: {error}") from error
+
+
+def read_freq_list(path: str | Path) -> torch.Tensor:
+    """Read the ids [D] int64 of a freq_N.pt as they are, duplicates too. Raises `TokenMapError` for other formats."""
     try:
         loaded = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -40,7 +50,7 @@ def load_freq_list(path: str | Path, vocab_size: int) -> TokenMap:
     if not isinstance(loaded, (list, torch.Tensor)):
         raise TokenMapError(f"{path} holds a {type(loaded).__name__}; expected a plain list of ids")
     try:
-        return TokenMap.from_ids(loaded, vocab_size)
+        return as_ids(loaded)
     except TokenMapError as error:
         raise TokenMapError(f"{path}: {error}") from error
 
@@ -71,41 +81,75 @@ def load_token_map(path: str | Path) -> TokenMap:
     return token_map
 
 
-def write_stage(
-    directory: str | Path,
-    token_map: TokenMap,
-    counts: torch.Tensor,
-    *,
-    forced_ids: Sequence[int] = (),
-    corpus: dict[str, Any] | None = None,
-    held_out: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Write freq_N.pt, token_map.safetensors, counts.safetensors and coverage.json; return the content of the last.
+def write_stage(directory: str | Path, token_map: TokenMap, counts: Counts) -> dict[str, Any]:
+    """Write the map's files, counts.safetensors and coverage.json; return the content of the last."""
+    report = coverage_report(token_map, counts)
+    write_map_files(directory, token_map)
+    save_counts(Path(directory) / COUNTS, counts)
+    write_json(Path(directory) / "coverage.json", report)
+    return report
 
-    coverage.json holds rows {size, coverage, distinct} for powers of two and for the map's size, the map's coverage,
-    the forced ids and `corpus`, a description of what was counted. `held_out` [V] holds counts of text that was not
-    ranked; the rows and the map then have its share as held_out_coverage, an upper bound for drafts on unseen text.
+
+def write_map_files(directory: str | Path, token_map: TokenMap) -> None:
+    """Write a map as each project reads it.
+
+    freq_N.pt is SGLang's and vLLM's list; token_map.safetensors has d2t and t2d as in EAGLE-3 checkpoints; cache.pt is
+    what EAGLE's trainer reads (and SpecForge's, under another name); d2t.npy and t2d.npy are speculators'.
     """
     directory = Path(directory)
-    forced = sorted(set(forced_ids))
-    powers = [1 << bits for bits in range(SMALLEST_ROW.bit_length() - 1, counts.numel().bit_length())]
-    sizes = [size for size in [*powers, token_map.size, counts.numel()] if len(forced) <= size <= counts.numel()]
+    save_freq_list(directory / f"freq_{token_map.size}.pt", token_map)
+    save_token_map(directory / "token_map.safetensors", token_map)
+    with atomic_write(directory / "cache.pt") as temporary:
+        torch.save({"d2t": token_map.d2t, "t2d": token_map.t2d}, temporary)
+    for name in ("d2t", "t2d"):
+        with atomic_write(directory / f"{name}.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, getattr(token_map, name).numpy())
+
+
+def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
+    """Return what the map covers: of all counted text, of held-out text, of each corpus and each of its tasks.
+
+    rows: {size, coverage, distinct} for powers of two and for the map's size, with held_out_coverage and by_corpus
+    where there is held-out text, or more than one corpus. Held-out coverage bounds drafts on unseen text.
+    """
+    total, held_out = counts.total(), counts.held_out()
+    forced = counts.forced_ids
+    ranked = {one.corpus.spec: one.counted() for one in counts.corpora if not one.held_out}
+    powers = [1 << bits for bits in range(SMALLEST_ROW.bit_length() - 1, total.numel().bit_length())]
+    sizes = [size for size in [*powers, token_map.size, total.numel()] if len(forced) <= size <= total.numel()]
     report = {
         "size": token_map.size,
         "vocab_size": token_map.vocab_size,
-        "coverage": coverage(counts, token_map.ids),
-        "tokens": int(counts.sum()),
-        "distinct": int((counts > 0).sum()),
+        "coverage": coverage(total, token_map.ids),
+        "tokens": int(total.sum()),
+        "distinct": int((total > 0).sum()),
         "sha256": token_map.sha256,
         "forced_ids": forced,
-        "corpus": corpus or {},
-        "rows": coverage_table(counts, sizes, forced, held_out),
+        "corpus": {"tokenizer": counts.about["tokenizer"], "corpora": [str(one.corpus) for one in counts.corpora]},
+        "corpora": [_of_corpus(one, token_map) for one in counts.corpora],
+        "rows": coverage_table(total, sizes, forced, held_out, ranked if len(ranked) > 1 else None),
     }
     if held_out is not None:
         report["held_out_coverage"] = coverage(held_out, token_map.ids)
         report["held_out_tokens"] = int(held_out.sum())
-    save_freq_list(directory / f"freq_{token_map.size}.pt", token_map)
-    save_token_map(directory / "token_map.safetensors", token_map)
-    save_tensors(directory / "counts.safetensors", {"counts": counts})
-    write_json(directory / "coverage.json", report)
     return report
+
+
+def _of_corpus(one: CorpusCounts, token_map: TokenMap) -> dict[str, Any]:
+    shown = one.unseen() if one.held_out else one.counted()
+    entry = {
+        "spec": one.corpus.spec,
+        "weight": one.corpus.weight,
+        "held_out": one.held_out,
+        "documents": one.tally.documents,
+        **_covered(shown, token_map),
+        "tasks": [{"task": task, **_covered(counted, token_map)} for task, counted in one.by_task().items()],
+    }
+    unseen = one.unseen()
+    if not one.held_out and unseen.any():
+        entry["held_out_tokens"], entry["held_out_coverage"] = int(unseen.sum()), coverage(unseen, token_map.ids)
+    return entry
+
+
+def _covered(counts: torch.Tensor, token_map: TokenMap) -> dict[str, Any]:
+    return {"tokens": int(counts.sum()), "coverage": coverage(counts, token_map.ids)}

@@ -12,9 +12,7 @@ from functools import cached_property
 
 import torch
 
-
-class TokenMapError(ValueError):
-    """The ids cannot form a draft vocabulary: duplicates, ids out of range, too many ids, or a damaged file."""
+from toolkit.errors import TokenMapError
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +37,12 @@ class TokenMap:
     @classmethod
     def from_ids(cls, ids: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
         """Make a map of these target ids, given in any order. Raises `TokenMapError` as the class does."""
-        return cls(_as_int64(ids).sort().values, vocab_size)
+        return cls(as_ids(ids).sort().values, vocab_size)
 
     @classmethod
     def from_d2t(cls, d2t: torch.Tensor | Iterable[int], vocab_size: int) -> TokenMap:
         """Make a map from offsets `d2t` [D] (target = draft + d2t[draft]); the resulting ids must be ascending."""
-        offsets = _as_int64(d2t)
+        offsets = as_ids(d2t)
         return cls(offsets + torch.arange(offsets.numel()), vocab_size)
 
     @classmethod
@@ -108,7 +106,8 @@ class TokenMap:
         return inverse
 
 
-def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
+def as_ids(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
+    """Return ids as int64 [D] on the CPU, in the same order. Raises `TokenMapError` for what is no row of integers."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(list(values))
     if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.is_complex()):
         raise TokenMapError(f"token ids are {tensor.dtype}; expected integers")
@@ -119,24 +118,25 @@ def _as_int64(values: torch.Tensor | Iterable[int]) -> torch.Tensor:
 
 def _checked(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return ids [D] int64 on the CPU in the same order; check that they are not empty, in range and unique."""
-    ids = _as_int64(ids)
+    ids = as_ids(ids)
     if ids.numel() == 0:
         raise TokenMapError("the token map is empty; at least one id is required")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise TokenMapError(
-            f"{outside.numel()} ids are outside the target vocabulary [0, {vocab_size}): {_some(outside)}; "
+            f"{outside.numel()} ids are outside the target vocabulary [0, {vocab_size}): {some(outside)}; "
             "the map was made for another tokenizer, build it again for this target"
         )
     unique, counts = ids.unique(return_counts=True)
     if unique.numel() != ids.numel():
         raise TokenMapError(
-            f"{ids.numel() - unique.numel()} duplicate ids in a map of {ids.numel()}: {_some(unique[counts > 1])}; "
+            f"{ids.numel() - unique.numel()} duplicate ids in a map of {ids.numel()}: {some(unique[counts > 1])}; "
             "each id may occur once, build the map again with `toolkit build-token-map`"
         )
     return ids
 
 
-def _some(ids: torch.Tensor, limit: int = 8) -> str:
+def some(ids: torch.Tensor, limit: int = 8) -> str:
+    """Return the first ids as text."""
     shown = ", ".join(map(str, ids[:limit].tolist()))
     return shown + (", ..." if ids.numel() > limit else "")

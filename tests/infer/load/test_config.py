@@ -8,7 +8,8 @@ import re
 import pytest
 
 from toolkit.infer.cache.page_pool import PAGE_SIZE
-from toolkit.infer.load.config import LEAST, ConfigError, EngineConfig
+from toolkit.infer.load.config import ConfigError, EngineConfig
+from toolkit.infer.load.options import LEAST
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 
 NAMES = {field.name for field in dataclasses.fields(EngineConfig)}

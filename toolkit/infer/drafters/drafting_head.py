@@ -17,10 +17,14 @@ from toolkit.heads.decoder_layer import Attend
 from toolkit.infer.attention.metadata import AttentionMetadata
 from toolkit.infer.cache.kv_cache import KVCache, KVShape
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.drafters.dynamic_rows import DynamicRows, rows_agree
 from toolkit.infer.kernels.paged_reference import Scoring
+from toolkit.log import get_logger
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
 from toolkit.targets.target import Target
+
+log = get_logger(__name__)
 
 
 class SharedOutput(nn.Module):
@@ -45,6 +49,8 @@ class DraftingHead:
     """A head as the drafter uses it. Hooks on the target capture its features.
 
     module: the head with its weights. output: the target's output matrix, for a head without its own; else None.
+    dynamic: rows of the target's output matrix for ids outside of the token map; None: there are none. to_target: the
+    target ids of all rows, [D].
     stages, width: as in its `HeadConfig` (width is `feature_size`, W).
     """
 
@@ -52,6 +58,9 @@ class DraftingHead:
         self.module, self.config = draft.head, draft.head.config
         self.stages, self.width = self.config.stages, self.config.feature_size
         self.output = None if self.config.own_vocabulary else SharedOutput(target, draft)
+        self.dynamic = _dynamic_rows(draft, target)
+        fixed = draft.token_map.ids.to(target.device)
+        self.to_target = fixed if self.dynamic is None else self.dynamic.to_target
         ids = self.config.features.layer_ids(target.n_layers)
         self._capture = LastCapture(target) if ids is None else AuxCapture(target, ids)
 
@@ -69,12 +78,32 @@ class DraftingHead:
 
     def logits(self, stage: int, hidden: Tensor) -> Tensor:
         """Returns the logits of a stage's states: [..., H] -> [..., D]."""
-        states = self.module.read(stage, hidden)
-        return self.module.logits(states) if self.output is None else self.output(states)
+        states = self.module.normed(self.module.read(stage, hidden))
+        logits = self.module.lm_head(states) if self.output is None else self.output(states)
+        return logits if self.dynamic is None else torch.cat((logits, self.dynamic.logits(states)), dim=-1)
 
     def remove(self) -> None:
         """Removes the hooks from the target."""
         self._capture.remove()
+
+
+def _dynamic_rows(draft: DraftCheckpoint, target: Target) -> DynamicRows | None:
+    """The dynamic rows that the draft asks for; None if the map keeps all ids, or the head has other rows."""
+    size, config = draft.dynamic_rows, draft.head.config
+    if not size or draft.token_map.size == target.vocab_size:
+        return None
+    if not isinstance(target.lm_head, (nn.Linear, FixedLinear)) or type(target.lm_head.weight) not in (
+        Tensor,
+        nn.Parameter,
+    ):
+        log.info("no dynamic rows: the target's output matrix is divided among processes")
+        return None
+    if not config.own_vocabulary:
+        return DynamicRows(target, draft.token_map, size, target.finish_scores)
+    if rows_agree(draft.head.lm_head.weight, target, draft.token_map):
+        return DynamicRows(target, draft.token_map, size, None)
+    log.info("no dynamic rows: the head's output matrix is not the target's (train.head.lm_head frozen or target)")
+    return None
 
 
 class HeadReader:

@@ -61,7 +61,7 @@ class HeadDrafter(Drafter):
         # Remove the hooks also if the drafter is dropped without close(): the target may stay in use.
         self._unhook = weakref.finalize(self, self._head.remove)
         self._device = target.device
-        self.to_target = draft.token_map.ids.to(self._device)
+        self.to_target = self._head.to_target
         self.reader = HeadReader(self._head, target, pool)
         width, hidden_size = self._head.width, self._head.config.hidden_size
         self.inputs = DraftInputs(width, self._head.stages, hidden_size, self.reader.dtype, self._device)
@@ -114,6 +114,9 @@ class HeadDrafter(Drafter):
             self._read[first_row:] = read
         if not drafted:
             return
+        if whole and self._head.dynamic is not None:
+            for one in filter(self._drafts, requests):
+                self._head.dynamic.use(one.context_ids)
         features = self._head.features().to(self.reader.dtype)
         last = torch.tensor([request.unread - 1 for request in requests], device=self._device)
         if whole:
@@ -148,6 +151,8 @@ class HeadDrafter(Drafter):
         for row, request in enumerate(requests):
             if len(request.output_ids) == 1:
                 self.inputs.tokens[row, 0] = request.output_ids[0]
+                if self._head.dynamic is not None and self._drafts(request):
+                    self._head.dynamic.use(request.output_ids)
 
     def keep_features(self, rows: RoundRows, tree: DraftTree, followed: Followed, committed: Tensor) -> None:
         """Appends the features of the accepted path, and the tokens chosen after them, to the unread positions.
@@ -169,6 +174,10 @@ class HeadDrafter(Drafter):
 
     def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
         """Updates the counts of unread positions; the host knows the accepted lengths only now."""
+        if self._head.dynamic is not None:
+            for request, tokens in zip(requests, result.path_tokens, strict=True):
+                if self._drafts(request):
+                    self._head.dynamic.use(tokens)
         if self._starts is not None:
             counts = [start + accepted + 1 for start, accepted in zip(self._starts, result.accepted, strict=True)]
             self.inputs.counts[: len(requests)] = counts

@@ -8,27 +8,14 @@ import typing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from toolkit.infer.load.options import LEAST, RENAMED, option
 
 if TYPE_CHECKING:  # the command line reads the options without torch
     from toolkit.infer.request.draft_tree import DraftShape
 
-T = TypeVar("T")
 NGRAM, NATIVE, NONE = "ngram", "native", "none"  # values of `draft` that are no head of their own
-LEAST = {
-    "max_running_requests": 1,
-    "context_length": 2,  # a prompt token and an answer token
-    "chunked_prefill_size": 1,
-    "tensor_parallel_size": 1,
-    "max_total_tokens": 16,  # a page
-    "cuda_graph_max_bs": 1,
-    "torch_compile_max_bs": 1,
-}
-RENAMED = {
-    "max_batch": "max_running_requests",
-    "max_context": "context_length",
-    "mem_fraction": "mem_fraction_static",
-}
 
 
 class ConfigError(ValueError):
@@ -36,13 +23,6 @@ class ConfigError(ValueError):
 
     Messages name options as fields in backticks (`draft`); commands print them as flags (--draft).
     """
-
-
-def option(default: T, text: str, *, metavar: str | None = None, alias: str | None = None) -> T:
-    """A field of EngineConfig with its help text. The text names other fields in backticks."""
-    metadata = {"help": text, "metavar": metavar, "alias": alias}
-    field: Any = dataclasses.field(default=default, metadata=metadata)
-    return field
 
 
 @dataclass(frozen=True)
@@ -83,6 +63,13 @@ class EngineConfig:
         "freq_N.pt, as `toolkit build-token-map` writes it: only these ids are drafted. For eagle2 and mtp heads, "
         "which score tokens by the target's output matrix. Ids of special tokens and ends of turns are added",
         metavar="FILE",
+    )
+    dynamic_rows: int = option(
+        0,
+        "let the head draft N ids outside of its token map too: those that the prompts and the latest tokens contain. "
+        "For heads that score tokens by rows of the target's output matrix (eagle2, mtp; eagle3 with lm_head frozen or "
+        "target). 0: none (default)",
+        metavar="N",
     )
     verify: Literal["auto", "target", "rejection", "block"] = option(
         "auto",
@@ -161,7 +148,7 @@ class EngineConfig:
     @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
-        given = [name for name in ("shape", "adaptive", "token_map") if getattr(self, name)]
+        given = [name for name in ("shape", "adaptive", "token_map", "dynamic_rows") if getattr(self, name)]
         return [*given, *(["draft_quantization"] if self.draft_quantization == "int8" else [])]
 
     def with_options(self, **options: Any) -> Self:

@@ -171,8 +171,10 @@ def check_takes_token_map(draft: Draft, path: str | Path) -> None:
     )
 
 
-def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None) -> Draft:
+def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None, dynamic_rows: int = 0) -> Draft:
     """Move `draft` to the target's device and dtype. With a `token_map` file, draft only its ids.
+
+    dynamic_rows: the most ids outside of the map that may be drafted too (`drafters/dynamic_rows.py`).
 
     The file is a list of ids (freq_N.pt, the format of SGLang's --speculative-token-map; FR-Spec, arXiv 2502.14856).
     Missing ids of special tokens and ends of turns are added: FR-Spec's published maps lack them, and a head that
@@ -183,9 +185,12 @@ def fit_draft(draft: Draft, target: Target, token_map: str | Path | None = None)
     if token_map is not None:
         check_takes_token_map(draft, token_map)
     if not isinstance(draft, DraftCheckpoint):
+        if dynamic_rows:
+            raise ConfigError(f"`dynamic_rows` is {dynamic_rows}, but n-gram lookup scores no tokens; leave it out")
         return draft
     check_draft_matches(draft, target)
     draft.head.cast(target.device, target.dtype)
+    draft = replace(draft, dynamic_rows=dynamic_rows)
     if token_map is None:
         return draft
     given = load_freq_list(token_map, target.vocab_size)

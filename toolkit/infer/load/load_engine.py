@@ -159,7 +159,7 @@ def load_models(config: EngineConfig, device: torch.device, ranks: Ranks | None 
     if module is not None:
         draft = native_draft(config, target, *module)
     if draft is not None:
-        draft = fit_draft(draft, target, config.token_map)
+        draft = fit_draft(draft, target, config.token_map, config.dynamic_rows)
     if ranks is None:
         pack(target, draft, config.draft_quantization)
     else:

@@ -24,7 +24,8 @@ from toolkit.weights import sha256_file
 logger = get_logger(__name__)
 
 SEARCH = "search.json"
-OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size")  # engine options that change times of rounds
+# Engine options that change times of rounds, or what is drafted.
+OPTIONS = ("dynamic_rows", "torch_compile", "cuda_graph_max_bs", "tensor_parallel_size")
 
 
 def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:

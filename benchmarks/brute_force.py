@@ -1,0 +1,117 @@
+"""A search's forecast, predictions and pick against every setting run end to end, in one load of the models.
+
+    python benchmarks/brute_force.py --draft runs/NAME/ckpt [--batch 1] [--limit 8] [--max-tokens 48] [--dtype float32]
+
+All settings answer the same prompts in turns, so that what else the machine does hits them alike. In float32 a forecast
+must be the engine's accept_length exactly; in bfloat16 answers may part at near-ties.
+Writes benchmarks/results/search-brute-force-<hardware>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from results_folder import leave
+
+from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.answers import Sampling
+from toolkit.bench.forecast import forecast_surface
+from toolkit.bench.prompts import builtin_prompts, limited
+from toolkit.bench.records import command_line, make_record
+from toolkit.bench.search import confirm, finalists, measured_figures, predict, winner
+from toolkit.bench.side_by_side import Mode, run_side_by_side
+from toolkit.bench.step_times import measure_step_times
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine, device_of, load_models
+from toolkit.infer.request.acceptance import summarise
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.forecast import checked_head, largest_shapes
+from toolkit.threads import physical_cores, users_threads
+
+OBJECTIVE = "tokens-per-s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--top-k", type=int, nargs="+")
+    parser.add_argument("--num-steps", type=int)
+    parser.add_argument("--num-draft-tokens", type=int)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(users_threads() or physical_cores())
+    config = EngineConfig(draft=args.draft, dtype=args.dtype, max_running_requests=args.batch)
+    target, draft = load_models(config, device_of(config))
+    draft = checked_head(draft)
+    prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
+    largest = largest_shapes(args.top_k, args.num_steps, args.num_draft_tokens)
+
+    started = time.perf_counter()
+    surface = forecast_surface(target, draft, prompts, largest, sampling, replace(config, max_running_requests=8))
+    texts = [one.question.prompt_ids for one in surface.references]
+    times = measure_step_times(target, draft, surface.shapes(), texts, config)
+    candidates = predict(surface, times)
+    measured = confirm(target, draft, finalists(candidates, OBJECTIVE), times, prompts, sampling, config)
+    pick = winner([one for one in measured if one.name != "adaptive"], OBJECTIVE)
+    searched = time.perf_counter() - started
+    print(f"search: {searched:.0f} s, pick {pick.name}", flush=True)
+
+    started = time.perf_counter()
+    settings = replace(config, prefix_cache=False, verify="target", adaptive=False)
+    widest = DraftShape.covering(surface.shapes()).as_text()
+    with (
+        closing(build_engine(settings, target).engine) as plain,
+        closing(build_engine(replace(settings, shape=widest), target, draft).engine) as engine,
+    ):
+        modes = [Mode(plain, None), *(Mode(engine, shape, label=shape.as_text()) for shape in surface.shapes())]
+        rounds = run_side_by_side(modes, target.tokenizer, prompts, sampling, batch=args.batch, warmup=1)
+    forced = time.perf_counter() - started
+    rows = []
+    for one in candidates:
+        own = [done for done in rounds if done.mode == one.name]
+        found = summarise(event for done in own for answer in done.answers for event in answer.events)
+        rows.append(
+            {
+                "setting": one.name,
+                "forecast_accept_length": one.accept_length if one.shape else None,
+                "accept_length": found.accept_length if one.shape else 1.0,
+                "predicted_tokens_per_s": one.predicted.tokens_per_s if one.predicted else None,
+                "measured_tokens_per_s": measured_figures(own, args.batch).tokens_per_s,
+            }
+        )
+    rows.sort(key=lambda row: -row["measured_tokens_per_s"])
+    picked = next(row for row in rows if row["setting"] == pick.name)
+    exact = sum(row["forecast_accept_length"] == row["accept_length"] for row in rows if row["setting"] != "plain")
+    summary = {
+        "settings": len(rows) - 1,
+        "search_s": searched,
+        "brute_force_s": forced,
+        "pick": pick.name,
+        "best": rows[0]["setting"],
+        "pick_of_best": picked["measured_tokens_per_s"] / rows[0]["measured_tokens_per_s"],
+        "exact_forecasts": exact,
+        "largest_difference": max(
+            abs(row["forecast_accept_length"] - row["accept_length"]) for row in rows if row["setting"] != "plain"
+        ),
+    }
+    for name, value in summary.items():
+        print(f"{name:20} {value}")
+    described = {"target": describe_target(target), "draft": describe_draft(draft)}
+    record = make_record("search", command_line(), {**vars(args), "out": None}, rows, summary=summary, **described)
+    leave(record, f"search-brute-force-{describe_target(target)['dtype']}", args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

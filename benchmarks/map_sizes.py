@@ -1,0 +1,119 @@
+"""Sizes of a token map, beside each other and with dynamic rows: acceptance, time of the head, speed.
+
+    python benchmarks/map_sizes.py --draft runs/NAME/ckpt --counts runs/NAME/token_map [--shape 3,1,4] [--dynamic 256]
+    python benchmarks/map_sizes.py --random 262144
+
+The maps are those of --counts, by `toolkit build-token-map`; every size runs end to end, and `auto` is the prediction's
+choice. --random V: a head with random weights on a random target of V ids, of which only the times mean something.
+Writes benchmarks/results/map-sizes-<target>-<hardware>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from results_folder import leave
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from toolkit.tokenmap.counts import load_counts
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.answers import Sampling
+from toolkit.bench.map_size import measure_sizes, sizes_of
+from toolkit.bench.prompts import builtin_prompts, limited
+from toolkit.bench.records import command_line, make_record
+from toolkit.checkpoint.draft_dir import DraftCheckpoint, load_draft
+from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.engine.cpu_door import pack
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.targets.target import Target
+from toolkit.threads import physical_cores, users_threads
+from toolkit.tokenmap.build import build_token_map
+from toolkit.tokenmap.token_map import TokenMap
+
+LEAST = 2048
+
+
+def random_models(vocab_size: int) -> tuple[Target, DraftCheckpoint]:
+    """A target of the demo's width with V ids, and an MTP head; all weights are random."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=0,
+    )  # fmt: skip
+    words = {f"w{number}": number for number in range(vocab_size)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")), eos_token="w0")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    target = Target(model=model, tokenizer=tokenizer, name="random", revision=None, dtype=torch.bfloat16)
+    head = MtpHead(MtpConfig.from_target_config(config, vocab_size=vocab_size)).to(torch.bfloat16)
+    draft = DraftCheckpoint(head=head.eval().requires_grad_(False), token_map=TokenMap.identity(vocab_size))
+    pack(target)
+    return target, draft
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft")
+    parser.add_argument("--counts", type=Path)
+    parser.add_argument("--random", type=int, metavar="V")
+    parser.add_argument("--shape", default="3,1,4")
+    parser.add_argument("--dynamic", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(users_threads() or physical_cores())
+    config = EngineConfig(draft=args.draft or "random", max_running_requests=1)
+    if args.random:
+        target, draft = random_models(args.random)
+        maps = [TokenMap.from_ids(range(size), args.random) for size in sizes_of(args.random, LEAST)]
+        open_draft = lambda: draft  # noqa: E731
+        name = f"random-{args.random}"
+    else:
+        target, _ = load_models(config, device_of(config))
+        counts = load_counts(args.counts)
+        total, forced = counts.total(), counts.forced_ids
+        sizes = [size for size in sizes_of(counts.vocab_size, len(forced)) if size >= LEAST]
+        maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes]
+        open_draft = lambda: load_draft(args.draft)  # noqa: E731
+        draft, name = load_draft(args.draft), Path(target.name).name
+    results = measure_sizes(
+        target, open_draft, maps, DraftShape.parse(args.shape), limited(builtin_prompts(), args.limit),
+        Sampling(args.max_tokens, 0.0, 0), config, run_all=True, dynamic_rows=args.dynamic,
+    )  # fmt: skip
+    static = [one for one in results if one.name == str(one.size)]
+    auto = max(static, key=lambda one: one.predicted_speedup)
+    best = max(static, key=lambda one: one.speedup or 0)
+    columns = ("rows", "covers", "head ms", "accept_length", "(predicted)", "speedup", "(predicted)")
+    print("  ".join(f"{column:>14}" for column in columns))
+    for one in results:
+        marks = [text for text, which in (("auto", auto), ("best", best)) if one is which]
+        numbers = (
+            1000 * one.head_s,
+            one.accept_length,
+            one.predicted_accept_length,
+            one.speedup,
+            one.predicted_speedup,
+        )
+        cells = [f"{one.name:>14}", f"{100 * one.coverage:>12.1f} %", *(f"{number or 0:>14.3f}" for number in numbers)]
+        print("  ".join([*cells, *marks]))
+    print(f"auto is {100 * (auto.speedup or 0) / (best.speedup or 1):.1f} % of the best")
+    record = make_record(
+        "token_map", command_line(), {**vars(args), "counts": None, "out": None},
+        [{"corpus": "rollouts", **asdict(one), "head_seconds": one.head_s} for one in results],
+        auto=auto.name, best=best.name, target=describe_target(target), draft=describe_draft(draft),
+    )  # fmt: skip
+    leave(record, f"map-sizes-{name}-{draft.kind}", args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The size of a token map: what smaller maps lose is predicted from one forecast, and the engine confirms it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.bench.answers import Sampling
+from toolkit.bench.map_size import best_size, measure_sizes, sizes_of, with_ids
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.side_by_side import BenchError
+from toolkit.checkpoint.draft_dir import load_draft, save_draft
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.tokenmap.token_map import TokenMap
+
+PROMPTS = [
+    Prompt(str(at), "count", (text,)) for at, text in enumerate(("count apples", "numbers and rivers", "spring"))
+]
+
+
+@pytest.fixture
+def frozen(tiny_target, tiny_draft, tmp_path):
+    """An EAGLE-3 head whose output matrix has the target's rows, in a directory."""
+    state = dict(tiny_draft.head.state_dict())
+    state["lm_head.weight"] = tiny_target.lm_head.weight[tiny_draft.token_map.ids].detach().clone()
+    return save_draft(tmp_path / "ckpt", state, tiny_draft.head.config, tiny_draft.token_map, {})
+
+
+def test_sizes_hold_the_forced_ids_and_end_with_the_vocabulary():
+    assert sizes_of(5000, 3) == [1024, 2048, 4096, 5000]
+    assert sizes_of(4096, 1500) == [2048, 4096] and sizes_of(300, 3) == [300]
+
+
+def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
+    """Its own rows stay, the others are the target's; a matrix of its own making takes none."""
+    draft = load_draft(frozen)
+    wider = with_ids(draft, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+    rows = wider.head.lm_head.weight
+    assert torch.equal(rows[draft.token_map.ids], draft.head.lm_head.weight)
+    outside = ~draft.token_map.t2d
+    assert torch.equal(rows[outside], tiny_target.lm_head.weight[outside])
+    with pytest.raises(BenchError, match="cannot change after training"):
+        with_ids(tiny_draft, tiny_target, TokenMap.identity(tiny_target.vocab_size))
+
+
+def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):
+    """With all ids the forecast is exact; a map that lacks the answers' ids loses their drafts."""
+    whole = TokenMap.identity(tiny_target.vocab_size)
+    maps = [
+        TokenMap.from_ids(range(12), tiny_target.vocab_size),
+        TokenMap.from_ids(range(250), whole.vocab_size),
+        whole,
+    ]
+    results = measure_sizes(
+        tiny_target, lambda: load_draft(frozen), maps, DraftShape(2, 3, 6), PROMPTS, Sampling(16, 0.0, 0),
+        EngineConfig(max_running_requests=1), run_all=True, dynamic_rows=20,
+    )  # fmt: skip
+    assert [one.name for one in results[:3]] == ["12", "250", str(whole.size)] and results[3].name.endswith(" + 20")
+    assert results[2].predicted_accept_length == pytest.approx(results[2].accept_length)
+    assert results[0].coverage <= results[1].coverage <= results[2].coverage == 1.0
+    assert results[0].predicted_accept_length <= results[2].predicted_accept_length
+    assert all(one.speedup > 0 and one.head_s > 0 for one in results)
+    assert best_size(results).name in {"12", "250", str(whole.size)}

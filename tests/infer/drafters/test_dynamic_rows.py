@@ -1,0 +1,115 @@
+"""Ids outside of the token map that a running request uses are drafted too; answers do not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.infer.drafters.dynamic_rows import DynamicRows
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.load.config import ConfigError
+from toolkit.infer.load.load_draft import fit_draft
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.params import SamplingParams
+from toolkit.tokenmap.token_map import TokenMap
+
+KEPT = [0, 1, 2, 3, 4, 5, 6, 7]
+PROMPTS = [[9, 12, 5, 20, 14], [3, 17, 2, 11], [22, 9, 9, 13, 1, 8]]
+
+
+def head_of(name, target, shared_draft, kept=KEPT) -> DraftCheckpoint:
+    """A shared head, or EAGLE-3 with the target's own rows as its output matrix."""
+    if name != "eagle3":
+        return shared_draft(name, kept)
+    torch.manual_seed(4)
+    config = Eagle3Config.from_target_config(
+        target.config, vocab_size=24, draft_vocab_size=len(kept), aux_layer_ids=(1, 2, 3)
+    )
+    head = Eagle3Head(config)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[kept])
+    return DraftCheckpoint(head=head.eval().requires_grad_(False), token_map=TokenMap.from_ids(kept, 24))
+
+
+def test_the_latest_ids_have_rows(small_target):
+    """Least recent ids lose theirs; all rows have different ids, and are those of the target's matrix."""
+    rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 4, None)
+    assert rows.to_target.tolist() == [*KEPT, 8, 9, 10, 11]
+    rows.use([20, 3, 21, 20])  # 3 is in the map; 8 and 9 were the least recent
+    assert rows.to_target.tolist() == [*KEPT, 20, 21, 10, 11]
+    rows.use([11, 15, 16, 17])  # 10, then 21 and 20, which were used before 11
+    assert sorted(rows.to_target[len(KEPT) :].tolist()) == [11, 15, 16, 17]
+    rows.use(range(24))  # more than there are rows: the last ones
+    assert sorted(rows.to_target[len(KEPT) :].tolist()) == [20, 21, 22, 23]
+    states = torch.randn(3, 64)
+    wanted = small_target.lm_head(states)[:, rows.to_target[len(KEPT) :]]
+    torch.testing.assert_close(rows.logits(states), wanted)
+    rows = DynamicRows(small_target, TokenMap.from_ids(KEPT, 24), 100, None)
+    assert rows.to_target.tolist() == list(range(24)), "no more rows than the target has"
+
+
+@pytest.mark.parametrize("name", ["eagle2", "mtp", "mtp-three-layers", "eagle3"])
+@pytest.mark.parametrize("shape", ["3,1,4", "3,3,8"])
+def test_they_are_drafted_and_the_answers_stay(name, shape, small_target, shared_draft):
+    """Drafts outside of the map are ids of the requests' own texts, and are accepted too."""
+    draft = replace(head_of(name, small_target, shared_draft), dynamic_rows=6)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = Engine(small_target)
+    expected = [one.output_ids for one in plain.generate(PROMPTS, params)]
+    plain.close()
+    engine = Engine(small_target, draft, DraftShape.parse(shape), max_running_requests=2)
+    outside, propose = set(), engine.drafter.propose
+
+    def watched(requests, rows):
+        tree = propose(requests, rows)
+        texts = {token for one in requests for token in one.prompt_ids + one.output_ids}
+        drafted = set(tree.tokens[tree.valid].tolist()) - set(KEPT)
+        outside.update(drafted)
+        held = engine.drafter.to_target.tolist()
+        assert drafted <= set(held) | texts and len(set(held)) == len(held) == len(KEPT) + 6
+        return tree
+
+    engine.drafter.propose = watched
+    requests = engine.generate(PROMPTS, params)
+    engine.close()
+    assert [one.output_ids for one in requests] == expected
+    assert outside, "ids outside of the map are drafted"
+
+
+def test_what_the_head_cannot_score_stays_out(small_target, small_draft, shared_draft, caplog):
+    """An output matrix of its own that is not the target's, and a map that keeps all ids; n-gram lookup has no rows."""
+    for draft in (small_draft, shared_draft("mtp")):
+        engine = Engine(small_target, replace(draft, dynamic_rows=4), DraftShape.chain(2))
+        assert engine.drafter.to_target.tolist() == draft.token_map.ids.tolist()
+        engine.close()
+    with pytest.raises(ConfigError, match="n-gram lookup scores no tokens"):
+        fit_draft(NgramLookup(), small_target, dynamic_rows=4)
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_the_law_of_sampled_tokens_stays(verify, small_target, shared_draft):
+    """Drafts are drawn from q over map and block; the first two tokens follow the target's own distribution.
+
+    Each of 24 shares lies within 5.5 standard errors; by the normal law a false alarm has a probability of 1e-6."""
+    draft = replace(head_of("mtp", small_target, shared_draft), dynamic_rows=5)
+    engine = Engine(small_target, draft, DraftShape.chain(2), max_running_requests=16, verify=verify)
+    prompt, count = PROMPTS[0], 3000
+    requests = engine.generate(
+        [prompt] * count,
+        [SamplingParams(temperature=1.0, seed=seed, max_tokens=2, ignore_eos=True) for seed in range(count)],
+    )
+    engine.close()
+    with torch.no_grad():
+        first = small_target.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        top = int(first.argmax())
+        second = small_target.model(torch.tensor([[*prompt, top]])).logits[0, -1].softmax(-1)
+    started = [one.output_ids[1] for one in requests if one.output_ids[0] == top]
+    assert len(started) > 300
+    counts = torch.bincount(torch.tensor(started), minlength=24) / len(started)
+    error = (second * (1 - second) / len(started)).sqrt()
+    assert bool(((counts - second).abs() < 5.5 * error + 1e-9).all()), (counts, second)

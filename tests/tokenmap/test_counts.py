@@ -1,0 +1,62 @@
+from array import array
+
+import pytest
+import torch
+
+from toolkit.tokenmap.corpus import Corpus
+from toolkit.tokenmap.count import Tally
+from toolkit.tokenmap.counts import CorpusCounts, Counts, load_counts, save_counts
+from toolkit.tokenmap.token_map import TokenMapError
+from toolkit.weights import save_tensors
+
+VOCAB = 6
+
+
+def corpus_counts(spec: str, weight: int, held_out: bool = False, **by_task: list[int]) -> CorpusCounts:
+    """Counts of ids by task; the task "unseen" stands for held-out rollouts."""
+    tally = Tally(VOCAB, documents=len(by_task))
+    for task, ids in by_task.items():
+        tally.add((task == "unseen", "" if task in ("plain", "unseen") else task), array("q", ids))
+    return CorpusCounts(Corpus(spec, weight), tally, held_out)
+
+
+def some_counts() -> Counts:
+    corpora = (
+        corpus_counts("a", 3, plain=[0, 1], math=[1, 1, 2], unseen=[5]),
+        corpus_counts("b/c", 1, plain=[2], code=[4]),
+        corpus_counts("h", 2, held_out=True, math=[3], unseen=[4]),
+    )
+    return Counts(corpora, {"vocab_size": VOCAB, "forced_ids": [0], "tokenizer": "t", "roles": ["user"]})
+
+
+def test_weights_multiply_counts_and_held_out_text_is_not_ranked():
+    """A weight is how often a corpus was read; with held-out tokens in the ranking, coverage would look complete."""
+    counts = some_counts()
+    assert counts.total().tolist() == [3, 9, 4, 0, 1, 0]
+    held_out = counts.held_out()
+    assert held_out is not None and held_out.tolist() == [0, 0, 0, 2, 2, 3]
+    assert Counts(counts.corpora[1:2], counts.about).held_out() is None
+    assert {task: one.tolist() for task, one in counts.corpora[0].by_task().items()} == {"math": [0, 2, 1, 0, 0, 0]}
+    assert list(counts.corpora[2].by_task()) == ["math"]
+
+
+def test_the_file_holds_everything(tmp_path):
+    """Another size, or other weights, are made from the file alone."""
+    save_counts(tmp_path / "counts.safetensors", some_counts())
+    for path in (tmp_path, tmp_path / "counts.safetensors"):
+        read = load_counts(path)
+        assert read.about == some_counts().about
+        assert [(one.corpus, one.held_out, one.tally.documents) for one in read.corpora] == [
+            (Corpus("a", 3), False, 3), (Corpus("b/c", 1), False, 2), (Corpus("h", 2), True, 2),
+        ]  # fmt: skip
+        assert torch.equal(read.total(), some_counts().total())
+        assert read.corpora[1].by_task().keys() == {"code"}
+
+
+def test_other_files_are_refused(tmp_path):
+    """The file of an earlier version has the sum only, from which no corpus can be told apart."""
+    save_tensors(tmp_path / "counts.safetensors", {"counts": torch.ones(3)})
+    with pytest.raises(TokenMapError, match="holds no token counts of corpora.*count the corpora again"):
+        load_counts(tmp_path)
+    with pytest.raises(TokenMapError, match="does not exist.*Token counts are needed"):
+        load_counts(tmp_path / "absent")

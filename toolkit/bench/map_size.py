@@ -1,0 +1,167 @@
+"""Choose the size of a token map by measurement: a larger map costs time in every draft, a smaller one loses drafts.
+
+For each size N of a ranking of ids:
+
+    accept_length   the target's answers with the head over the whole vocabulary (forecast.py), where every draft that
+                    the map lacks is a miss
+    round           measured seconds of a round with a head of N rows, beside plain rounds of the same moment
+    prediction      accept_length * plain round / round: the speed relative to plain decoding
+
+The best prediction and its neighbours then run end to end beside plain decoding.
+
+Shapes: V target vocabulary, N size of a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+import torch
+
+from toolkit.bench.answers import PLAIN, Sampling
+from toolkit.bench.forecast import forecast_surface
+from toolkit.bench.prompts import Prompt
+from toolkit.bench.replay import summarise_replays
+from toolkit.bench.search import accept_length_of, measured_figures
+from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
+from toolkit.bench.step_times import measure_step_times
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.heads.registry import build_head
+from toolkit.infer.drafters.dynamic_rows import rows_agree
+from toolkit.infer.engine.cpu_door import pack
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import build_engine
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.targets.target import Target
+from toolkit.tokenmap.token_map import TokenMap
+
+SMALLEST = 1024
+FORECAST_BATCH = 8
+OpenDraft = Callable[[], DraftCheckpoint]  # reads the head again, with weights that are not packed
+
+
+@dataclass(frozen=True)
+class SizeResult:
+    """One size. coverage: share of the target's own answers that the map keeps. head_s, round_s: medians.
+
+    predicted_speedup, speedup: relative to plain decoding. measured fields are None if it did not run end to end.
+    """
+
+    name: str
+    size: int
+    coverage: float
+    head_s: float
+    round_s: float
+    predicted_accept_length: float
+    predicted_speedup: float
+    accept_length: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None
+
+
+def sizes_of(vocab_size: int, least: int) -> list[int]:
+    """Returns the sizes to try: powers of two from SMALLEST that hold the `least` forced ids, and the vocabulary."""
+    powers = [1 << bits for bits in range(SMALLEST.bit_length() - 1, vocab_size.bit_length())]
+    return [size for size in powers if least <= size < vocab_size] + [vocab_size]
+
+
+def with_ids(draft: DraftCheckpoint, target: Target, token_map: TokenMap) -> DraftCheckpoint:
+    """The head with another token map.
+
+    A head with an output matrix of its own keeps its rows and takes the target's for other ids. Raises `BenchError` if
+    its rows are not like the target's, which would not fit it then."""
+    config = draft.head.config
+    if not config.own_vocabulary:
+        return replace(draft, token_map=token_map)
+    own = draft.head.lm_head.weight
+    if not rows_agree(own, target, draft.token_map):
+        raise BenchError(
+            f"the {draft.kind} head has an output matrix of its own that is not the target's, so its map cannot change "
+            "after training; the size is chosen with a head of train.head.lm_head frozen or target, or an mtp head"
+        )
+    head = build_head(replace(config, draft_vocab_size=token_map.size))  # type: ignore[call-arg]
+    rows = target.lm_head.weight[token_map.ids.to(own.device)].to(own.dtype)
+    mine = draft.token_map.to_draft(token_map.ids)
+    rows[mine >= 0] = own[mine[mine >= 0]]
+    head.load_state_dict({**draft.head.state_dict(), "lm_head.weight": rows})
+    head = head.cast(own.device, own.dtype).eval().requires_grad_(False)
+    return replace(draft, head=head, token_map=token_map)
+
+
+def measure_sizes(
+    target: Target,
+    open_draft: OpenDraft,
+    maps: Sequence[TokenMap],
+    shape: DraftShape,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    config: EngineConfig,
+    *,
+    run_all: bool = False,
+    dynamic_rows: int = 0,
+) -> list[SizeResult]:
+    """Predict the speed with each map, and run the best and its neighbours (or all) end to end beside plain decoding.
+
+    maps: ascending in size; the last one keeps all ids. dynamic_rows: a further mode, the best map with so many rows.
+    Raises `BenchError` for a head whose map cannot change.
+    """
+
+    def fitted(token_map: TokenMap, dynamic: int = 0) -> DraftCheckpoint:
+        draft = with_ids(open_draft(), target, token_map)
+        draft.head.cast(target.device, target.dtype)
+        pack(target, draft, config.draft_quantization)
+        return replace(draft, dynamic_rows=dynamic)
+
+    config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
+    forecasting = replace(config, max_running_requests=FORECAST_BATCH)
+    surface = forecast_surface(target, fitted(maps[-1]), prompts, [shape], sampling, forecasting)
+    texts = [one.question.prompt_ids for one in surface.references]
+    tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
+    results = []
+    for token_map in maps:
+        times = measure_step_times(target, fitted(token_map), [shape], texts, config, sampling.max_tokens)
+        parts = times.parts(shape)
+        kept = token_map.t2d.tolist()
+        steps = [answer.accepted(shape, kept) for answer in surface.answers[shape.top_k]]
+        length = summarise_replays(steps, shape.num_steps).accept_length or 1.0
+        coverage = float(token_map.t2d[tokens].float().mean())
+        speedup = length * times.plain.round_s / parts.round_s
+        name = str(token_map.size)
+        results.append(SizeResult(name, token_map.size, coverage, parts.draft_s, parts.round_s, length, speedup))
+    best = max(range(len(maps)), key=lambda at: results[at].predicted_speedup)
+    run = range(len(maps)) if run_all else range(max(0, best - 1), min(len(maps), best + 2))
+    chosen = [(at, results[at].name, 0) for at in run]
+    if dynamic_rows:
+        chosen.append((best, f"{results[best].name} + {dynamic_rows}", dynamic_rows))
+    with ExitStack() as engines:
+
+        def mode(draft: DraftCheckpoint | None, label: str | None) -> Mode:
+            own = replace(config, shape=None if draft is None else shape.as_text())
+            engine = engines.enter_context(closing(build_engine(own, target, draft).engine))
+            return Mode(engine, None if draft is None else shape, label=label)
+
+        modes = [mode(None, None), *(mode(fitted(maps[at], extra), label) for at, label, extra in chosen)]
+        rounds = run_side_by_side(
+            modes, target.tokenizer, prompts, sampling, batch=config.max_running_requests, warmup=1
+        )
+    figures = {}
+    for one in modes:
+        own = [done for done in rounds if done.mode == one.name]
+        figures[one.name] = (accept_length_of(own), measured_figures(own).tokens_per_s)
+    plain = figures[PLAIN][1]
+    for at, label, extra in chosen:
+        length, speed = figures[label]
+        done = replace(results[at], name=label, accept_length=length, tokens_per_s=speed, speedup=speed / plain)
+        if extra:
+            results.append(done)
+        else:
+            results[at] = done
+    return results
+
+
+def best_size(results: Sequence[SizeResult]) -> SizeResult:
+    """The fastest of the maps that ran end to end, without those with dynamic rows."""
+    run = [one for one in results if one.speedup is not None and one.name == str(one.size)]
+    return max(run, key=lambda one: one.speedup or 0.0)

@@ -1,0 +1,90 @@
+"""Dynamic rows: ids outside of the token map that a head can draft because a running request uses them.
+
+A token map leaves out rare ids, and what it leaves out is never drafted. But ids that a prompt contains, or that the
+target has just chosen, are likely to come again (ideas: MicroSpec, arXiv 2605.26444; DynaSpec, arXiv 2510.13847). So
+the output matrix gets a block of E further rows, those of the target's output matrix, whose ids change:
+
+    rows       0 .. D-1            D .. D+E-1
+    ids        the token map       ids outside of it: the latest that prompts and answers of the batch contained
+
+All requests of a batch share the block. Answers do not depend on it. The first ids of a block are the lowest outside
+of the map, so that all its rows are those of different ids at any time.
+
+Shapes: D rows of the token map, E rows of the block, V target vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.log import get_logger
+from toolkit.targets.target import Target
+from toolkit.tokenmap.token_map import TokenMap
+
+log = get_logger(__name__)
+
+# A head's own output matrix takes rows of the target's only if it has stayed near them: mean cosine of its rows.
+SAME_ROWS = 0.9
+COMPARED = 256  # rows
+
+
+class DynamicRows:
+    """The block. weight [E, H], bias [E] or None. to_target [D + E]: the target ids of all rows; the last E change.
+
+    finish: the target's logit factor or soft cap; None: a head with an output matrix of its own applies none.
+    """
+
+    def __init__(
+        self, target: Target, token_map: TokenMap, size: int, finish: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        kept = token_map.t2d.tolist()
+        first = list(islice((token for token in range(target.vocab_size) if not kept[token]), size))
+        self._kept, self._finish, self._size = kept, finish, token_map.size
+        # The least recent id first; its row is the next to be replaced.
+        self._slots = {token: slot for slot, token in enumerate(first)}
+        ids = torch.tensor(first, dtype=torch.long, device=target.device)
+        self.to_target = torch.cat((token_map.ids.to(target.device), ids))
+        # Of a packed or quantised matrix this is a copy, made once.
+        self._rows, self._bias = target.lm_head.weight, target.lm_head.bias
+        self.weight = self._rows[ids].clone()
+        self.bias = None if self._bias is None else self._bias[ids].clone()
+
+    def use(self, tokens: Iterable[int]) -> None:
+        """Gives these ids rows, the last one being the most recent; ids of the token map have theirs already."""
+        outside = [token for token in tokens if not self._kept[token]]
+        changed: dict[int, int] = {}
+        for token in outside[-len(self._slots) :]:
+            slot = self._slots.pop(token, None)
+            if slot is None:
+                oldest = next(iter(self._slots))
+                slot = self._slots.pop(oldest)
+                changed[slot] = token
+            self._slots[token] = slot
+        if not changed:
+            return
+        device = self.to_target.device
+        slots, ids = (torch.tensor(list(part), device=device) for part in (changed.keys(), changed.values()))
+        # In place: recorded rounds read these tensors.
+        self.to_target[self._size + slots] = ids
+        self.weight[slots] = self._rows[ids]
+        if self.bias is not None and self._bias is not None:
+            self.bias[slots] = self._bias[ids]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., E] of normed states [..., H]."""
+        scores = F.linear(states.to(self.weight.dtype), self.weight, self.bias)
+        return scores if self._finish is None else self._finish(scores)
+
+
+def rows_agree(own: Tensor, target: Target, token_map: TokenMap) -> bool:
+    """Whether a head's own output matrix [D, H] has rows like the target's: copied from it, and hardly changed."""
+    if own.shape[1] != target.hidden_size:
+        return False
+    take = torch.linspace(0, token_map.size - 1, min(COMPARED, token_map.size)).long()
+    mine, theirs = own[take.to(own.device)].float(), target.lm_head.weight[token_map.ids[take].to(own.device)].float()
+    return bool(F.cosine_similarity(mine, theirs, dim=1).mean() > SAME_ROWS)

@@ -1,0 +1,74 @@
+"""`build-token-map --size auto`: the size with which a head decodes fastest on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from toolkit.bench.acceptance import describe_draft, describe_target
+from toolkit.bench.answers import Sampling
+from toolkit.bench.map_size import SizeResult, best_size, measure_sizes, sizes_of
+from toolkit.bench.prompts import builtin_prompts, limited
+from toolkit.bench.records import command_line, make_record, write_record
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_draft import load_draft, measured_shape
+from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.pipeline.forecast import checked_head
+from toolkit.pipeline.token_map import write_map
+from toolkit.tokenmap.build import build_token_map
+from toolkit.tokenmap.counts import load_counts
+from toolkit.tokenmap.token_map import TokenMapError
+
+PROMPTS, TOKENS = 16, 48  # built-in prompts that are answered, and tokens of an answer
+RECORD = "sizes.json"
+
+
+def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterator[str]:
+    """Write the map in `out` again with the fastest size, and sizes.json with every size; yield lines for the user.
+
+    out: has counts. name: a head, or native; target_name: the target of a native module. The size is chosen by
+    prediction; the engine runs it and its neighbours, and both are written down.
+    Raises `TokenMapError` for counts of another vocabulary, and the errors of `load_models` and `measure_sizes`.
+    """
+    config = EngineConfig(draft=name, target=target_name, max_running_requests=1)
+    target, found = load_models(config, device_of(config))
+    draft = checked_head(found)
+    counts = load_counts(out)
+    if counts.vocab_size != target.vocab_size:
+        raise TokenMapError(
+            f"the counts in {out} are of {counts.vocab_size} ids, and {target.name} has {target.vocab_size}; count "
+            "with its tokenizer and --vocab-size"
+        )
+    total, forced = counts.total(), counts.forced_ids
+    maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
+    shape = measured_shape(draft, False, None, 1)
+    # A head with its own matrix is read again for each size: packed weights cannot be changed.
+    open_draft = (lambda: draft) if not draft.head.config.own_vocabulary else (lambda: checked_head(load_draft(name)))
+    sampling = Sampling(TOKENS, 0.0, 0)
+    prompts = limited(builtin_prompts(), PROMPTS)
+    yield f"choosing the size for {name}: {len(maps)} sizes, shape {shape.as_text()}"
+    results = measure_sizes(target, open_draft, maps, shape, prompts, sampling, config)
+    chosen = best_size(results)
+    (out / f"freq_{counts.vocab_size}.pt").unlink(missing_ok=True)  # it held all ids until now
+    write_map(counts, out, chosen.size, None)
+    described = {"target": describe_target(target), "draft": describe_draft(draft)}
+    settings = {"shape": shape.as_text(), "prompts": PROMPTS, "max_tokens": TOKENS, "chosen": chosen.size}
+    rows = [{"corpus": out.name, **asdict(one), "head_seconds": one.head_s} for one in results]
+    write_record(out / RECORD, make_record("token_map", command_line(), settings, rows, **described))
+    yield from _table(results, chosen, shape)
+
+
+def _table(results: list[SizeResult], chosen: SizeResult, shape: DraftShape) -> Iterator[str]:
+    yield f"  {'size':>7}  {'of answers':>10}  {'head ms':>8}  {'accept_length':>22}  {'over plain decoding':>22}"
+    for one in results:
+        length = f"{one.predicted_accept_length:.2f} predicted"
+        speed = f"{one.predicted_speedup:.2f}x predicted"
+        if one.accept_length is not None and one.speedup is not None:
+            length = f"{one.accept_length:.2f} ({length})"
+            speed = f"{one.speedup:.2f}x ({speed})"
+        mark = "  <- chosen" if one is chosen else ""
+        measured = f"{100 * one.coverage:>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}"
+        yield f"  {one.name:>7}  {measured}{mark}"
+    yield f"shape {shape.as_text()}; the sizes with two numbers ran end to end, beside plain decoding\n"

@@ -1,0 +1,84 @@
+"""What is wrong with the ids of a token map, a repaired map, and the difference of two maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from toolkit.errors import TokenMapError
+from toolkit.tokenmap.build import rank_ids
+from toolkit.tokenmap.files import load_token_map, read_freq_list
+from toolkit.tokenmap.token_map import TokenMap, some
+from toolkit.weights import WeightsError, load_tensors
+
+FILE_NAMES = ("token_map.safetensors", "model.safetensors")
+
+
+def read_ids(path: str | Path) -> torch.Tensor:
+    """Read the ids [D] of a freq_N.pt as they stand in it, or of a .safetensors file with d2t.
+
+    A folder is one that `toolkit build-token-map` wrote, or a draft directory. Raises `TokenMapError`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = next((path / name for name in FILE_NAMES if (path / name).is_file()), None)
+        if file is None:
+            raise TokenMapError(f"{path} has no {' and no '.join(FILE_NAMES)}; give a token map's file or folder")
+        path = file
+    if not path.is_file():
+        raise TokenMapError(f"{path} does not exist; give a freq_N.pt, a token_map.safetensors or a draft directory")
+    if path.suffix != ".safetensors":
+        return read_freq_list(path)
+    if path.name == FILE_NAMES[0]:
+        return load_token_map(path).ids
+    try:
+        tensors = load_tensors(path)
+    except WeightsError as error:
+        raise TokenMapError(str(error)) from error
+    if "d2t" not in tensors:
+        raise TokenMapError(f"{path} has no d2t: this head drafts all ids of its target")
+    return tensors["d2t"].long() + torch.arange(tensors["d2t"].numel())
+
+
+def problems_of(ids: torch.Tensor, vocab_size: int | None = None, forced_ids: Sequence[int] = ()) -> list[str]:
+    """Return what is wrong with the ids [D] of a file: duplicates, order, ids outside the vocabulary or missing.
+
+    vocab_size: None if it is not known.
+    """
+    found = []
+    unique, times = ids.unique(return_counts=True)
+    if unique.numel() < ids.numel():
+        repeated = unique[times > 1]
+        found.append(f"{ids.numel() - unique.numel()} duplicates: {some(repeated)}; sampling is then not exact")
+    if (ids[1:] < ids[:-1]).any():
+        found.append("ids are not ascending, so they cannot be stored as d2t")
+    outside = unique[(unique < 0) | (unique >= (vocab_size or torch.iinfo(torch.int64).max))]
+    if outside.numel():
+        found.append(f"{outside.numel()} ids are outside the vocabulary [0, {vocab_size or 'V'}): {some(outside)}")
+    missing = torch.tensor(sorted(set(forced_ids) - set(unique.tolist())), dtype=torch.int64)
+    if missing.numel():
+        found.append(f"{missing.numel()} special ids are missing, so they are never drafted: {some(missing)}")
+    return found
+
+
+def repaired(
+    ids: torch.Tensor, vocab_size: int, forced_ids: Sequence[int], counts: torch.Tensor | None = None
+) -> TokenMap:
+    """Return the map of the valid ids in `ids` [D], of the forced ids, and of no others where there are no counts.
+
+    With `counts` [V] it has D ids: the most frequent others fill it up, or the least frequent of `ids` make room.
+    Without, it shrinks by what is dropped; forced ids replace the last ids of a list that is not ascending, since such
+    lists are ranked by frequency, and are added to an ascending one. Raises `TokenMapError` when nothing is left.
+    """
+    valid = ids[(ids >= 0) & (ids < vocab_size)].tolist()
+    kept = list(dict.fromkeys([*sorted(set(forced_ids)), *valid]))
+    forced = len(set(forced_ids))
+    if counts is not None:
+        own = torch.tensor(kept[forced:], dtype=torch.int64)
+        own = own[torch.sort(counts[own], descending=True, stable=True).indices]
+        kept = list(dict.fromkeys([*kept[:forced], *own.tolist(), *rank_ids(counts).tolist()]))
+    is_ranked = bool((ids[1:] < ids[:-1]).any())
+    size = max(ids.numel(), forced) if counts is not None or is_ranked else len(kept)
+    return TokenMap.from_ids(kept[:size], vocab_size)
