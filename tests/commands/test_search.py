@@ -8,11 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.native_targets import SERVES_HYBRIDS, write_native_target
 from tests.conftest import train_tokenizer
 from toolkit import cli
 from toolkit.bench.records import read_record
+from toolkit.checkpoint.draft_dir import save_draft
+from toolkit.heads.registry import head_class
+from toolkit.infer.load.config import EngineConfig
+from toolkit.infer.load.load_engine import load_engine
+from toolkit.targets.target import Target
 
 SMALL = ["--limit", "3", "--max-tokens", "12", "--top-k", "1", "2", "--num-steps", "2", "--num-draft-tokens", "4"]
 SHAPES = ["1,1,2", "2,1,3", "1,2,3", "2,2,4"]
@@ -50,7 +56,7 @@ def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFix
     [
         ("--draft ngram --target t", "--draft names no head (n-gram lookup has no head)"),
         ("--draft none --target t", "--draft names no head (nothing is drafted)"),
-        ("--target t", "t"),
+        ("--target TINY", "--draft names no head (nothing is drafted)"),
         ("", "neither --draft nor --target is given"),
         ("--draft ckpt --top-k 0", "num_steps and top_k must be at least 1"),
         ("--draft ckpt --num-steps 0", "num_steps and top_k must be at least 1"),
@@ -61,9 +67,9 @@ def test_forecast_prints_tables_and_draws(draft: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_what_cannot_be_forecast(
-    draft: Path, command: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
+    draft: Path, tiny_target_directory: Path, command: str, line: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, *line.split()]) == 2
+    assert cli.main([command, *line.replace("TINY", str(tiny_target_directory)).split()]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -127,6 +133,26 @@ def test_a_directory_that_cannot_be_written(
         (draft / "search.json").mkdir()
     assert cli.main(["search", "--draft", str(draft), *SMALL, "--out", "s.json"]) == 0
     assert says in caplog.text and read_record("s.json")["best"]["1"] and not (draft / "search.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle2"])
+def test_heads_that_share_the_targets_output_matrix(
+    kind: str, tiny_target: Target, tiny_target_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a token map, whose ids limit top_k; a search with it holds for no engine without it."""
+    config_class = head_class(kind).config_class
+    config = config_class.from_target_config(tiny_target.config, vocab_size=tiny_target.vocab_size)
+    meta = {"target": {"name": str(tiny_target_directory), "revision": None}}
+    save_draft("shared", head_class(kind)(config).state_dict(), config, None, meta)
+    torch.save(list(range(30)), "map.pt")
+    line = ["search", "--draft", "shared", "--token-map", "map.pt", *SMALL, "--top-k", "1", "99", "--temperature", "1"]
+    assert cli.main([*line, "--out", "s.json"]) == 0
+    assert "top_k 99 is left out: the draft vocabulary has 30 tokens" in caplog.text
+    settings = read_record("s.json")["settings"]
+    assert settings["token_map"]["file"] == "map.pt" and settings["temperature"] == 1
+    assert json.loads(Path("shared/search.json").read_text())["best"]["1"]["shape"] in SHAPES[:2]
+    load_engine(EngineConfig(draft="shared")).engine.close()
+    assert "shared/search.json is not used, since it was made with token_map" in caplog.text
 
 
 @pytest.mark.skipif(not SERVES_HYBRIDS, reason="needs transformers 5.23 or later")

@@ -35,15 +35,23 @@ def print_search(record: Mapping[str, Any], console: Console | None = None) -> N
     for batch, found in record["best"].items():
         rows = [row for row in record["rows"] if row["batch"] == int(batch)]
         plain = next(row for row in rows if row["setting"] == PLAIN)
-        console.print(Text(f"batch {batch}: {found['setting']}{_gain(rows, found['setting'], plain)}", style="bold"))
+        console.print(
+            Text(
+                f"batch {batch}: {found['setting']}{_gain(rows, found['setting'], plain, settings['objective'])}",
+                style="bold",
+            )
+        )
         console.print(_table(rows, found["setting"], settings["objective"]))
 
 
-def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any]) -> str:
+def _gain(rows: list[dict[str, Any]], setting: str, plain: Mapping[str, Any], objective: Objective) -> str:
     if setting == PLAIN:
         return " decoding is the best: no draft pays here"
     best = next(row for row in rows if row["setting"] == setting)
-    return f", {best['measured_tokens_per_s'] / plain['measured_tokens_per_s']:.2f}x plain decoding"
+    figure = f"measured_{FIGURES[objective]}"
+    if objective == "tokens-per-s":
+        return f", {best[figure] / plain[figure]:.2f}x plain decoding"
+    return f", {objective} {_ms(best[figure])} ms, plain decoding's {_ms(plain[figure])} ms"
 
 
 def _table(rows: list[dict[str, Any]], best: str, objective: Objective) -> Table:

@@ -20,6 +20,7 @@ from toolkit.bench.records import command_line, machine_name, write_record
 from toolkit.bench.surface_report import draw_surface, forecast_record, print_surface
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.choose_drafter import Draft
+from toolkit.infer.drafters.ngram_drafter import NgramLookup
 from toolkit.infer.load.config import NGRAM, NONE, ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.request.draft_tree import DraftShape
@@ -57,6 +58,7 @@ def forecast_head(
         "temperature": wanted.temperature,
         "seed": seed,
         "token_map": describe_token_map(config),
+        "dynamic_rows": config.dynamic_rows,
         "batch": config.max_running_requests,
         "torch_compile": config.torch_compile,
     }
@@ -81,14 +83,18 @@ def load_head(config: EngineConfig) -> tuple[Target, DraftCheckpoint]:
     """Load the target and the head. Raises `ConfigError` unless `config.draft` names a head, and the errors of
     `load_models`."""
     config.check(device_of(config).type)
-    named = str(config.draft)
-    draft: Draft | None = None
-    if named not in (NGRAM, NONE):
-        target, draft = load_models(config, device_of(config))
+    if str(config.draft) in (NGRAM, NONE):
+        checked_head(NgramLookup() if str(config.draft) == NGRAM else None)  # before the target is loaded
+    target, draft = load_models(config, device_of(config))
+    return target, checked_head(draft)
+
+
+def checked_head(draft: Draft | None) -> DraftCheckpoint:
+    """Raises `ConfigError` unless it is a head."""
     if not isinstance(draft, DraftCheckpoint):
-        what = "n-gram lookup has no head" if named == NGRAM else "nothing is drafted"
+        what = "nothing is drafted" if draft is None else "n-gram lookup has no head"
         raise ConfigError(f"`draft` names no head ({what}); give a draft directory, or measure with `toolkit bench`")
-    return target, draft
+    return draft
 
 
 def prompts_from(wanted: BenchSettings) -> str:

@@ -74,6 +74,7 @@ def search_head(
         "temperature": wanted.temperature,
         "seed": seed,
         "token_map": describe_token_map(config),
+        "dynamic_rows": config.dynamic_rows,
         "torch_compile": config.torch_compile,
         "seconds": round(time.perf_counter() - started, 1),
     }

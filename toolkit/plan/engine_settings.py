@@ -64,7 +64,7 @@ def settings_text(
             lines += [f"batch {batch}: {text}", f"  {_flags(engine, draft, Shape(*best))}"]
         else:
             lines.append(f"batch {batch}: serve without drafts (the best setting: {text})")
-    if draft.path is not None:
+    if draft.path is not None and any(line.startswith("  ") for line in lines):
         to = "native" if draft.head.config.in_target else engine
         words = ["toolkit", "export", "--draft", str(draft.path), "--to", to, "--out", EXPORTED]
         served = f", and {EXPORTED} is the model to serve" if draft.head.config.in_target else ""
