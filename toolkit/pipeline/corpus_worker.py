@@ -85,7 +85,7 @@ def run_worker(connections: Sequence[Connection], counter: ShardCounter) -> None
     """Serve each connection by a thread, until all are told to end or the process at their other end does.
 
     Threads share the tokenizer's tables and its cache of words. Processes would have a copy each, which compete for the
-    CPU's caches: on two cores that costs a third of the speed. Threads wait for each other outside of the tokenizer only.
+    CPU's caches: on two cores that costs a third of the speed. Threads wait for each other only outside the tokenizer.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread has one core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the other process, which ends this one
