@@ -27,10 +27,10 @@ from toolkit.bench.search import confirm, finalists, measured_figures, predict, 
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import measure_step_times
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import build_engine, device_of, load_models
+from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.pipeline.forecast import checked_head, largest_shapes
+from toolkit.pipeline.forecast import largest_shapes, load_head
 from toolkit.threads import physical_cores, users_threads
 
 OBJECTIVE = "tokens-per-s"
@@ -52,15 +52,14 @@ def main() -> int:
 
     torch.set_num_threads(users_threads() or physical_cores())
     config = EngineConfig(draft=args.draft, dtype=args.dtype, max_running_requests=args.batch)
-    target, draft = load_models(config, device_of(config))
-    draft = checked_head(draft)
+    target, draft = load_head(config)
     prompts, sampling = limited(builtin_prompts(), args.limit), Sampling(args.max_tokens, 0.0, 0)
     largest = largest_shapes(args.top_k, args.num_steps, args.num_draft_tokens)
 
     started = time.perf_counter()
     surface = forecast_surface(target, draft, prompts, largest, sampling, replace(config, max_running_requests=8))
     texts = [one.question.prompt_ids for one in surface.references]
-    times = measure_step_times(target, draft, surface.shapes(), texts, config)
+    times = measure_step_times(target, draft, surface.shapes(), texts, config, args.max_tokens)
     candidates = predict(surface, times)
     measured = confirm(target, draft, finalists(candidates, OBJECTIVE), times, prompts, sampling, config)
     pick = winner([one for one in measured if one.name != "adaptive"], OBJECTIVE)
@@ -87,7 +86,7 @@ def main() -> int:
                 "forecast_accept_length": one.accept_length if one.shape else None,
                 "accept_length": found.accept_length if one.shape else 1.0,
                 "predicted_tokens_per_s": one.predicted.tokens_per_s if one.predicted else None,
-                "measured_tokens_per_s": measured_figures(own, args.batch).tokens_per_s,
+                "measured_tokens_per_s": measured_figures(own).tokens_per_s,
             }
         )
     rows.sort(key=lambda row: -row["measured_tokens_per_s"])

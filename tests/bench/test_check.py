@@ -37,7 +37,7 @@ from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify import verifiers
 from toolkit.targets.load import load_target
-from toolkit.tokenmap.build import build_token_map, count_tokens, forced_ids_for
+from toolkit.tokenmap.build import build_token_map, forced_ids_for
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head, start_head, trained_head
 from toolkit.train.head_snapshot import describe_target
@@ -78,7 +78,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     cut = best_law(target, prompts, stages=1).prompt
     batches = [written_by(target, prompts), written_by(target, [cut] * 32, temperature=1.0, top_k=4, ignore_eos=True)]
-    counts = count_tokens((batch.input_ids[batch.response].tolist() for batch in batches), target.vocab_size)
+    counts = sum(torch.bincount(batch.input_ids[batch.response], minlength=target.vocab_size) for batch in batches)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
     token_map = build_token_map(counts, size=SIZE, forced_ids=forced)
     settings = TrainSettings(unroll=UnrollSettings(ttt_steps=STEPS))

@@ -11,11 +11,11 @@ from toolkit.bench.answers import Sampling
 from toolkit.bench.map_size import SizeResult, best_size, measure_sizes, sizes_of
 from toolkit.bench.prompts import builtin_prompts, limited
 from toolkit.bench.records import command_line, make_record, write_record
+from toolkit.checkpoint.open_head import open_head
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_draft import load_draft, measured_shape
-from toolkit.infer.load.load_engine import device_of, load_models
+from toolkit.infer.load.load_draft import measured_shape
 from toolkit.infer.request.draft_tree import DraftShape
-from toolkit.pipeline.forecast import checked_head
+from toolkit.pipeline.forecast import load_head
 from toolkit.pipeline.token_map import write_map
 from toolkit.tokenmap.build import build_token_map
 from toolkit.tokenmap.counts import load_counts
@@ -30,11 +30,10 @@ def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterato
 
     out: has counts. name: a head, or native; target_name: the target of a native module. The size is chosen by
     prediction; the engine runs it and its neighbours, and both are written down.
-    Raises `TokenMapError` for counts of another vocabulary, and the errors of `load_models` and `measure_sizes`.
+    Raises `TokenMapError` for counts of another vocabulary, and the errors of `load_head` and `measure_sizes`.
     """
     config = EngineConfig(draft=name, target=target_name, max_running_requests=1)
-    target, found = load_models(config, device_of(config))
-    draft = checked_head(found)
+    target, draft = load_head(config)
     counts = load_counts(out)
     if counts.vocab_size != target.vocab_size:
         raise TokenMapError(
@@ -45,7 +44,7 @@ def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterato
     maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
     shape = measured_shape(draft, False, None, 1)
     # A head with its own matrix is read again for each size: packed weights cannot be changed.
-    open_draft = (lambda: draft) if not draft.head.config.own_vocabulary else (lambda: checked_head(load_draft(name)))
+    open_draft = (lambda: open_head(name)) if draft.head.config.own_vocabulary else (lambda: draft)
     sampling = Sampling(TOKENS, 0.0, 0)
     prompts = limited(builtin_prompts(), PROMPTS)
     yield f"choosing the size for {name}: {len(maps)} sizes, shape {shape.as_text()}"
