@@ -19,7 +19,6 @@ import torch
 from results_folder import leave
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from toolkit.tokenmap.counts import load_counts
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.bench.acceptance import describe_draft, describe_target
@@ -36,6 +35,7 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 from toolkit.threads import physical_cores, users_threads
 from toolkit.tokenmap.build import build_token_map
+from toolkit.tokenmap.counts import load_counts
 from toolkit.tokenmap.token_map import TokenMap
 
 LEAST = 2048
