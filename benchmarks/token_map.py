@@ -4,7 +4,7 @@
 
 FILE is repeated until there are so many bytes. One process after the other runs:
 
-tokenizer        `tokenizers` encodes the documents, which are in memory, on as many threads as processes count below;
+tokenizer        `tokenizers` encodes the documents, which are in memory, on as many threads as workers count below;
                  nothing is counted. Twice, before and after the others
 toolkit          the command, from its start to its end
 toolkit-again    the command again: all is counted, so this is what starting it and writing its files takes

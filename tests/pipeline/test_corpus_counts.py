@@ -1,4 +1,4 @@
-"""Counting by several processes: the counts are those of one pass, also after a kill, and nothing is counted twice."""
+"""Counting by several workers: the counts are those of one pass, also after a kill, and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int
     return asked
 
 
-def test_workers_count_what_one_pass_counts(counter, expected, tiny_target) -> None:
-    """Every format, cut into shards and given to two processes, has the counts of its text encoded at once."""
+@pytest.mark.parametrize("threads, num_proc", [(4, 2), (1, 2), (2, 3)])
+def test_workers_count_what_one_pass_counts(counter, expected, monkeypatch, threads, num_proc) -> None:
+    """Every format, cut into shards and given to threads of one or more processes, has the counts of its text."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -97,7 +98,8 @@ def test_workers_count_what_one_pass_counts(counter, expected, tiny_target) -> N
     Path("a.json").write_text(json.dumps(rows))
     parquet.write_table(pa.Table.from_pylist(rows), "a.parquet", row_group_size=7)
     texts, by_rows = ("a.txt", "a.md.gz"), ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet")
-    found = count(counter, *texts, *by_rows)
+    monkeypatch.setattr(corpus_counts, "THREADS", threads)
+    found = count(counter, *texts, *by_rows, num_proc=num_proc)
     whole = expected(text)
     of_rows = sum(expected(row["text"]) for row in rows)
     assert len(corpora.shards_of([Path("a.txt")])) > 10 and len(corpora.shards_of([Path("a.parquet")])) > 10

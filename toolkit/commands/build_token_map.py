@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of the target's vocabulary: rows of its output matrix (default: the tokenizer's size)",
     )
     group.add_argument(
-        "--num-proc", type=int, metavar="N", help="processes that count, one core each (default: all cores)"
+        "--num-proc", type=int, metavar="N", help="workers that count, one core each (default: all cores)"
     )
     group.add_argument(
         "--counts", type=Path, metavar="DIR", help="take the counts of this folder; no corpus is read again"

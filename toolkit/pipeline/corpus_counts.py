@@ -1,4 +1,4 @@
-"""Count the tokens of corpora by several processes. A killed count goes on where it was.
+"""Count the tokens of corpora on several cores. A killed count goes on where it was.
 
 Each corpus has a file of its own under counting/ with what is counted so far, and which shards that is. Weights, sizes
 and other corpora do not change it, so they can change without counting again.
@@ -28,6 +28,8 @@ from toolkit.weights import sha256_json
 logger = get_logger(__name__)
 
 COUNTING = "counting"
+# Threads of a worker process: more would wait for each other.
+THREADS = 4
 # A state is saved when as many times the duration of the last save have passed.
 SAVE_SHARE = 20
 
@@ -39,7 +41,7 @@ def count_corpora(
     folder: Path,
     num_proc: int,
 ) -> list[CorpusCounts]:
-    """Count corpora and held-out corpora by `num_proc` processes; what `folder` has of them is kept.
+    """Count corpora and held-out corpora on `num_proc` cores; what `folder` has of them is kept.
 
     Raises `TokenMapError` for a corpus without text, a corpus that is held out as well, and a worker that was killed;
     `DataError` for a file that cannot be read or changes meanwhile.
@@ -186,7 +188,7 @@ def _sources(counting: Iterable[_Counting]) -> set[str]:
 def _counted(
     todo: Sequence[tuple[_Counting, int]], counter: ShardCounter, num_proc: int
 ) -> Iterator[tuple[tuple[_Counting, int], Tally, bool]]:
-    """Yield (corpus and shard, tally, whether it is the shard's last) as worker processes send them.
+    """Yield (corpus and shard, tally, whether it is the shard's last) as workers send them.
 
     Raises an error that a worker sends, and `TokenMapError` when one was killed.
     """
@@ -222,14 +224,17 @@ def _counted(
 
 @contextmanager
 def _workers(counter: ShardCounter, count: int) -> Iterator[list[Connection]]:
-    """Start worker processes, and end them when the block ends."""
+    """Start workers, threads in as few processes as can keep them busy, and end them when the block ends."""
     context = multiprocessing.get_context("spawn")  # a fork would copy threads of the tokenizer and of torch
     pairs = [context.Pipe() for _ in range(count)]
-    processes = [context.Process(target=run_worker, args=(far, counter), daemon=True) for _, far in pairs]
+    step = THREADS if counter.tokenizer_json else 1  # a tokenizer in Python lets one thread work at a time
+    groups = [[far for _, far in pairs[start : start + step]] for start in range(0, count, step)]
+    processes = [context.Process(target=run_worker, args=(group, counter), daemon=True) for group in groups]
     try:
-        for process, (_, far) in zip(processes, pairs, strict=True):
+        for process, group in zip(processes, groups, strict=True):
             process.start()
-            far.close()  # the worker holds it; so its end closes the connection
+            for far in group:
+                far.close()  # the worker holds it; so its end closes the connection
         yield [near for near, _ in pairs]
     finally:
         for process in processes:

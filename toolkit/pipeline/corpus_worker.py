@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,13 +81,25 @@ class ShardCounter:
         return lambda texts: [one.ids for one in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def run_worker(connection: Connection, counter: ShardCounter) -> None:
-    """Receive (shard, skip) until None comes, and send each tally and whether it is the shard's last, or the error.
+def run_worker(connections: Sequence[Connection], counter: ShardCounter) -> None:
+    """Serve each connection by a thread, until all are told to end or the process at their other end does.
 
-    Ends silently when the process at the other end does.
+    Threads share the tokenizer's tables and its cache of words. Processes would have a copy each, which compete for the
+    CPU's caches: on two cores that costs a third of the speed. Threads wait for each other only outside the tokenizer.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process has one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread has one core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the other process, which ends this one
+    if len(connections) > 1:
+        counter.encode([])  # makes the tokenizer once, for all
+    threads = [threading.Thread(target=_serve, args=(one, counter)) for one in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _serve(connection: Connection, counter: ShardCounter) -> None:
+    """Receive (shard, skip) until None comes, and send each tally and whether it is the shard's last, or the error."""
     try:
         while (task := connection.recv()) is not None:
             try:
