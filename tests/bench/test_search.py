@@ -52,8 +52,8 @@ def surface_of() -> Surface:
     """An answer whose steps accept one draft with 2 nodes; the second level is right in trees of 4 only."""
     largest = {1: DraftShape.chain(2), 2: DraftShape(2, 2, 4)}
     answer = {
-        1: ForecastAnswer("1", (5,) * 9, np.array([[[2, 2], [NEVER, NEVER]]] * 8)),
-        2: ForecastAnswer("1", (5,) * 9, np.array([[[2, 2], [NEVER, 4]]] * 8)),
+        1: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, NEVER]]] * 8)),
+        2: ForecastAnswer("1", tuple(range(9)), np.array([[[2, 2], [NEVER, 4]]] * 8)),
     }
     return Surface(largest, {key: [one] for key, one in answer.items()}, [], 0)
 

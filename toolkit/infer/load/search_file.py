@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 SEARCH = "search.json"
 # Engine options that change times of rounds, or what is drafted.
-OPTIONS = ("dynamic_rows", "torch_compile", "cuda_graph_max_bs", "tensor_parallel_size")
+OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
 
 
 def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
