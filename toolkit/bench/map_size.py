@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from toolkit.bench.answers import PLAIN, Sampling
 from toolkit.bench.forecast import forecast_surface
@@ -110,8 +111,9 @@ def measure_sizes(
 
     def fitted(token_map: TokenMap, dynamic: int = 0) -> DraftCheckpoint:
         draft = with_ids(open_draft(), target, token_map)
-        draft.head.cast(target.device, target.dtype)
-        pack(target, draft, config.draft_quantization)
+        if any(isinstance(module, nn.Linear) for module in draft.head.modules()):  # it is not packed yet
+            draft.head.cast(target.device, target.dtype)
+            pack(target, draft, config.draft_quantization)
         return replace(draft, dynamic_rows=dynamic)
 
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
