@@ -90,9 +90,9 @@ def main() -> int:
         Sampling(args.max_tokens, 0.0, 0), config, run_all=True, dynamic_rows=args.dynamic,
     )  # fmt: skip
     static = [one for one in results if one.name == str(one.size)]
-    auto = max(static, key=lambda one: one.predicted_speedup)
+    auto = max(static, key=lambda one: one.predicted_speedup or 0)
     best = max(static, key=lambda one: one.speedup or 0)
-    columns = ("rows", "covers", "head ms", "accept_length", "(predicted)", "speedup", "(predicted)")
+    columns = ("rows", "covers", "draft ms", "accept_length", "(predicted)", "speedup", "(predicted)")
     print("  ".join(f"{column:>14}" for column in columns))
     for one in results:
         marks = [text for text, which in (("auto", auto), ("best", best)) if one is which]
@@ -103,12 +103,16 @@ def main() -> int:
             one.speedup,
             one.predicted_speedup,
         )
-        cells = [f"{one.name:>14}", f"{100 * one.coverage:>12.1f} %", *(f"{number or 0:>14.3f}" for number in numbers)]
+        cells = [
+            f"{one.name:>14}",
+            f"{100 * (one.coverage or 0):>12.1f} %",
+            *(f"{number or 0:>14.3f}" for number in numbers),
+        ]
         print("  ".join([*cells, *marks]))
     print(f"auto is {100 * (auto.speedup or 0) / (best.speedup or 1):.1f} % of the best")
     record = make_record(
         "token_map", command_line(), {**vars(args), "counts": None, "out": None},
-        [{"corpus": "rollouts", **asdict(one), "head_seconds": one.head_s} for one in results],
+        [{**asdict(one), "coverage": None if args.random else one.coverage} for one in results],
         auto=auto.name, best=best.name, target=describe_target(target), draft=describe_draft(draft),
     )  # fmt: skip
     leave(record, f"map-sizes-{name}-{draft.kind}", args.out)

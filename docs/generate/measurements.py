@@ -173,6 +173,24 @@ SECTIONS = (
         command="python benchmarks/token_map.py --text FILE",
     ),
     Section(
+        "Sizes of a token map",
+        "Which size of the map makes decoding fastest, and does `--size auto` find it?",
+        "map-sizes-*.json",
+        tables.map_sizes,
+        text="*predicted*: from one forecast and measured rounds, before any size ran end to end. A sum of rows: the "
+        "chosen map with as many dynamic rows. The random head shows times only.",
+        command="python benchmarks/map_sizes.py --draft DIR --counts DIR",
+    ),
+    Section(
+        "A search against brute force",
+        "Is a forecast the engine's accept_length, and how far from the best is a search's pick?",
+        "search-brute-force-*.json",
+        tables.brute_force,
+        text="Every setting answers the same prompts in turns. In *float32* a forecast must be exact; in *bfloat16* "
+        "answers part at near-ties.",
+        command="python benchmarks/brute_force.py --draft DIR [--dtype float32]",
+    ),
+    Section(
         "Auxiliary layers read one off",
         "What does it cost to read a head's layer ids in the convention of another project?",
         "acceptance-aux-shift-*.json",

@@ -147,6 +147,45 @@ def token_map(record: Record) -> str:
     )
 
 
+def map_sizes(record: Record) -> str:
+    """Every size of a map: what it covers, drafting time, acceptance and speed, predicted and measured."""
+    header = ("rows", "covers", "drafting, ms", "accept_length", "predicted", "over plain decoding", "predicted")
+    return table(
+        header,
+        (
+            (
+                row["name"] + (" (chosen)" if row["name"] == record["auto"] else ""),
+                NONE if row["coverage"] is None else f"{100 * row['coverage']:.1f} %",
+                decimal(1000 * row["head_s"], 2),
+                *(decimal(row[name]) for name in ("accept_length", "predicted_accept_length")),
+                *(f"{decimal(row[name])}x" if row[name] else NONE for name in ("speedup", "predicted_speedup")),
+            )
+            for row in record["rows"]
+        ),
+    )
+
+
+def brute_force(record: Record) -> str:
+    """The summary of a search beside brute force, and the fastest settings."""
+    summary = record["summary"]
+    facts = (
+        f"{summary['settings']} settings: the search took {decimal(summary['search_s'], 0)} s and brute force "
+        f"{decimal(summary['brute_force_s'], 0)} s. The pick, {summary['pick']}, reaches "
+        f"{100 * summary['pick_of_best']:.1f} % of the best, {summary['best']}. {summary['exact_forecasts']} forecasts "
+        f"are exactly the engine's accept_length; the largest difference is {decimal(summary['largest_difference'], 3)}."
+    )
+    header = ("setting", "accept_length", "forecast", "tokens/s", "predicted")
+    rows = (
+        (
+            row["setting"],
+            *(decimal(row[name]) for name in ("accept_length", "forecast_accept_length")),
+            *(decimal(row[name], 1) for name in ("measured_tokens_per_s", "predicted_tokens_per_s")),
+        )
+        for row in record["rows"][:10]
+    )
+    return f"{table(header, rows)}\n\n{facts}"
+
+
 def training_step(record: Record) -> str:
     """Seconds and memory of a step."""
     header = ("step", "precision", "ids in it", "features", "seconds", "memory beside what is held before")

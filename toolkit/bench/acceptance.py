@@ -140,6 +140,7 @@ def _chosen(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
 def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> dict[str, Any]:
     return {
         "token_map": describe_token_map(config),
+        "dynamic_rows": config.dynamic_rows,
         "batch": config.max_running_requests,
         "verify": config.verify,
         "forced_accept_length": None if forced is None else forced.accept_length,

@@ -64,9 +64,9 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
     if config.draft is None or name in (NGRAM, NONE):
         given = "not given" if config.draft is None else name
         raise ConfigError(f"`draft` is {given}; a head is needed: a draft directory, a hub id, or native")
-    for option, value in (("prompts", limit), ("max-tokens", max_tokens)):
-        if value < 1:
-            raise ConfigError(f"--{option} is {value}; at least 1 is needed")
+    for option, value, least in (("prompts", limit, 1), ("max-tokens", max_tokens, 2)):  # a draft follows a token
+        if value < least:
+            raise ConfigError(f"--{option} is {value}; at least {least} is needed")
     device = device_of(config)
     config.check(device.type)
     draft: Any = None

@@ -43,6 +43,8 @@ def aux_layers_check(head: CheckedHead) -> Finding:
         return Finding(FAILED, head.wrong_layers)
     if head.blocked:
         return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    if not head.first_drafts[0]:
+        return Finding(SKIPPED, "no answer has two tokens or more")
     recorded, others = head.first_drafts[0], [shift for shift in head.first_drafts if shift]
     alarm = AUX_ALARM / 2
     rows: dict[int, dict[str, Any]] = {0: {"ids": list(ids), "first_draft_right": _share_right(recorded)}}

@@ -87,7 +87,8 @@ def token_map_check(head: CheckedHead) -> Finding:
     tokens have low ids in all of them.
     """
     token_map, target = head.draft.token_map, head.target
-    if not head.draft.head.config.own_vocabulary:
+    shared = not head.draft.head.config.own_vocabulary
+    if shared and token_map.size == token_map.vocab_size:
         return Finding(
             SKIPPED, f"the head has none: it drafts all {token_map.size:,} ids by the target's output matrix"
         )
@@ -115,11 +116,14 @@ def _tried_map(head: CheckedHead, size: str, numbers: dict[str, Any]) -> Finding
     token_map = head.draft.token_map
     written = torch.tensor([token for answer in head.plain for token in answer])
     covered = float(token_map.t2d[written].float().mean())
+    if not head.first_drafts[0]:
+        return Finding(SKIPPED, f"{size}; no answer has two tokens or more", numbers)
     given = torch.cat([one.log_probability for one in head.first_drafts[0]])
     mean, uniform = float(given.nanmean()), -math.log(token_map.size)
     numbers |= {"coverage": covered, "mean_log_probability": mean, "uniform": uniform}
     size += f", covers {covered:.1%} of {len(written)} tokens"
-    if not mean > uniform:
+    # Rows of the target's matrix follow the ids of any map, so a wrong map shows in the coverage alone.
+    if head.draft.head.config.own_vocabulary and not mean > uniform:
         return Finding(
             FAILED,
             f"{size}; with it the head gives the target's tokens a log-probability of {mean:.2f} in the mean, and a "

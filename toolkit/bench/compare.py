@@ -36,7 +36,7 @@ INTERVALS = (
     f"Intervals: paired bootstrap over prompts, all turns of a prompt together, {RESAMPLES} resamples; of speeds over "
     f"at least {LEAST_GROUPS} groups of prompts that were decoded together."
 )
-TOLD = ("verify", "torch_compile", "token_map")  # settings that may differ and are then shown
+SHOWN = ("verify", "torch_compile", "token_map", "dynamic_rows")  # settings that may differ and are then shown
 MACHINE = ("cpu", "cpu_flags", "cores", "torch_threads", "gpus")
 
 
@@ -128,7 +128,7 @@ def _why_untimed(a: Record, b: Record) -> str | None:
 
 
 def _told(a: Record, b: Record) -> str:
-    different = _different((key, a["settings"].get(key), b["settings"].get(key)) for key in TOLD)
+    different = _different((key, a["settings"].get(key), b["settings"].get(key)) for key in SHOWN)
     different += _different((key, a["versions"].get(key), b["versions"].get(key)) for key in sorted(a["versions"]))
     return f"They also differ in {'; '.join(different)}." if different else ""
 

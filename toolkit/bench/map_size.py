@@ -14,7 +14,7 @@ Shapes: V target vocabulary, N size of a map.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import summarise_replays
 from toolkit.bench.search import accept_length_of, measured_figures
 from toolkit.bench.side_by_side import BenchError, Mode, run_side_by_side
-from toolkit.bench.step_times import measure_step_times
+from toolkit.bench.step_times import StepTimes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.registry import build_head
 from toolkit.infer.drafters.dynamic_rows import rows_agree
@@ -45,18 +45,20 @@ OpenDraft = Callable[[], DraftCheckpoint]  # reads the head again, with weights 
 
 @dataclass(frozen=True)
 class SizeResult:
-    """One size. coverage: share of the target's own answers that the map keeps. head_s, round_s: medians.
+    """One size. coverage: share of the target's own answers that the map keeps. head_s, round_s: median seconds of
+    drafting and of a whole round.
 
-    predicted_speedup, speedup: relative to plain decoding. measured fields are None if it did not run end to end.
+    predicted_speedup, speedup: relative to plain decoding. The last three are None if it did not run end to end; with
+    dynamic rows nothing is predicted.
     """
 
     name: str
     size: int
-    coverage: float
+    coverage: float | None
     head_s: float
     round_s: float
-    predicted_accept_length: float
-    predicted_speedup: float
+    predicted_accept_length: float | None
+    predicted_speedup: float | None
     accept_length: float | None = None
     tokens_per_s: float | None = None
     speedup: float | None = None
@@ -91,6 +93,64 @@ def with_ids(draft: DraftCheckpoint, target: Target, token_map: TokenMap) -> Dra
     return replace(draft, head=head, token_map=token_map)
 
 
+@dataclass(frozen=True)
+class SizeTrials:
+    """What all sizes are measured with. Fields as the arguments of `measure_sizes`."""
+
+    target: Target
+    open_draft: OpenDraft
+    shape: DraftShape
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    config: EngineConfig
+
+    def fitted(self, token_map: TokenMap, dynamic_rows: int = 0) -> DraftCheckpoint:
+        """The head with this map, ready for an engine."""
+        draft = with_ids(self.open_draft(), self.target, token_map)
+        if any(isinstance(module, nn.Linear) for module in draft.head.modules()):  # it is not packed yet
+            draft.head.cast(self.target.device, self.target.dtype)
+            pack(self.target, draft, self.config.draft_quantization)
+        return replace(draft, dynamic_rows=dynamic_rows)
+
+    def times(self, draft: DraftCheckpoint, texts: Sequence[Sequence[int]]) -> StepTimes:
+        return measure_step_times(self.target, draft, [self.shape], texts, self.config, self.sampling.max_tokens)
+
+    def predicted(self, maps: Sequence[TokenMap]) -> tuple[list[SizeResult], list[tuple[int, ...]]]:
+        """Predictions for each map, and the ids of the prompts. The last map keeps all ids."""
+        shape, forecasting = self.shape, replace(self.config, max_running_requests=FORECAST_BATCH)
+        whole = self.fitted(maps[-1])
+        surface = forecast_surface(self.target, whole, self.prompts, [shape], self.sampling, forecasting)
+        texts = [one.question.prompt_ids for one in surface.references]
+        tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
+        results = []
+        for token_map in maps:
+            times = self.times(self.fitted(token_map), texts)
+            parts, kept = times.parts(shape), token_map.t2d.tolist()
+            steps = [answer.accepted(shape, kept) for answer in surface.answers[shape.top_k]]
+            length = summarise_replays(steps, shape.num_steps).accept_length or 1.0
+            coverage = float(token_map.t2d[tokens].float().mean())
+            speedup = length * times.plain.round_s / parts.round_s
+            name, size = str(token_map.size), token_map.size
+            results.append(SizeResult(name, size, coverage, parts.draft_s, parts.round_s, length, speedup))
+        return results, texts
+
+    def run(self, drafts: Mapping[str, DraftCheckpoint]) -> dict[str, tuple[float, float, float]]:
+        """accept_length, tokens per second and speed relative to plain decoding of each draft, in turns."""
+        with ExitStack() as engines:
+
+            def mode(label: str | None, draft: DraftCheckpoint | None) -> Mode:
+                own = replace(self.config, shape=None if draft is None else self.shape.as_text())
+                engine = engines.enter_context(closing(build_engine(own, self.target, draft).engine))
+                return Mode(engine, None if draft is None else self.shape, label=label)
+
+            modes = [mode(None, None), *(mode(*one) for one in drafts.items())]
+            tokenizer, batch = self.target.tokenizer, self.config.max_running_requests
+            rounds = run_side_by_side(modes, tokenizer, self.prompts, self.sampling, batch=batch, warmup=1)
+        by_mode = {one.name: [done for done in rounds if done.mode == one.name] for one in modes}
+        speeds = {name: measured_figures(own).tokens_per_s for name, own in by_mode.items()}
+        return {name: (accept_length_of(by_mode[name]), speeds[name], speeds[name] / speeds[PLAIN]) for name in drafts}
+
+
 def measure_sizes(
     target: Target,
     open_draft: OpenDraft,
@@ -108,58 +168,23 @@ def measure_sizes(
     maps: ascending in size; the last one keeps all ids. dynamic_rows: a further mode, the best map with so many rows.
     Raises `BenchError` for a head whose map cannot change.
     """
-
-    def fitted(token_map: TokenMap, dynamic: int = 0) -> DraftCheckpoint:
-        draft = with_ids(open_draft(), target, token_map)
-        if any(isinstance(module, nn.Linear) for module in draft.head.modules()):  # it is not packed yet
-            draft.head.cast(target.device, target.dtype)
-            pack(target, draft, config.draft_quantization)
-        return replace(draft, dynamic_rows=dynamic)
-
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
-    forecasting = replace(config, max_running_requests=FORECAST_BATCH)
-    surface = forecast_surface(target, fitted(maps[-1]), prompts, [shape], sampling, forecasting)
-    texts = [one.question.prompt_ids for one in surface.references]
-    tokens = torch.tensor([token for one in surface.references for token in one.output_ids])
-    results = []
-    for token_map in maps:
-        times = measure_step_times(target, fitted(token_map), [shape], texts, config, sampling.max_tokens)
-        parts = times.parts(shape)
-        kept = token_map.t2d.tolist()
-        steps = [answer.accepted(shape, kept) for answer in surface.answers[shape.top_k]]
-        length = summarise_replays(steps, shape.num_steps).accept_length or 1.0
-        coverage = float(token_map.t2d[tokens].float().mean())
-        speedup = length * times.plain.round_s / parts.round_s
-        name = str(token_map.size)
-        results.append(SizeResult(name, token_map.size, coverage, parts.draft_s, parts.round_s, length, speedup))
-    best = max(range(len(maps)), key=lambda at: results[at].predicted_speedup)
+    trials = SizeTrials(target, open_draft, shape, prompts, sampling, config)
+    results, texts = trials.predicted(maps)
+    best = max(range(len(maps)), key=lambda at: results[at].predicted_speedup or 0.0)
+    if dynamic_rows:  # what the changing rows hold is not predicted
+        name = f"{results[best].name} + {dynamic_rows}"
+        parts = trials.times(trials.fitted(maps[best], dynamic_rows), texts).parts(shape)
+        results.append(SizeResult(name, maps[best].size, None, parts.draft_s, parts.round_s, None, None))
     run = range(len(maps)) if run_all else range(max(0, best - 1), min(len(maps), best + 2))
-    chosen = [(at, results[at].name, 0) for at in run]
+    drafts = {results[at].name: trials.fitted(maps[at]) for at in run}
     if dynamic_rows:
-        chosen.append((best, f"{results[best].name} + {dynamic_rows}", dynamic_rows))
-    with ExitStack() as engines:
-
-        def mode(draft: DraftCheckpoint | None, label: str | None) -> Mode:
-            own = replace(config, shape=None if draft is None else shape.as_text())
-            engine = engines.enter_context(closing(build_engine(own, target, draft).engine))
-            return Mode(engine, None if draft is None else shape, label=label)
-
-        modes = [mode(None, None), *(mode(fitted(maps[at], extra), label) for at, label, extra in chosen)]
-        rounds = run_side_by_side(
-            modes, target.tokenizer, prompts, sampling, batch=config.max_running_requests, warmup=1
-        )
-    figures = {}
-    for one in modes:
-        own = [done for done in rounds if done.mode == one.name]
-        figures[one.name] = (accept_length_of(own), measured_figures(own).tokens_per_s)
-    plain = figures[PLAIN][1]
-    for at, label, extra in chosen:
-        length, speed = figures[label]
-        done = replace(results[at], name=label, accept_length=length, tokens_per_s=speed, speedup=speed / plain)
-        if extra:
-            results.append(done)
-        else:
-            results[at] = done
+        drafts[results[-1].name] = trials.fitted(maps[best], dynamic_rows)
+    figures = trials.run(drafts)
+    for at, one in enumerate(results):
+        if one.name in figures:
+            length, speed, speedup = figures[one.name]
+            results[at] = replace(one, accept_length=length, tokens_per_s=speed, speedup=speedup)
     return results
 
 

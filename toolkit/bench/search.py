@@ -30,7 +30,7 @@ from toolkit.targets.target import Target
 Objective = Literal["tokens-per-s", "itl", "ttft"]
 FIGURES: dict[Objective, str] = {"tokens-per-s": "tokens_per_s", "itl": "itl_s", "ttft": "ttft_s"}
 FINALISTS = 3  # shapes that are run end to end at each batch size
-CLOSE = 0.03  # difference of two end-to-end runs that says nothing
+CLOSE = 0.03  # difference of two end-to-end runs that is within noise
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,13 @@ def most_of(chosen: Sequence[Candidate]) -> DraftShape:
 def winner(measured: Sequence[Candidate], objective: Objective) -> Candidate:
     """Returns the best of the settings that were run end to end.
 
-    Of those that come CLOSE to it the best predicted one: a prediction knows more tokens and rounds than one short run.
+    Of those that come CLOSE to it, and are not slower than plain decoding, the best predicted one: a prediction rests
+    on more tokens than one short run.
     """
     run = [(one, one.measured.score(objective)) for one in measured if one.measured is not None]
     best, top = max(run, key=lambda pair: pair[1])
     if best.predicted is None:
         return best
-    close = [one for one, score in run if score >= top - CLOSE * abs(top) and one.predicted is not None]
+    least = max([top - CLOSE * abs(top), *(score for one, score in run if one.name == PLAIN)])
+    close = [one for one, score in run if score >= least and one.predicted is not None]
     return max(close, key=lambda one: one.predicted.score(objective))  # type: ignore[union-attr]
-

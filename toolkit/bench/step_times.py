@@ -25,7 +25,7 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
 from toolkit.targets.target import Target
 
-ROUNDS = 7  # timed rounds of a shape; the first one more is not timed
+ROUNDS = 7  # timed rounds of a shape; one more round before them is not timed
 LEAST_ANSWER = 64  # tokens of an answer at least, so that a batch stays full for some rounds
 
 
@@ -77,7 +77,7 @@ class StepTimes:
 
 
 def covering_shapes(shapes: Sequence[DraftShape]) -> list[DraftShape]:
-    """Returns few of the shapes, in which every (num_steps, top_k) and every number of nodes occurs."""
+    """Returns a small part of the shapes that contains every (num_steps, top_k) and every number of nodes."""
     chosen: list[DraftShape] = []
     nodes: dict[tuple[bool, int], int] = {}
     by_drafting: dict[tuple[int, int], list[DraftShape]] = {}

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if args.repair:
         from toolkit.pipeline.map_tools import repair_map  # loads torch
 
-        found, token_map = repair_map(args.repair, tokenizer, args.vocab_size, args.out, args.counts)
+        found, token_map = repair_map(args.repair, args.tokenizer, args.vocab_size, args.out, args.counts)
         print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))
         print(f"\n{args.out}/freq_{token_map.size}.pt has {token_map.size:,} ids")
         return 0
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             size,
             coverage,
             roles=args.roles or DEFAULT_ROLES,
-            vocab_size=args.vocab_size,
+            vocab_size=_vocab_size(args) if auto and args.vocab_size is None else args.vocab_size,
             num_proc=args.num_proc or physical_cores(),
         )
     else:
@@ -163,6 +163,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _size(text: str) -> int | str:
     return text if text == AUTO else int(text)
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    """Rows of the output matrix that the head of --size auto drafts with."""
+    from toolkit.pipeline.map_size import vocabulary_of  # loads torch
+
+    return vocabulary_of(args.draft, args.tokenizer if args.draft == "native" else None)
 
 
 def _choose_size(args: argparse.Namespace) -> None:
@@ -193,6 +200,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ArgumentsError("--size auto and --draft HEAD are given together: the head is what the size is chosen for")
     if args.draft == "native" and args.tokenizer is None:
         raise ArgumentsError("--draft native is the module of a target; name the target with --tokenizer")
+    if mode == "repair" and args.counts is not None and args.vocab_size is not None:
+        raise ArgumentsError("--vocab-size and --counts are both given; the counts state the size of the vocabulary")
     if args.num_proc is not None and args.num_proc < 1:
         raise ArgumentsError(f"--num-proc is {args.num_proc}; at least 1 is needed")
 

@@ -113,3 +113,5 @@ def _serve(connection: Connection, counter: ShardCounter) -> None:
                 connection.send((error, True))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+    finally:
+        connection.close()  # the other end then learns of a thread that died

@@ -17,12 +17,20 @@ from toolkit.infer.load.load_draft import measured_shape
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.pipeline.forecast import load_head
 from toolkit.pipeline.token_map import write_map
+from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.build import build_token_map
 from toolkit.tokenmap.counts import load_counts
 from toolkit.tokenmap.token_map import TokenMapError
 
 PROMPTS, TOKENS = 16, 48  # built-in prompts that are answered, and tokens of an answer
 RECORD = "sizes.json"
+
+
+def vocabulary_of(name: str, target_name: str | None) -> int:
+    """Rows of the output matrix of the target of a head, or of a native module; no weights of the target are loaded."""
+    if target_name is not None:
+        return target_facts(target_name).vocab_size
+    return open_head(name).head.config.vocab_size
 
 
 def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterator[str]:
@@ -60,7 +68,7 @@ def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterato
 
 
 def _table(results: list[SizeResult], chosen: SizeResult, shape: DraftShape) -> Iterator[str]:
-    yield f"  {'size':>7}  {'of answers':>10}  {'head ms':>8}  {'accept_length':>22}  {'over plain decoding':>22}"
+    yield f"  {'size':>7}  {'of answers':>10}  {'draft ms':>8}  {'accept_length':>22}  {'over plain decoding':>22}"
     for one in results:
         length = f"{one.predicted_accept_length:.2f} predicted"
         speed = f"{one.predicted_speedup:.2f}x predicted"
@@ -68,6 +76,6 @@ def _table(results: list[SizeResult], chosen: SizeResult, shape: DraftShape) -> 
             length = f"{one.accept_length:.2f} ({length})"
             speed = f"{one.speedup:.2f}x ({speed})"
         mark = "  <- chosen" if one is chosen else ""
-        measured = f"{100 * one.coverage:>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}"
+        measured = f"{100 * (one.coverage or 0):>9.1f}%  {1000 * one.head_s:>8.2f}  {length:>22}  {speed:>22}"
         yield f"  {one.name:>7}  {measured}{mark}"
-    yield f"shape {shape.as_text()}; the sizes with two numbers ran end to end, beside plain decoding\n"
+    yield f"one request, shape {shape.as_text()}; sizes with two numbers ran end to end, beside plain decoding\n"

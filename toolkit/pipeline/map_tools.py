@@ -14,22 +14,26 @@ from toolkit.tokenmap.build import coverage, forced_ids_for
 from toolkit.tokenmap.counts import Counts, load_counts
 from toolkit.tokenmap.files import write_map_files
 from toolkit.tokenmap.repair import problems_of, read_ids, repaired
-from toolkit.tokenmap.token_map import TokenMap
+from toolkit.tokenmap.token_map import TokenMap, TokenMapError
 
 # So many ids of each map that the other lacks are shown.
 SHOWN_IDS = 10
 
 
 def repair_map(
-    path: Path, tokenizer_name: str, vocab_size: int | None, out: Path, counts_path: Path | None
+    path: Path, tokenizer_name: str | None, vocab_size: int | None, out: Path, counts_path: Path | None
 ) -> tuple[list[str], TokenMap]:
     """Write the repaired map of a list to `out`; with counts, also what it covers. Returns the problems and the map.
 
+    tokenizer_name: whose special ids the map must have; None: that of the counts.
     Raises `TokenMapError`, `TargetError`.
     """
     ids = read_ids(path)
-    tokenizer = load_tokenizer(tokenizer_name)
     counts = None if counts_path is None else load_counts(counts_path)
+    name = tokenizer_name or (counts.about["tokenizer"] if counts else None)
+    if name is None:
+        raise TokenMapError(f"the special ids that {path} must have are not known; give --tokenizer MODEL or --counts")
+    tokenizer = load_tokenizer(name)
     size = counts.vocab_size if counts else vocab_size or len(tokenizer)
     forced = forced_ids_for(tokenizer, (), size)
     found = problems_of(ids, size, forced)

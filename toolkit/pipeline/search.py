@@ -36,7 +36,7 @@ from toolkit.weights import write_json
 
 logger = get_logger(__name__)
 
-FORECAST_BATCH = 8
+FORECAST_BATCH = 8  # its requests share dynamic rows; without these the forecast does not depend on it
 
 
 def search_head(

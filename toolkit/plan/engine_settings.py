@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -41,6 +42,8 @@ def settings_text(
     size, *_ = target_size(facts.source)
     with torch.device("meta"):  # the loaded head is packed for a CPU: its parameters are no longer all there
         head = head_size(build_head(draft.head.config), size)
+    if head.shared_head:  # an engine that is given the head's token map reads its rows of the target's matrix only
+        head = replace(head, head=head.head * draft.token_map.size / draft.token_map.vocab_size)
     layout, costs = Layout(1), Costs()
     if step_s is not None:
         work = Workload(max(1, round(context)), 1, concurrency=1)
@@ -82,5 +85,8 @@ def check_servable(engine: str, draft: DraftCheckpoint) -> None:
 def _flags(engine: str, draft: DraftCheckpoint, shape: Shape) -> str:
     path = None if draft.head.config.in_target else EXPORTED
     if engine == "sglang":
-        return shlex.join(sglang_speculation(draft.kind, path, shape))
+        words, kept = sglang_speculation(draft.kind, path, shape), draft.token_map
+        if not draft.head.config.own_vocabulary and kept.size < kept.vocab_size:
+            words += ["--speculative-token-map", f"{EXPORTED}/freq_{kept.size}.pt"]
+        return shlex.join(words)
     return f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(draft.kind, path, shape)))}"

@@ -90,19 +90,16 @@ class DraftingHead:
 def _dynamic_rows(draft: DraftCheckpoint, target: Target) -> DynamicRows | None:
     """The dynamic rows that the draft asks for; None if the map keeps all ids, or the head has other rows."""
     size, config = draft.dynamic_rows, draft.head.config
-    if not size or draft.token_map.size == target.vocab_size:
+    if not size:
         return None
-    if not isinstance(target.lm_head, (nn.Linear, FixedLinear)) or type(target.lm_head.weight) not in (
-        Tensor,
-        nn.Parameter,
-    ):
-        log.info("no dynamic rows: the target's output matrix is divided among processes")
+    if draft.token_map.size == target.vocab_size:
+        log.warning("no dynamic rows: the head drafts all %d ids already; --token-map cuts them", target.vocab_size)
         return None
     if not config.own_vocabulary:
         return DynamicRows(target, draft.token_map, size, target.finish_scores)
     if rows_agree(draft.head.lm_head.weight, target, draft.token_map):
         return DynamicRows(target, draft.token_map, size, None)
-    log.info("no dynamic rows: the head's output matrix is not the target's (train.head.lm_head frozen or target)")
+    log.warning("no dynamic rows: the head's output matrix is not the target's (train.head.lm_head frozen or target)")
     return None
 
 

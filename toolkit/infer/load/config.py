@@ -274,6 +274,7 @@ class EngineConfig:
         for name, is_set, instead in (
             ("quantization", self.quantization in ("int8", "int4"), "set it to none"),
             ("draft_quantization", self.draft_quantization == "int8", "set it to none"),
+            ("dynamic_rows", self.dynamic_rows > 0, "set it to 0"),
             ("torch_compile", self.torch_compile, "leave it out"),
             ("cuda_graph_max_bs", self.cuda_graph_max_bs is not None, "leave it out"),
         ):
