@@ -172,7 +172,8 @@ def brute_force(record: Record) -> str:
         f"{summary['settings']} settings: the search took {decimal(summary['search_s'], 0)} s and brute force "
         f"{decimal(summary['brute_force_s'], 0)} s. The pick, {summary['pick']}, reaches "
         f"{100 * summary['pick_of_best']:.1f} % of the best, {summary['best']}. {summary['exact_forecasts']} forecasts "
-        f"are exactly the engine's accept_length; the largest difference is {decimal(summary['largest_difference'], 3)}."
+        "are exactly the engine's accept_length; the largest difference is "
+        f"{decimal(summary['largest_difference'], 3)}."
     )
     header = ("setting", "accept_length", "forecast", "tokens/s", "predicted")
     rows = (
