@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -46,6 +48,7 @@ def test_a_head_takes_rows_for_other_ids(tiny_target, tiny_draft, frozen):
 
 def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):
     """With all ids the forecast is exact; a map that lacks the answers' ids loses their drafts."""
+    target = copy.deepcopy(tiny_target)  # it is packed
     whole = TokenMap.identity(tiny_target.vocab_size)
     maps = [
         TokenMap.from_ids(range(12), tiny_target.vocab_size),
@@ -53,7 +56,7 @@ def test_predictions_are_what_the_engine_accepts(tiny_target, frozen):
         whole,
     ]
     results = measure_sizes(
-        tiny_target, lambda: load_draft(frozen), maps, DraftShape(2, 3, 6), PROMPTS, Sampling(16, 0.0, 0),
+        target, lambda: load_draft(frozen), maps, DraftShape(2, 3, 6), PROMPTS, Sampling(16, 0.0, 0),
         EngineConfig(max_running_requests=1), run_all=True, dynamic_rows=20,
     )  # fmt: skip
     assert [one.name for one in results[:3]] == ["12", "250", str(whole.size)] and results[3].name.endswith(" + 20")
