@@ -5,34 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags
-from toolkit.commands.prompt_arguments import add_prompt_arguments, prompt_settings
+from toolkit.commands.model_arguments import engine_config, errors_with_flags
+from toolkit.commands.prompt_arguments import (
+    add_head_arguments,
+    add_prompt_arguments,
+    add_size_arguments,
+    prompt_settings,
+)
 from toolkit.pipeline.launch import set_threads
 
 HELP = "forecast accept_length of every draft shape of a head, without serving"
-ENGINE = (
-    "draft",
-    "token_map",
-    "dynamic_rows",
-    "target",
-    "dtype",
-    "quantization",
-    "draft_quantization",
-    "torch_compile",
-)
 BATCH = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(
-        parser, ENGINE, draft="the head: a draft directory, another project's head, or native, with --target"
-    )
+    add_head_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument(
         "--top-k", type=int, nargs="+", metavar="K", help="branches per node, one pass each (default: 1 2 4 8)"
     )
-    parser.add_argument("--num-steps", type=int, help="levels of the deepest shape (default: 8)")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes of the largest tree, with the root (default: 64)")
+    add_size_arguments(parser)
     parser.add_argument(
         "--batch",
         "--max-running-requests",

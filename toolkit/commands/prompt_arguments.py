@@ -1,15 +1,34 @@
-"""The options that choose the prompts and the answers of a measurement."""
+"""The options that `toolkit forecast` and `toolkit search` share: head, prompts and answers, sizes of shapes."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from toolkit.commands.model_arguments import Arguments
+from toolkit.commands.model_arguments import Arguments, add_engine_arguments
 from toolkit.recipe import BenchSettings
 from toolkit.recipe_yaml import build
 
 SETTINGS = ("prompts", "limit", "max_tokens", "temperature")
+
+
+# Options of the engine that change what a head drafts or how long it takes.
+ENGINE = (
+    "draft", "token_map", "dynamic_rows", "target", "dtype", "quantization", "draft_quantization", "torch_compile"
+)  # fmt: skip
+
+
+def add_head_arguments(group: Arguments) -> None:
+    """Add --draft and the engine's options that matter for it."""
+    add_engine_arguments(
+        group, ENGINE, draft="the head: a draft directory, another project's head, or native, with --target"
+    )
+
+
+def add_size_arguments(group: Arguments) -> None:
+    """Add the limits of the shapes: --num-steps and --num-draft-tokens."""
+    group.add_argument("--num-steps", type=int, help="levels of the deepest shape (default: 8)")
+    group.add_argument("--num-draft-tokens", type=int, help="nodes of the largest tree, with the root (default: 64)")
 
 
 def add_prompt_arguments(group: Arguments) -> None:

@@ -5,29 +5,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.commands.model_arguments import add_engine_arguments, engine_config, errors_with_flags, flag_of
-from toolkit.commands.prompt_arguments import add_prompt_arguments, prompt_settings
+from toolkit.commands.model_arguments import engine_config, errors_with_flags, flag_of
+from toolkit.commands.prompt_arguments import (
+    add_head_arguments,
+    add_prompt_arguments,
+    add_size_arguments,
+    prompt_settings,
+)
 from toolkit.commands.recipe_arguments import ArgumentsError, step_seconds
 from toolkit.pipeline.launch import set_threads
 from toolkit.plan.gpus import gpu_named
 
 HELP = "find the fastest draft setting of a head for each batch size, by forecast and measured step times"
-ENGINE = (
-    "draft",
-    "token_map",
-    "dynamic_rows",
-    "target",
-    "dtype",
-    "quantization",
-    "draft_quantization",
-    "torch_compile",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(
-        parser, ENGINE, draft="the head: a draft directory, another project's head, or native, with --target"
-    )
+    add_head_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1], metavar="B", help="requests decoded at once, one or several sizes"
@@ -40,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "first token of a request that arrives during a round (half a round and its prompt)",
     )
     parser.add_argument("--top-k", type=int, nargs="+", metavar="K", help="branches per node (default: 1 2 4 8)")
-    parser.add_argument("--num-steps", type=int, help="levels of the deepest shape (default: 8)")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes of the largest tree, with the root (default: 64)")
+    add_size_arguments(parser)
     other = parser.add_argument_group("settings for another engine, by the forecast here and its step times")
     other.add_argument(
         "--for",

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.drafter import Drafter, DraftRanks
+from toolkit.infer.drafters.drafter import Drafter, WrappedDrafter
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
@@ -39,14 +37,14 @@ class _Recorded:
         self.positions += len(states)
 
 
-class FeatureRecorder(Drafter):
+class FeatureRecorder(WrappedDrafter):
     """A drafter that delegates to `inner` and records states. `take` returns the states of a request.
 
     States that are not taken are freed with their request. A request with a prefix-cache hit has no complete states.
     """
 
     def __init__(self, inner: Drafter, target: Target, layer_ids: Sequence[int]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._layers, self._last = AuxCapture(target, tuple(layer_ids)), LastCapture(target)
         # Remove the hooks from the model even if the engine is dropped without close().
         self._unhook = weakref.finalize(self, _remove, self._layers, self._last)
@@ -92,36 +90,9 @@ class FeatureRecorder(Drafter):
                     states[row, : accepted + 1].clone()
                 )  # a view would keep rejected nodes and other rows in memory
 
-    # -- delegation to the inner drafter -------------------------------------------------------------------------------
-
-    @property
-    def lookahead(self) -> int:
-        return self.inner.lookahead
-
-    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return self.inner.reach(shape, skips=skips)
-
-    def positions_read(self, row: int, request: Request) -> int:
-        return self.inner.positions_read(row, request)
-
-    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        return self.inner.propose(requests, rows)
-
-    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        return self.inner.skip(requests, rows)
-
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
-        return self.inner.probe(requests, rows, width)
-
-    def move_row(self, destination: int, source: int) -> None:
-        self.inner.move_row(destination, source)  # recorded states are stored by request, not by row
-
-    def set_shape(self, shape: DraftShape) -> None:
-        self.inner.set_shape(shape)
-
     def close(self) -> None:
         self._unhook()
-        self.inner.close()
+        super().close()
 
 
 def _remove(*captures: AuxCapture | LastCapture) -> None:
