@@ -87,9 +87,8 @@ def measure_acceptance(
     counts answers. `forced` accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
 
     Of `config` five options are read. max_running_requests: prompts decoded at once. torch_compile: in all modes.
-    lookup: None: adaptive drafting has it, fixed shapes do not. verify: others than "target" write other tokens than
-    plain decoding at a temperature above 0, so tokens are then not compared. token_map: the file that `draft` was
-    fitted with; its sha256 is recorded.
+    lookup: None: with adaptive drafting only. verify: others than "target" write other tokens than plain decoding at a
+    temperature above 0, so tokens are then not compared. token_map: the file of `draft`; its sha256 is recorded.
 
     Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
