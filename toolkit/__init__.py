@@ -17,6 +17,8 @@ draft tree      root and drafted nodes: `num_steps` levels, `top_k` branching, `
 draft shape     `num_steps,top_k,num_draft_tokens` of a draft tree: 4,1,5 is a chain of 4 drafted tokens, 4,4,16 a tree
 adaptive        adaptive drafting: in every step the engine chooses its shape, a smaller one or nothing, by measured
                 costs and running acceptance
+lookup          drafts without a forward: what followed an earlier occurrence of the text's end, in the request or in
+                a corpus of earlier answers
 near-tie        two tokens whose scores differ by less than the rounding of bfloat16: a verify step of several tokens
                 and a plain step of one may take different ones
 accept_length   tokens committed per verify step, the target's own bonus token included, so at least 1. The token of

@@ -182,6 +182,15 @@ SECTIONS = (
         command="python benchmarks/map_sizes.py --draft DIR --counts DIR",
     ),
     Section(
+        "A head and lookup together",
+        "What does lookup add to a head, by task, and is the composed drafter ever slower than the better of the two?",
+        "composed-batch-*.json",
+        tables.composed,
+        text="Greedy, one answer a prompt, in turns. *head*, *lookup* and *composed* draft the shape of the command in "
+        "every step. *Tokens a step* counts all steps, accept_length those that drafted.",
+        command="python benchmarks/composed.py --draft DIR [--batch N]",
+    ),
+    Section(
         "A search against brute force",
         "Is a forecast the engine's accept_length, and how far from the best is a search's pick?",
         "search-brute-force-*.json",

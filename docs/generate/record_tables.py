@@ -165,6 +165,25 @@ def map_sizes(record: Record) -> str:
     )
 
 
+def composed(record: Record) -> str:
+    """A head, lookup and both, by task; and the composed drafter over the better of the two."""
+    header = ("task", "drafter", "accept_length", "tokens a step", "over plain decoding", "answers equal")
+    rows = (
+        (
+            row["task"],
+            row["method"],
+            NONE if row["accept_length"] is None else decimal(row["accept_length"]),
+            decimal(row["tokens_per_step"]),
+            f"{decimal(row['speedup'])}x [{decimal(row['interval'][0])}, {decimal(row['interval'][1])}]",
+            f"{row['answers_equal']} of {row['answers']}",
+        )
+        for row in record["rows"]
+        if row["method"] != "plain"
+    )
+    ratios = (f"{task} {decimal(ratio)}" for task, ratio in record["never_slower"].items())
+    return f"{table(header, rows)}\n\nAdaptive, composed over the better of head and lookup: {', '.join(ratios)}."
+
+
 def brute_force(record: Record) -> str:
     """The summary of a search beside brute force, and the fastest settings."""
     summary = record["summary"]

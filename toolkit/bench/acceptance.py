@@ -86,9 +86,9 @@ def measure_acceptance(
     names a file that stores finished prompts, so that a killed measurement can resume. `on_progress(done, total)`
     counts answers. `forced` accepts drafts by chance, so tokens are not compared; it needs fixed shapes.
 
-    Of `config` four options are read. max_running_requests: prompts decoded at once. torch_compile: in all modes.
-    verify: other verifiers than "target" write other tokens than plain decoding at a temperature above 0, so tokens are
-    then not compared. token_map: the file that `draft` was fitted with; its sha256 is recorded.
+    Of `config` five options are read. max_running_requests: prompts decoded at once. torch_compile: in all modes.
+    lookup: None: with adaptive drafting only. verify: others than "target" write other tokens than plain decoding at a
+    temperature above 0, so tokens are then not compared. token_map: the file of `draft`; its sha256 is recorded.
 
     Raises `BenchError`, `DataError`, `ChatTemplateError`, `DraftDirError`, `SamplingError`, `CompileError`, and
     `EngineError` or `DraftShapeError` for a verifier that does not support the draft or a shape.
@@ -141,6 +141,7 @@ def _engine_settings(config: EngineConfig, forced: ForcedAcceptance | None) -> d
     return {
         "token_map": describe_token_map(config),
         "dynamic_rows": config.dynamic_rows,
+        "lookup": config.lookup,
         "batch": config.max_running_requests,
         "verify": config.verify,
         "forced_accept_length": None if forced is None else forced.accept_length,

@@ -49,7 +49,7 @@ class ScriptedChoice:
     def __init__(self, arms) -> None:
         self.arms, self.seen = itertools.cycle(arms), {}
 
-    def choose(self, requests):
+    def choose(self, requests, lookup=()):
         arm = next(self.arms)
         self.probe_due = arm == PROBE
         return None if self.probe_due else arm

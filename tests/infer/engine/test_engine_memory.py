@@ -15,6 +15,8 @@ import torch
 from toolkit.infer.cache import cache_manager as kv_memory
 from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters import head_drafter
+from toolkit.infer.drafters.choose_drafter import Lookup
+from toolkit.infer.drafters.step_costs import LookupArm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.engine.prefill import chunk_of
 from toolkit.infer.request.draft_tree import DraftShape
@@ -315,9 +317,11 @@ class AnyChoice:
         own = (DraftShape.chain(2), DraftShape(2, 2, 5), DraftShape(3, 3, 8))
         self._shapes = (None, *(shape.within(most) for shape in own))
 
-    def choose(self, requests):
+    def choose(self, requests, lookup):
         self.probe_due = self._chance.random() < 0.2
-        return None if self.probe_due else self._chance.choice(self._shapes)
+        shape = None if self.probe_due else self._chance.choice(self._shapes)
+        self.depths = [self._chance.randrange(len(one)) for one in lookup]
+        return LookupArm(shape, max(self.depths)) if any(self.depths) and not self.probe_due else shape
 
     def probed(self, requests, ranks) -> None:
         pass
@@ -392,6 +396,7 @@ def test_soak(small_target, small_draft, monkeypatch, scattered, count, verify, 
     monkeypatch.setattr(head_drafter, "CATCH_UP", 64)  # a row needs room for as many nodes: pages run out
     engine = Engine(
         small_target, small_draft, widest, max_running_requests=16, context_length=168, adaptive=True, verify=verify,
+        lookup=Lookup(),
         memory=MemorySettings(288, chunked_prefill_size=48, scattered_pages=scattered),
     )  # fmt: skip
     engine.drafter.chooser = AnyChoice(chance, widest)

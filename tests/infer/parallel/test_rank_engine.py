@@ -81,7 +81,7 @@ def test_a_worker_drafts_what_the_driver_chose():
     """Its own rounds take other times: with them it would draft other shapes, or look when rank 0 does not, and wait in
     other collectives."""
     most = DraftShape.chain(4)
-    chooser = DriversShape(most, Told([(most, False), (None, True), (None, False)]))
+    chooser = DriversShape(most, Told([(most, False, []), (None, True, []), (None, False, [])]))
     assert [(chooser.choose([]), chooser.probe_due) for _ in range(3)] == [(most, False), (None, True), (None, False)]
     chooser.record([], most, [], 1e9, 1e9)  # says nothing
     with pytest.raises(AssertionError, match="no plain round was measured"):
@@ -128,7 +128,7 @@ def test_offline(family, head_for, prompts):
     assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == wanted
     hot = dataclasses.replace(GREEDY, max_tokens=40, temperature=1.0, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptiveShape, "choose", lambda self, requests: DraftShape.chain(4))  # as rank 0 tells the other
+        patch.setattr(AdaptiveShape, "choose", lambda self, requests, lookup: DraftShape.chain(4))  # on both ranks
         drawn = llm.generate([*prompts, *prompts], hot)
     assert engine.verifier.name == "auto" and sum(answer.acceptance.accepted for answer in drawn) > 0
     requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]

@@ -7,24 +7,22 @@ than plain decoding by a tenth (BATCH_MARGIN). Both estimates become outdated fo
 
 - Acceptance is measured by probes while nothing is drafted. In a probe the head reads the tokens committed since its
   last read, as it must to keep its cache up to date. Its first draft level is compared with the tokens that followed.
-  Nothing is verified. A probe runs after 2, 8, 32, 128, 128, .. plain rounds. It runs sooner, after 8 to 48, if some
-  rows were never probed: the more such rows, the sooner.
+  A probe runs after 2, 8, 32, 128, 128, .. plain rounds; after 8 to 48, if some rows were never probed.
 - Costs are measured by trials, which an account pays for. The account starts with START_CREDIT and earns TRIAL_SHARE
   of all time. A trial costs the time it loses against the best arm. A trial of a shape runs only if the account can pay
   for it, if the shape's expected accept_length exceeds START_MARGIN, and soon after a probe. While drafting, a trial
   that gains time pays into the account, so more trials follow.
-- The node count of an arm is at most twice the largest one run at this batch size (or the next larger arm). Twice the
-  nodes take at most twice as long to verify, so a wrong estimate costs little.
+- The node count of an arm is at most twice the largest one run at this batch size (or the next larger arm): twice the
+  nodes take at most twice as long to verify.
+- Lookup's drafts need neither: `lookup_choice.py`.
 
 In T seconds, with plain rounds of p seconds, a useless head therefore costs at most
 
     START_CREDIT * p + TRIAL_SHARE * T  (trials)  +  the excess of one trial over its price (a debt)  +  probes
 
-A probe every PROBE_GAP rounds costs a share r of all time: r = (time of the head to read PROBE_GAP positions a row and
-to score PROBED positions) / (time of PROBE_GAP plain rounds). r is about the head's share of the target's parameters if
-both are compute-bound, and more if plain rounds are memory-bound and the head's read is not. Demo target and its
-EAGLE-3 head, compiled, on two cores without AMX: r = 2.6 % at 16 rows, 1.2 % at 1. The probes before the first gap of
-PROBE_GAP rounds read 42 positions a row: a third of r for an answer of 128 rounds.
+Probes cost (time of the head to read PROBE_GAP positions a row and to score PROBED positions) / (time of PROBE_GAP
+plain rounds), about the head's share of the target's parameters. Demo target and its EAGLE-3 head, compiled, two cores
+without AMX: 2.6 % at 16 rows, 1.2 % at 1. The probes before the first gap of PROBE_GAP rounds cost a third of that.
 
 Choices depend on the clock. In float32 tokens do not; in bfloat16 they are equal or first part at a near-tie.
 """
@@ -35,9 +33,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from toolkit.infer.cache.round_state import RoundRows
+from toolkit.infer.drafters.composed_drafter import ComposedDrafter
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
+from toolkit.infer.drafters.lookup_choice import Lengths, LookupChoice
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
-from toolkit.infer.drafters.step_costs import Arm, ArmTime, StepCosts
+from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
@@ -47,14 +47,17 @@ START_CREDIT = 0.6  # initial balance of the account, in plain rounds
 TRIAL_SHARE, DRAFTING_TRIAL_SHARE = 0.005, 0.015  # share of all time for trials: in plain decoding; while drafting
 ACCOUNT_LIMIT = 8.0  # largest balance or debt of the account, in rounds of the best arm
 LEAST_PRICE = 0.05  # least price of a trial for one row, in plain rounds: times and accept lengths are estimates
-# With several rows drafting must be faster by this factor. Some rows get ahead, and the last rows run in batches that
-# are not full. No round's cost shows this (closed batches of 16 rows: 7 % longer with a draft in every seventh round).
+# With several rows drafting must be faster by this factor: rows that get ahead leave batches that are not full, which
+# no round's cost shows (closed batches of 16 rows: 7 % longer with a draft in every seventh round).
 BATCH_MARGIN = 1.1
 START_MARGIN = 1.04  # extra factor to start drafting; drafting ends without it (hysteresis)
 CHANGE_MARGIN = 1.03  # another shape replaces the current one if it is faster by this factor
 # Plain rounds before a probe: the first; one before a trial or after drafting; one with rows never probed; the longest.
-# SOON is also the number of rounds that the choice of plain decoding stands while only times of plain rounds are new.
+# SOON: also the rounds that the choice of plain decoding stands while only times of plain rounds are new.
 FIRST_PROBE, SOON, NEW_ROWS_GAP, PROBE_GAP = 2, 8, 48, 128
+
+# Requests, and the accept_length of each arm: the mean over them, and by request.
+Expected = tuple[list[Request], dict[Shape, float], dict[Shape, list[float]]]
 
 
 def smaller_shapes(most: DraftShape) -> list[DraftShape]:
@@ -83,18 +86,20 @@ class AdaptiveShape:
         self.most = most
         searched = [one.arm for one in known if one.arm is not None and one.arm.fits_in(most)]
         self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched]))
-        self.widest = max(one.top_k for one in self.shapes)
-        self.probe_due = False
-        self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), most.num_steps)
+        widths = sorted({1, *(one.top_k for one in self.shapes)})
+        self.widest, self.probe_due = widths[-1], False
+        self._acceptance = RunningAcceptance(widths, most.num_steps)
         self._costs = StepCosts()
-        self._best: Arm = None
-        self._chosen: Arm = None
+        self._best: Shape = None
+        self._chosen: Shape = None
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
         self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
         self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
         self._picked = 0  # the round of the last `_pick`
         self._account: float | None = None  # seconds; None before the first `_pick`
+        self._lookup = LookupChoice()
+        self.depths: list[int] = []  # of lookup, by row, in a round whose arm is a LookupArm
         self._trial_pace: float | None = None  # during a trial: seconds a token of the best arm
         plain = {one.batch: one for one in known if one.arm is None}
         for one in known:
@@ -102,25 +107,43 @@ class AdaptiveShape:
                 self._costs.add(one.batch, None, 0.0, plain[one.batch].verify_s)
                 self._costs.add(one.batch, one.arm, one.draft_s, one.verify_s)
                 self._plain_rounds = FIRST_ROUNDS
-        self._expected: tuple[list[Request], dict[Arm, float]] | None = None  # None after the rates changed
+        self._expected: Expected | None = None  # None after the rates changed
 
-    def choose(self, requests: Sequence[Request]) -> Arm:
-        """Returns the largest shape to draft for these rows in the next round; None: draft nothing."""
+    def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Arm:
+        """Returns the largest shape to draft for these rows in the next round; None: draft nothing.
+
+        lookup: by row, the expected accept_length of lookup's draft by depth. A LookupArm is returned if lookup drafts
+        in some rows: then `depths` has its depth by row (0: none).
+        """
         self._rounds += 1
         self._trial_pace = None
-        arm = None
+        arm: Shape = None
         if not self._settled(requests):
             arm = None if self._plain_rounds < FIRST_ROUNDS else self._pick(requests)
             known = self._acceptance.known_share(requests)
             self._probe_after = self._gap if known == 1 else min(self._gap, max(SOON, NEW_ROWS_GAP * known))
-        # After a pause the time to draft would include the read of all unread positions: probe first. Also probe a head
-        # before its first trial.
+        # Probe before a head's first trial, and after a pause: drafting would include the read of unread positions.
         self.probe_due = self._unread >= (self._probe_after if arm is None or self._gap == FIRST_PROBE else SOON)
         if self.probe_due:
             arm = self._trial_pace = None
+        self._chosen = arm
+        if lookup and not self.probe_due and self._trial_pace is None and self._plain_rounds >= FIRST_ROUNDS:
+            if (found := self._with_lookup(requests, arm, lookup)) is not None:
+                return found
         self._unread = 0 if arm is not None else self._unread + 1
         self._last_run[arm] = self._rounds
-        self._chosen = arm
+        return arm
+
+    def _with_lookup(self, requests: Sequence[Request], shape: Shape, lookup: Lengths) -> LookupArm | None:
+        """Returns the round in which lookup drafts too, if it is faster than drafting `shape` in all rows."""
+        self._tokens(requests)
+        assert self._expected is not None, "just computed"
+        head, margin = self._expected[2][shape], _margin(len(requests))
+        if (found := self._lookup.choose(lookup, shape, head, self._costs, margin)) is None:
+            return None
+        self.depths, arm = found
+        if arm.shape is not None:
+            self._unread, self._last_run[shape] = 0, self._rounds
         return arm
 
     def probed(self, requests: Sequence[Request], ranks: Sequence[Sequence[int]]) -> None:
@@ -142,23 +165,25 @@ class AdaptiveShape:
         ranks: by row, the ranks of the accepted nodes among their siblings, by level. draft_s, verify_s: seconds.
         """
         self._costs.add(len(requests), arm, draft_s, verify_s)
+        shape = arm.shape if isinstance(arm, LookupArm) else arm
         if arm is None:
             self._plain_rounds += 1
-        else:
-            for request, of_row in zip(requests, ranks, strict=True):
-                if request.speculative:
-                    own = arm if request.shape is None else request.shape.within(arm)
+        if shape is not None:
+            depths = self.depths if isinstance(arm, LookupArm) else [0] * len(requests)
+            for request, of_row, depth in zip(requests, ranks, depths, strict=True):
+                if request.speculative and depth == 0:
+                    own = shape if request.shape is None else request.shape.within(shape)
                     self._acceptance.add(request, own, of_row)
             self._expected = None
         if self._trial_pace is not None and arm == self._chosen:
             self._pay(len(requests), arm, 1 + sum(map(len, ranks)) / len(requests), self._trial_pace)
 
     def _settled(self, requests: Sequence[Request]) -> bool:
-        """Returns whether plain decoding, the last choice, stands: for SOON rounds, if only times of rounds are new."""
+        """Returns whether plain decoding stands: for SOON rounds, if only times of rounds are new."""
         news = self._expected is None or self._expected[0] != requests
         return self._best is None and self._chosen is None and not news and self._rounds < self._picked + SOON
 
-    def _pick(self, requests: Sequence[Request]) -> Arm:
+    def _pick(self, requests: Sequence[Request]) -> Shape:
         """Returns the best arm, or an arm to try if the account can pay for it."""
         waited, self._picked = self._rounds - self._picked, self._rounds
         tokens, costs = self._tokens(requests), self._costs.all(len(requests), (None, *self.shapes))
@@ -168,8 +193,8 @@ class AdaptiveShape:
             self._gap = SOON  # if drafting ends, it may soon pay again
         pace, limit = 1 / speed[best], ACCOUNT_LIMIT * costs[best]
         income = (TRIAL_SHARE if best is None else DRAFTING_TRIAL_SHARE) * costs[best]
-        earned = START_CREDIT * costs[None] if self._account is None else self._account + waited * income
-        self._account = max(-limit, min(limit, earned))
+        balance = START_CREDIT * costs[None] if self._account is None else self._account + waited * income
+        self._account = max(-limit, min(limit, balance))
         least = 0.0 if best is not None else _least_price(len(requests)) * costs[None]
         prices = {
             arm: max(least, cost - tokens[arm] * pace)
@@ -185,25 +210,25 @@ class AdaptiveShape:
         self._trial_pace = pace
         return tried
 
-    def _fastest(self, speed: dict[Arm, float], margin: float) -> Arm:
+    def _fastest(self, speed: dict[Shape, float], margin: float) -> Shape:
         """Returns the fastest arm, with hysteresis. A shape must be `margin` times as fast as plain decoding."""
         shapes = [arm for arm in speed if arm is not None]
         shape = max(shapes, key=lambda arm: speed[arm] * (CHANGE_MARGIN if arm == self._best else 1.0))
         return shape if speed[shape] > speed[None] * margin * (START_MARGIN if self._best is None else 1.0) else None
 
-    def _tokens(self, requests: Sequence[Request]) -> dict[Arm, float]:
+    def _tokens(self, requests: Sequence[Request]) -> dict[Shape, float]:
         """Returns the expected accept_length of each arm; cached until the rates or the rows change."""
         if self._expected is None or self._expected[0] != requests:
-            expected = self._acceptance.expected(requests, self.shapes)
-            tokens: dict[Arm, float] = {None: 1.0, **dict(zip(self.shapes, expected, strict=True))}
-            self._expected = (list(requests), tokens)
+            found = zip(self.shapes, self._acceptance.by_request(requests, self.shapes), strict=True)
+            by_request: dict[Shape, list[float]] = {None: [1.0] * len(requests), **dict(found)}
+            tokens = {arm: sum(lengths) / len(requests) for arm, lengths in by_request.items()}
+            self._expected = (list(requests), tokens, by_request)
         return self._expected[1]
 
     def _pay(self, batch: int, arm: Arm, committed: float, pace: float) -> None:
         """Subtracts from the account the time that a trial lost against the best arm, or adds the time it gained.
 
-        If the best arm is plain decoding, a trial costs at least the least price.
-        Uses typical seconds of the arm: those of a single round depend on other work of the machine.
+        If the best arm is plain decoding, a trial costs at least the least price. Uses typical seconds of the arm.
         """
         assert self._account is not None, "a trial before anything was measured"
         cost = self._costs.seconds(batch, arm)
@@ -247,7 +272,7 @@ class AdaptiveDrafter(WrappedDrafter):
     def set_shape(self, shape: DraftShape) -> None:
         self.inner.set_shape(shape)
         self._shape, self.chooser = shape, self._make_chooser(shape)
-        self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
+        self._round: tuple[Arm, DraftTree, float, float] | None = None
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return self.inner.reach(shape, skips=True)
@@ -257,17 +282,24 @@ class AdaptiveDrafter(WrappedDrafter):
         if not any(request.speculative for request in requests):
             return self.inner.propose(requests, rows)
         started = self._clock()
-        shape = self.chooser.choose(requests)
-        if shape is None and self.chooser.probe_due:
+        composed = self.inner if isinstance(self.inner, ComposedDrafter) else None
+        drafts = [] if composed is None else composed.lookups(requests)
+        arm = self.chooser.choose(requests, [lengths for _, lengths in drafts])
+        shape = arm.shape if isinstance(arm, LookupArm) else arm
+        if shape is not None:
+            self.inner.set_shape(shape)
+        if composed is not None and isinstance(arm, LookupArm):
+            cut = [tokens[:depth] for (tokens, _), depth in zip(drafts, self.chooser.depths, strict=True)]
+            tree = composed.compose(requests, rows, cut, head=shape is not None)
+        elif shape is None and self.chooser.probe_due:
             tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
             self.chooser.probed(requests, ranks)
             started = self._clock()  # the time of a plain round excludes the probe
         elif shape is None:
             tree = self.inner.skip(requests, rows)
         else:
-            self.inner.set_shape(shape)
-            tree = self.inner.propose(requests, rows)
-        self._round = (shape, tree, started, self._clock())
+            tree = (self.inner if composed is None else composed.inner).propose(requests, rows)
+        self._round = (arm, tree, started, self._clock())
         return tree
 
     def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
@@ -282,7 +314,7 @@ class AdaptiveDrafter(WrappedDrafter):
         self.inner.observe(requests, result)
         if self._round is None:
             return
-        shape, tree, started, proposed = self._round
+        arm, tree, started, proposed = self._round
         self._round = None
-        ran = shape if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
+        ran = arm if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
         self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed)

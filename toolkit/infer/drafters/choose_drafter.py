@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.page_pool import PagePool
+from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, ComposedDrafter
 from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
+from toolkit.infer.drafters.lookup_corpus import LookupCorpus
 from toolkit.infer.drafters.ngram_drafter import NgramDrafter, NgramLookup
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
 Draft = DraftCheckpoint | NgramLookup
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Suffix lookup beside a head. corpus: earlier texts, searched beside each request's own."""
+
+    corpus: LookupCorpus | None = None
 
 
 def choose_drafter(
@@ -33,3 +45,10 @@ def choose_drafter(
     if isinstance(draft, NgramLookup):
         return NgramDrafter(draft, shape, target.device)
     return HeadDrafter(target, draft, shape, pool, draws=draws)
+
+
+def with_choices(drafter: Drafter, shape: DraftShape, lookup: Lookup | None, *, adaptive: bool) -> Drafter:
+    """Returns `drafter`, with lookup beside its head, and with its shape chosen in every round (adaptive)."""
+    if lookup is not None and isinstance(drafter, HeadDrafter):
+        drafter = ComposedDrafter(drafter, shape, MOST_DEPTH if adaptive else None, lookup.corpus)
+    return AdaptiveDrafter(drafter, shape) if adaptive else drafter

@@ -94,16 +94,20 @@ class RunningAcceptance:
 
     def expected(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[float]:
         """Returns the expected accept_length of each shape (bonus token included), mean over the requests."""
+        return [sum(lengths) / len(requests) for lengths in self.by_request(requests, shapes)]
+
+    def by_request(self, requests: Sequence[Request], shapes: Sequence[DraftShape]) -> list[list[float]]:
+        """Returns the expected accept_length by shape and request."""
         engine = self._engine.estimates()
         usual = _lengths(engine)
-        totals = [0.0] * len(shapes)
+        found: list[list[float]] = [[] for _ in shapes]
         for request in requests:
             rates = self._requests.get(request)
             lengths = usual if rates is None else _lengths(rates.estimates(engine))
-            for i, shape in enumerate(shapes):
+            for of_shape, shape in zip(found, shapes, strict=True):
                 own = shape if request.shape is None else request.shape.within(shape)
-                totals[i] += lengths[self._classes(own) - 1][own.num_steps] if request.speculative else 1.0
-        return [total / len(requests) for total in totals]
+                of_shape.append(lengths[self._classes(own) - 1][own.num_steps] if request.speculative else 1.0)
+        return found
 
     def _of(self, request: Request) -> Rates:
         found = self._requests.get(request)

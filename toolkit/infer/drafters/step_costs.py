@@ -8,11 +8,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from toolkit.infer.request.draft_tree import DraftShape
 
-Arm = DraftShape | None  # the shape that a round drafts; None: a plain round
+
+@dataclass(frozen=True)
+class LookupArm:
+    """A round in which lookup drafts up to `depth` tokens, and the head `shape` in the other rows (None: nothing)."""
+
+    shape: DraftShape | None
+    depth: int
+
+    @property
+    def num_steps(self) -> int:
+        """Levels that the head drafts."""
+        return 0 if self.shape is None else self.shape.num_steps
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Verified nodes a row, root included."""
+        return max(self.depth + 1, 0 if self.shape is None else self.shape.num_draft_tokens)
+
+
+Shape = DraftShape | None  # the shape that the head drafts; None: a plain round
+Arm = Shape | LookupArm
+A = TypeVar("A", bound=Arm)
 WINDOW = 9  # rounds kept per arm and batch size
 LEVEL_GUESS = 0.1  # estimated time to draft one level, in plain rounds, before any was measured
 
@@ -21,7 +43,7 @@ class ArmTime(NamedTuple):
     """Measured seconds of a round: drafting, and from the end of drafting until the target's choices are known."""
 
     batch: int
-    arm: Arm
+    arm: Shape
     draft_s: float
     verify_s: float
 
@@ -68,7 +90,7 @@ class StepCosts:
             self._since_plain[size] = since = self._since_plain.get(size, WINDOW) + 1
             seen.setdefault(arm, Seconds()).add(draft, verify, _plain(seen) if since < WINDOW else None)
 
-    def all(self, batch: int, arms: Sequence[Arm]) -> dict[Arm, float]:
+    def all(self, batch: int, arms: Sequence[A]) -> dict[A, float]:
         """Returns the seconds of a round for each arm not much larger than the largest one run at this batch size.
 
         The limit is twice the nodes of the largest arm run, or the nodes of the next larger arm if these are more.
@@ -109,16 +131,20 @@ def _of_one_size(seen: dict[Arm, Seconds], arm: Arm) -> float | None:
         draft, verify = _parts(seen, arm)
         if plain is not None and arm is not None:
             verify = min(max(verify, plain), _nodes(arm) * plain)
-            draft = min(draft, arm.num_steps * plain)
+            draft = min(draft, max(1, arm.num_steps) * plain)
         return draft + verify
     shapes = [one for one in seen if one is not None]
     if arm is None or plain is None or not shapes:
         return None
     like = min(shapes, key=lambda one: abs(one.num_draft_tokens - arm.num_draft_tokens))
-    draft, verify = _parts(seen, like)
-    extra = min(max(0.0, verify - plain), (_nodes(like) - 1) * plain)
+    extra = min(max(0.0, _parts(seen, like)[1] - plain), (_nodes(like) - 1) * plain)
     more = (_nodes(arm) - 1) / (_nodes(like) - 1)
-    return draft * arm.num_steps / like.num_steps + plain + extra * more
+    drafted = [one for one in shapes if one.num_steps]
+    level = LEVEL_GUESS * plain
+    if drafted:
+        like = min(drafted, key=lambda one: abs(one.num_draft_tokens - arm.num_draft_tokens))
+        level = _parts(seen, like)[0] / like.num_steps
+    return level * arm.num_steps + plain + extra * more
 
 
 def _parts(seen: dict[Arm, Seconds], arm: Arm) -> tuple[float, float]:

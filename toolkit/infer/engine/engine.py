@@ -22,8 +22,7 @@ from toolkit.infer.cache.cache_manager import DEFAULT_MEMORY, KVMemory, MemorySe
 from toolkit.infer.cache.kv_cache import KVCache
 from toolkit.infer.cache.linear_states import LinearStates, check_chains
 from toolkit.infer.cache.round_state import RoundState
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
-from toolkit.infer.drafters.choose_drafter import Draft, choose_drafter
+from toolkit.infer.drafters.choose_drafter import Draft, Lookup, choose_drafter, with_choices
 from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.cpu_door import COMPILE_OPTIONS, install_native_ops
 from toolkit.infer.engine.prefill import PromptReader
@@ -59,10 +58,10 @@ class Engine:
     verify: how drafts are accepted at a temperature above 0: "target", or for chains of a head "rejection" or "block"
         (see verifiers.py). All preserve the target's distribution. With "target" a seed gives the tokens of plain
         decoding (in bfloat16 up to near-ties); with the others they also depend on the drafts. "auto" is "block" for
-        chains of a head and requests without a seed, and "target" otherwise. Rollouts and measurements state seeds.
-        Greedy answers are the same with each.
+        chains of a head and requests without a seed, and "target" otherwise. Greedy answers are the same with each.
     adaptive: choose in every step `shape`, a smaller shape or no draft, by the current tokens per second (see
         adaptive.py). False: always draft `shape`, as a measurement of one shape needs.
+    lookup: draft by lookup too where a text repeats itself (composed_drafter.py). None: by the head alone.
     memory: size of the KV cache.
     torch_compile: compile target and head (CPU).
     graphs: run rounds as CUDA graphs, captured here, with one round in flight (GPU). None: run eagerly.
@@ -81,6 +80,7 @@ class Engine:
         context_length: int | None = None,
         verify: str = "target",
         adaptive: bool = False,
+        lookup: Lookup | None = None,
         memory: MemorySettings = DEFAULT_MEMORY,
         torch_compile: bool = False,
         graphs: GraphSettings | None = None,
@@ -113,8 +113,8 @@ class Engine:
                 compiled = compile_for_eager_rounds(self._forward, self.drafter, max_running_requests, COMPILE_OPTIONS)
                 self._around_step = compiled.running
         head = self.drafter if isinstance(self.drafter, HeadDrafter) else None
-        if adaptive and self.shape is not None:
-            self.drafter = AdaptiveDrafter(self.drafter, self.shape)
+        if self.shape is not None:
+            self.drafter = with_choices(self.drafter, self.shape, lookup, adaptive=adaptive)
         sizes = (self.context_length, self.drafter.lookahead, self._slack(self.shape))
         self._memory = KVMemory(pool, *sizes, reuse=memory.prefix_cache, states=self._states)
         padding: Padding = "little" if target.device.type == "cpu" else "any"

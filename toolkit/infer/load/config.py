@@ -58,6 +58,16 @@ class EngineConfig:
         "in every step choose the shape, a smaller one or nothing, by measured costs and running acceptance (default: "
         "yes, unless `shape` or `cuda_graph_max_bs` is given: then every step drafts the shape)",
     )
+    lookup: bool | None = option(
+        None,
+        "beside the head draft what followed the same words earlier in the request, where that is expected to be "
+        "faster; the answers stay the same (default: with adaptive drafting)",
+    )
+    lookup_corpus: str | Path | None = option(
+        None,
+        "search the earlier answers in FILE for `lookup` too: jsonl (messages or text) or plain text",
+        metavar="FILE",
+    )
     token_map: str | Path | None = option(
         None,
         "freq_N.pt, as `toolkit build-token-map` writes it: only these ids are drafted. For eagle2 and mtp heads, "
@@ -148,7 +158,11 @@ class EngineConfig:
     @property
     def of_drafts(self) -> list[str]:
         """The options that are given and mean nothing without drafts."""
-        given = [name for name in ("shape", "adaptive", "token_map", "dynamic_rows") if getattr(self, name)]
+        given = [
+            name
+            for name in ("shape", "adaptive", "lookup", "lookup_corpus", "token_map", "dynamic_rows")
+            if getattr(self, name)
+        ]
         return [*given, *(["draft_quantization"] if self.draft_quantization == "int8" else [])]
 
     def with_options(self, **options: Any) -> Self:

@@ -30,6 +30,7 @@ from toolkit.infer.load.load_draft import (
     native_draft,
     target_source,
 )
+from toolkit.infer.load.lookup_file import lookup_of
 from toolkit.infer.load.search_file import SEARCH, found_times, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
@@ -123,6 +124,7 @@ def build_engine(
         context_length=config.context_length,
         verify=config.verify,
         adaptive=adaptive,
+        lookup=lookup_of(config, target, draft, adaptive=adaptive and graphs is None),
         memory=memory if ranks is None else ranks.memory(memory),
         torch_compile=config.torch_compile and graphs is None,
         graphs=graphs,

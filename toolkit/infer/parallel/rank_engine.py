@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
+from toolkit.infer.drafters.lookup_choice import Lengths
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.parallel.driver import Driver
@@ -60,12 +61,12 @@ class DriversShape(AdaptiveShape):
         super().__init__(most)
         self._ranks = ranks
 
-    def choose(self, requests: Sequence[Request]) -> Arm:
-        def decide() -> tuple[Arm, bool]:
-            arm = super(DriversShape, self).choose(requests)
-            return arm, self.probe_due
+    def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Arm:
+        def decide() -> tuple[Arm, bool, list[int]]:
+            arm = super(DriversShape, self).choose(requests, lookup)
+            return arm, self.probe_due, self.depths
 
-        arm, self.probe_due = self._ranks.agree(decide)
+        arm, self.probe_due, self.depths = self._ranks.agree(decide)
         return arm
 
     def record(

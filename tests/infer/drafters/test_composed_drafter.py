@@ -1,0 +1,143 @@
+"""A head and lookup in one drafter: exact under every verifier, and each drafts where it should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.infer.drafters.test_drafters import finished, ragged_prompts, settings
+from toolkit.infer.cache.cache_manager import MemorySettings
+from toolkit.infer.drafters.choose_drafter import Lookup
+from toolkit.infer.drafters.composed_drafter import with_chains
+from toolkit.infer.drafters.lookup_choice import RETRY, LookupChoice
+from toolkit.infer.drafters.lookup_corpus import LookupCorpus
+from toolkit.infer.drafters.step_costs import LookupArm, StepCosts
+from toolkit.infer.engine.engine import Engine
+from toolkit.infer.request.draft_tree import DraftShape, Proposal, chain_tree, root_only
+from toolkit.infer.request.params import SamplingParams
+
+HEADS = ["eagle3", "mtp-three-layers", "eagle2"]
+REPEATED = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], [3, 9, 3, 9, 3], [1, 2], [4, 4, 4, 4]]
+
+
+@pytest.fixture(scope="module")
+def plain(small_target) -> list[list[int]]:
+    return [request.output_ids for request in Engine(small_target).generate(ragged_prompts(), settings())]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "4,3,12"])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_no_token_changes(small_target, build, plain, name, shape, batch, adaptive):
+    """fp32, exact, greedy and sampled; over 24 tokens matches are frequent."""
+    options = {"lookup": Lookup(), "max_running_requests": batch, "adaptive": adaptive}
+    engine = Engine(small_target, build(name), DraftShape.parse(shape), **options)
+    some = slice(None) if batch > 1 else slice(0, 6)
+    requests = [engine.add_request(p, s) for p, s in zip(ragged_prompts()[some], settings()[some], strict=True)]
+    assert finished(engine, requests) == plain[some]
+
+
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,12"])
+def test_both_draft_in_one_batch(small_target, build, shape, monkeypatch):
+    """Rows with a match are offered lookup's chain, the others the head's draft, and both are accepted at times."""
+    from toolkit.infer.drafters import composed_drafter
+
+    seen = []
+
+    def noted(tree, roots, drafts):
+        seen.append(tuple(bool(draft) for draft in drafts))
+        return with_chains(tree, roots, drafts)
+
+    monkeypatch.setattr(composed_drafter, "with_chains", noted)
+    engine = Engine(small_target, build("eagle3"), DraftShape.parse(shape), lookup=Lookup(), max_running_requests=4)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in REPEATED]
+    answers = finished(engine, requests)
+    assert answers == [one.output_ids for one in Engine(small_target).generate(REPEATED, params)]
+    assert any(any(rows) and not all(rows) for rows in seen), "no batch had both"
+
+
+def test_preempted_and_moved_rows_stay_exact(small_target, build):
+    """Little memory: requests lose their pages and begin again; short ones end and rows move."""
+    options = {"lookup": Lookup(), "max_running_requests": 4, "memory": MemorySettings(max_total_tokens=360)}
+    engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), context_length=150, **options)
+    params = [SamplingParams(max_tokens=50 + 13 * (i % 3), ignore_eos=True) for i in range(8)]
+    prompts = [REPEATED[i % 4] + [i + 1] for i in range(8)]
+    requests = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    answers = finished(engine, requests)
+    assert answers == [one.output_ids for one in Engine(small_target).generate(prompts, params)]
+
+
+@pytest.mark.parametrize("verify", ["auto", "rejection", "block"])
+def test_drawn_drafts_stay_in_the_heads_rows(small_target, build, verify):
+    """Rows whose drafts are drawn and rows with lookup's drafts run in one batch under the chain rules."""
+    options = {"lookup": Lookup(), "max_running_requests": 4, "verify": verify}
+    engine = Engine(small_target, build("eagle3"), DraftShape.chain(3), **options)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.7)
+    requests = [engine.add_request(prompt, params) for prompt in REPEATED]
+    assert all(len(answer) == 30 for answer in finished(engine, requests))
+    assert any(event.accepted for request in requests for event in request.events)
+
+
+def test_chains_take_the_place_of_rows():
+    """Tree rows keep their nodes and get invalid ones; chain rows have the given tokens; their q is not used."""
+    roots = torch.tensor([7, 8])
+    q = torch.ones(2, 2, 4)
+    tree = chain_tree(roots, torch.tensor([[1, 2], [3, 4]]), [2, 1], Proposal(q, torch.arange(4)))
+    made = with_chains(tree, roots, [[], [5, 6, 9]])
+    assert made.tokens.tolist() == [[7, 1, 2, 0], [8, 5, 6, 9]] and made.is_chain and made.deepest == 3
+    assert made.valid.tolist() == [[True, True, True, False], [True] * 4]
+    assert made.proposal.drawn.tolist() == [True, False] and made.proposal.q.shape == (2, 3, 4)
+    assert made.mask[0, 3].tolist() == [False, False, False, True]
+    alone = with_chains(root_only(roots), roots, [[5], []])
+    assert alone.tokens.tolist() == [[7, 5], [8, 0]] and alone.valid.tolist() == [[True, True], [True, False]]
+
+
+def test_a_corpus_is_drafted_from(small_target, build):
+    """An answer that was given before is drafted whole, although its own text does not repeat."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = Engine(small_target).generate([[3, 11, 5]], params)[0].output_ids
+    lengths = {}
+    for name, corpus in (("without", None), ("with", LookupCorpus([plain]))):
+        engine = Engine(small_target, build("eagle3"), DraftShape.chain(4), lookup=Lookup(corpus))
+        request = engine.generate([[3, 11, 5]], params)[0]
+        engine.close()
+        assert request.output_ids == plain
+        lengths[name] = len(plain) / len(request.events)
+    assert lengths["with"] > lengths["without"] and lengths["with"] > 3
+
+
+def measured(batch: int, seconds: dict) -> StepCosts:
+    costs = StepCosts()
+    for arm, (draft, verify) in seconds.items():
+        costs.add(batch, arm, draft, verify)
+    return costs
+
+
+def test_the_faster_draft_is_chosen():
+    """Plain 1 s; five nodes verify in 1.2 s; the head drafts in 0.3 s."""
+    chain = DraftShape.chain(4)
+    costs = measured(1, {None: (0.0, 1.0), chain: (0.3, 1.2), LookupArm(None, 4): (0.0, 1.2)})
+    long = [[1.0, 1.9, 2.7, 3.4, 4.0]]
+    assert LookupChoice().choose(long, chain, [2.0], costs, 1.0) == ([4], LookupArm(None, 4))
+    assert LookupChoice().choose([[1.0]], chain, [2.0], costs, 1.0) is None, "no match"
+    choice = LookupChoice()
+    choice.choose(long, chain, [2.0], costs, 1.0)  # a round of lookup, so no retry is due
+    assert choice.choose([[1.0, 1.1, 1.11, 1.11, 1.11]], chain, [2.0], costs, 1.0) is None, "the head is faster"
+
+
+def test_a_batch_keeps_the_head_for_rows_without_a_match():
+    chain = DraftShape.chain(4)
+    costs = measured(4, {None: (0.0, 1.0), chain: (0.1, 1.2), LookupArm(None, 4): (0.0, 1.2)})
+    lookup = [[1.0, 1.9, 2.7, 3.4, 4.0], [1.0], [1.0], [1.0, 1.2, 1.2, 1.2, 1.2]]
+    depths, arm = LookupChoice().choose(lookup, chain, [2.0] * 4, costs, 1.0)
+    assert arm.shape == chain and depths == [arm.depth, 0, 0, 0] and arm.depth >= 3
+
+
+def test_one_slow_round_does_not_end_lookup():
+    """Depth 1 was slow once: it is tried again, but only after RETRY rounds."""
+    costs = measured(1, {None: (0.0, 1.0), LookupArm(None, 1): (0.0, 9.0)})
+    choice = LookupChoice()
+    ran = [choice.choose([[1.0, 1.9]], None, [1.0], costs, 1.0) is not None for _ in range(2 * RETRY + 1)]
+    assert [number for number, one in enumerate(ran) if one] == [0, RETRY, 2 * RETRY]

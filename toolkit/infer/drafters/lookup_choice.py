@@ -1,0 +1,76 @@
+"""Choose in every round how deep lookup drafts, and whether the head drafts too (`composed_drafter.py`).
+
+    tokens per second = mean over the rows of max(lookup's expected accept_length, the head's) / seconds of the round
+
+The head's shape is the one that adaptive drafting has just chosen, or None. Lookup's expected lengths differ in every
+round, because the matches do; they are learned from every token, so lookup needs no probes. Its costs are those of
+verifying its nodes (step_costs.py). Depth 1 runs once in RETRY rounds where it seems not to pay, so that one slow round
+does not end lookup; deeper drafts follow when a shallower one has been measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from toolkit.infer.drafters.step_costs import Arm, LookupArm, Shape, StepCosts
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+RETRY, RETRY_LENGTH = 128, 1.4  # rounds between retries of depth 1, and the expected accept_length that allows one
+
+
+Lengths = Sequence[Sequence[float]]  # by row, the expected accept_length by depth from 0
+
+
+class LookupChoice:
+    """Compares lookup's drafts with the choice for the head."""
+
+    def __init__(self) -> None:
+        self._rounds, self._last = 0, -RETRY
+
+    def choose(
+        self,
+        lookup: Lengths,
+        shape: Shape,
+        head: Sequence[float],
+        costs: StepCosts,
+        margin: float,
+    ) -> tuple[list[int], LookupArm] | None:
+        """Returns the depth of lookup by row (0: none) and the round to run; None: draft `shape` in all rows.
+
+        lookup: expected accept_length of lookup's drafts. head: by row, that of `shape`. margin: the least factor by
+        which drafting must be faster than plain decoding.
+        """
+        self._rounds += 1
+        if all(len(one) == 1 for one in lookup):
+            return None
+        batch, deepest = len(lookup), max(map(len, lookup)) - 1
+        shapes: list[Shape] = [None, *([] if shape is None else [shape])]
+        rounds = {LookupArm(one, depth): depth for one in shapes for depth in DEPTHS if depth <= deepest}
+        arms: list[Arm] = [None, shape, *rounds]
+        known = costs.all(batch, arms)
+        current = sum(head) / known[shape] if shape in known else 0.0
+        floor = max(current, batch / known[None] * margin)
+        speeds = {
+            arm: sum(_lengths(lookup, rounds[arm], head if arm.shape else None)) / seconds
+            for arm, seconds in known.items()
+            if isinstance(arm, LookupArm)
+        }
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] <= floor:
+            least = LookupArm(None, 1)
+            due = self._rounds - self._last >= RETRY and sum(_lengths(lookup, 1, None)) >= RETRY_LENGTH * batch
+            if not due:
+                return None
+            best = least
+        self._last = self._rounds
+        depth = rounds[best]
+        mine = [one[min(depth, len(one) - 1)] for one in lookup]
+        theirs = head if best.shape else [1.0] * batch
+        depths = [min(depth, len(one) - 1) if a > b else 0 for one, a, b in zip(lookup, mine, theirs, strict=True)]
+        return depths, best
+
+
+def _lengths(lookup: Lengths, depth: int, head: Sequence[float] | None) -> list[float]:
+    """Returns the expected accept_length of each row if lookup drafts `depth` tokens and the head the other rows."""
+    mine = [one[min(depth, len(one) - 1)] for one in lookup]
+    return mine if head is None else [max(pair) for pair in zip(mine, head, strict=True)]
