@@ -84,15 +84,10 @@ class AdaptiveShape:
         searched = [one.arm for one in known if one.arm is not None and one.arm.fits_in(most)]
         self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched]))
         self.widest = max(one.top_k for one in self.shapes)
-        self.probe_due = False
-        self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), most.num_steps)
         self._costs = StepCosts()
-        self._best: Arm = None
-        self._chosen: Arm = None
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
-        self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
-        self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
+        self.forget_acceptance()
         self._picked = 0  # the round of the last `_pick`
         self._account: float | None = None  # seconds; None before the first `_pick`
         self._trial_pace: float | None = None  # during a trial: seconds a token of the best arm
@@ -102,7 +97,16 @@ class AdaptiveShape:
                 self._costs.add(one.batch, None, 0.0, plain[one.batch].verify_s)
                 self._costs.add(one.batch, one.arm, one.draft_s, one.verify_s)
                 self._plain_rounds = FIRST_ROUNDS
+
+    def forget_acceptance(self) -> None:
+        """Starts again with the rates of acceptance, as after new weights, and keeps the times."""
+        self.probe_due = False
+        self._acceptance = RunningAcceptance(sorted({1, *(one.top_k for one in self.shapes)}), self.most.num_steps)
         self._expected: tuple[list[Request], dict[Arm, float]] | None = None  # None after the rates changed
+        self._best: Arm = None
+        self._chosen: Arm = None
+        self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
+        self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
 
     def choose(self, requests: Sequence[Request]) -> Arm:
         """Returns the largest shape to draft for these rows in the next round; None: draft nothing."""
@@ -248,6 +252,10 @@ class AdaptiveDrafter(WrappedDrafter):
         self.inner.set_shape(shape)
         self._shape, self.chooser = shape, self._make_chooser(shape)
         self._round: tuple[DraftShape | None, DraftTree, float, float] | None = None
+
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
+        self.chooser.forget_acceptance()
 
     def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
         return self.inner.reach(shape, skips=True)
