@@ -68,7 +68,8 @@ def _weights(module: nn.Module) -> dict[str, Tensor | FixedLinear]:
         prefix = f"{path}." if path else ""
         if isinstance(part, FixedLinear):
             found[f"{prefix}weight"] = part
-            found |= {f"{prefix}{name}": one for name, one in part.named_parameters(recurse=False) if name == "bias"}
+            if part.bias is not None:
+                found[f"{prefix}bias"] = part.bias
         else:
             part._save_to_state_dict(found, prefix, True)  # of this module alone: the tensors, not copies
     return found

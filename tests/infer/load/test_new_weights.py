@@ -20,6 +20,7 @@ from toolkit import LLM, SamplingParams
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.errors import TargetError
 from toolkit.heads.mtp import MtpConfig, MtpHead
+from toolkit.infer.engine import cpu_door
 from toolkit.infer.load.config import ConfigError
 from toolkit.infer.request.errors import DraftShapeError, EngineError
 from toolkit.targets.target import Target
@@ -53,10 +54,10 @@ def folders(request, tmp_path_factory) -> Folders:
     for name, seed in (("head", 1), ("next_head", 2)):
         draft = build_draft(targets[0], seed=seed)
         ids = build_draft(targets[0], seed=1).token_map  # one map for both
-        save_draft(root / name, draft.head.state_dict(), draft.head.config, ids, {"target": {"name": str(root / "old")}})
+        save_draft(root / name, draft.head.state_dict(), draft.head.config, ids, {})
     torch.manual_seed(3)
     mtp = MtpHead(MtpConfig.from_target_config(targets[0].config, vocab_size=targets[0].vocab_size))
-    save_draft(root / "mtp", mtp.state_dict(), mtp.config, None, {"target": {"name": str(root / "old")}})
+    save_draft(root / "mtp", mtp.state_dict(), mtp.config, None, {})
     size = targets[0].vocab_size
     save_freq_list(root / "map.pt", TokenMap.from_ids(range(0, size, 3), size))
     return Folders(*(root / name for name in ("old", "new", "head", "next_head", "mtp", "map.pt")))
@@ -118,7 +119,8 @@ CASES = {
 
 def options(folders: Folders, case: str) -> dict:
     """The case with its names replaced by paths."""
-    return {key: getattr(folders, str(value), value) for key, value in CASES[case].items()} | {"max_running_requests": 2}
+    named = {key: getattr(folders, str(value), value) for key, value in CASES[case].items()}
+    return {**named, "max_running_requests": 2}
 
 
 def checked_update(folders: Folders, shape: dict, given, **more) -> None:
@@ -243,6 +245,27 @@ def test_statistics_of_acceptance_are_dropped(folders):
         assert written(llm)[0] == written(llm)[0]
 
 
+@pytest.mark.parametrize("case", ["eagle3", "mtp-with-dynamic-rows"])
+def test_an_update_keeps_every_address(folders, case, monkeypatch):
+    """A CUDA graph reads its tensors by their addresses. As on a GPU, nothing is packed."""
+    monkeypatch.setattr(cpu_door, "pack_linears", lambda *_, **__: 0)
+
+    def addresses(llm: LLM) -> list[int]:
+        head = llm.engine.drafter._head
+        parts = [llm.target.model, head.module, *([head.output.lm_head] if head.output else [])]
+        tensors = [one for part in parts for one in (*part.parameters(), *part.buffers())]
+        tensors += [head.dynamic.weight, head.dynamic.to_target] if head.dynamic else []
+        return [one.data_ptr() for one in tensors]
+
+    with LLM(folders.old, **options(folders, case), shape="3,1,4") as llm:
+        before = addresses(llm)
+        written(llm)
+        llm.update_weights(folders.new)
+        llm.refresh_draft(folders.mtp if "mtp" in case else folders.next_head)
+        written(llm)
+        assert addresses(llm) == before
+
+
 # -- the draft head ----------------------------------------------------------------------------------------------------
 
 
@@ -294,8 +317,7 @@ def test_a_draft_that_does_not_fit_changes_nothing(folders, tmp_path):
             llm.refresh_draft(tmp_path / "nowhere")
         assert written(llm) == before
     narrow = build_draft(build_target(layers=4), draft_vocab_size=8)
-    meta = {"target": {"name": str(folders.old)}}
-    save_draft(tmp_path / "narrow", narrow.head.state_dict(), narrow.head.config, narrow.token_map, meta)
+    save_draft(tmp_path / "narrow", narrow.head.state_dict(), narrow.head.config, narrow.token_map, {})
     with LLM(folders.old, folders.head, shape="3,20,8", prefix_cache=False) as llm:
         before = written(llm)
         with pytest.raises(DraftShapeError, match="draft vocabulary of 8"):

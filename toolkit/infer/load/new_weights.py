@@ -36,7 +36,7 @@ def update_target(loaded: LoadedEngine, config: EngineConfig, weights: Mapping[s
     check_weights(target.model, tensors, where)
     copy_weights(target.model, tensors)
     _start_again(loaded.engine)
-    logger.info("the target has the weights of %s", where)
+    logger.debug("the target has the weights of %s", where)
 
 
 def update_head(loaded: LoadedEngine, config: EngineConfig, weights: Mapping[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ def update_head(loaded: LoadedEngine, config: EngineConfig, weights: Mapping[str
 
 
 def open_draft(loaded: LoadedEngine, config: EngineConfig, name: str | Path) -> Draft:
-    """Load the draft `name` of `config` for the loaded target, unpacked. Raises the errors of `load_engine` for a draft."""
+    """Load the draft `name` of `config` for the loaded target, unpacked. Raises the errors of `load_engine`."""
     config.check(loaded.target.device.type)
     check_idle(loaded.engine, config)
     draft = load_draft(name, loaded.target.name, loaded.target.revision)
