@@ -9,8 +9,9 @@ become more likely (GRPO without its KL term); `LLM.update_weights` hands the ne
 `LLM.refresh_draft` the head, which a few passes over the newest rollouts have adapted. To compare, the same rollouts
 are written with the head as it was, and without drafts.
 
-Measured 2026-11-25 with the demo's head, by `OMP_NUM_THREADS=2 python examples/rl_rollouts.py`, in 4.5 minutes, on two
-cores of an AMD EPYC with AVX512 and without AMX; one run, 24 answers a step:
+Measured 2026-11-25 with the demo's head, by `OMP_NUM_THREADS=2 python examples/rl_rollouts.py`, in under five minutes,
+on two cores of an AMD EPYC with AVX512 and without AMX. One run, 24 answers a step; five of its 16 rows (of the others,
+step 11 has 0.60x for the adapted head, and the rest lie between 0.77x and 1.03x):
 
     step    reward  tokens   accept_length        tokens/s, and over plain
                              frozen  adapted    plain  frozen  adapted
@@ -20,7 +21,7 @@ cores of an AMD EPYC with AVX512 and without AMX; one run, 24 answers a step:
       12      0.83    20.2     1.35     1.50    231.3   0.94x    1.03x
       15      1.21    17.2     1.41     1.56    219.9   0.92x    1.04x
 
-With four answers at once, this CPU computes a verify step of twelve tokens more slowly than a step of four.
+So the adapted head's drafts hardly pay here with four answers at once; fewer at once, and a GPU, were not measured.
 """
 
 import argparse
