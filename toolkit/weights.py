@@ -91,22 +91,29 @@ def load_strict(module: nn.Module, tensors: Mapping[str, torch.Tensor], where: s
 
     Raises `WeightsError` with all missing, unexpected and wrongly shaped names, before anything is copied.
     """
-    wanted = module.state_dict()
+    check_fits({name: tuple(one.shape) for name, one in module.state_dict().items()}, tensors, where, module)
+    module.load_state_dict(dict(tensors), strict=True)
+
+
+def check_fits(
+    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], where: str, module: nn.Module
+) -> None:
+    """Raise `WeightsError` with all missing, unexpected and wrongly shaped names, unless `tensors` has the names and
+    shapes of `wanted`, the weights of `module`."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     wrong = [
-        f"{name} {tuple(tensors[name].shape)} (expected {tuple(wanted[name].shape)})"
+        f"{name} {tuple(tensors[name].shape)} (expected {wanted[name]})"
         for name in sorted(wanted.keys() & tensors.keys())
-        if tensors[name].shape != wanted[name].shape
+        if tuple(tensors[name].shape) != wanted[name]
     ]
-    if missing or unexpected or wrong:
-        parts = [
-            f"{title}: {', '.join(names)}"
-            for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
-            if names
-        ]
+    parts = [
+        f"{title}: {', '.join(names)}"
+        for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+        if names
+    ]
+    if parts:
         raise WeightsError(f"{where} does not fit {type(module).__name__}: {'; '.join(parts)}")
-    module.load_state_dict(dict(tensors), strict=True)
 
 
 def sha256_file(path: str | Path) -> str:

@@ -18,7 +18,7 @@ ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
 
 def block() -> str:
     llm = _class(LLM, _signature("LLM", LLM.__init__))
-    methods = "".join(_method(LLM, name) for name in ("generate", "close"))
+    methods = "".join(_method(LLM, name) for name in ("generate", "update_weights", "refresh_draft", "close"))
     options = [
         (code(key.name), _type(key), _default(key), plain(key.metadata["help"])) for key in _fields(EngineConfig)
     ]

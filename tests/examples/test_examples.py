@@ -104,6 +104,16 @@ def test_mtp(target: str, place: Path) -> None:
     assert "6 steps" in out and out.count("[accept_length") == 3
 
 
+@pytest.mark.process
+def test_rl_rollouts(trained: tuple[Path, str], target: str, place: Path) -> None:
+    """A row for each step of the target, and the picture."""
+    sizes = ["--steps", 2, "--questions", 2, "--answers", 2, "--max-tokens", 8]
+    out = run("rl_rollouts.py", "--target", target, "--draft", trained[0], *sizes, place=place)
+    rows = [line.split() for line in out.splitlines() if line.endswith("x")]
+    assert [row[0] for row in rows] == ["0", "1"] and all(float(row[3]) >= 1 <= float(row[4]) for row in rows)
+    assert (place / "rl_rollouts.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_offline_batch(target: str, tiny_draft_directory: Path, tmp_path: Path) -> None:
     """Every prompt has its answer, in order; prompts may be texts or conversations."""
     rows = [{"prompt": "count apples"}, {"messages": [{"role": "user", "content": "the weather"}]}]

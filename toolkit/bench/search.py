@@ -20,7 +20,7 @@ from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
 from toolkit.bench.step_times import Parts, StepTimes
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times

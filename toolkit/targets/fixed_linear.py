@@ -43,6 +43,12 @@ class FixedLinear(nn.Module, ABC):
         """[..., K] -> [..., N] in the inputs' dtype, with the bias added."""
 
     @abstractmethod
+    def set_weight(self, weight: Tensor) -> None:
+        """Replace the weight by `weight` [N, K] of any float dtype, packed or quantised as the first one was.
+
+        `bias` has its new values already. What a compiled program reads keeps its address."""
+
+    @abstractmethod
     def like(self, linear: nn.Linear) -> nn.Module:
         """`linear` packed or quantised in the same way as this layer."""
 

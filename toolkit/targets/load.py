@@ -28,11 +28,12 @@ from toolkit.targets import mimo  # noqa: F401 (registers its family with transf
 from toolkit.targets.demo import DEMO_NAME, demo_directory
 from toolkit.targets.gguf_file import converted_gguf, without_progress_bars
 from toolkit.targets.mtp_names import is_mtp_name
-from toolkit.targets.target import Target
+from toolkit.targets.target import Target, comparable_config
 
 log = get_logger(__name__)
 
 HUB_NAME = re.compile(r"^(?P<name>([\w.-]+/)?[\w.-]+)@(?P<revision>[\w./-]+)$")
+UNREAD = {"bos_token_id", "pad_token_id"}  # a tokenizer's business, which trainers like to change
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -85,6 +86,25 @@ def load_tokenizer(name: str | Path, revision: str | None = None) -> PreTrainedT
     """The tokenizer of a target; takes the same names as `load_target`. Raises `TargetError`."""
     source, resolved = _locate(*split_revision(str(name), revision))
     return _load_tokenizer(source, resolved)
+
+
+def load_weights(target: Target, name: str | Path, revision: str | None = None) -> dict[str, torch.Tensor]:
+    """Load other weights of the target's architecture: by their names in its model, on the CPU, in its dtype.
+
+    Takes the same names as `load_target`; a tokenizer is not read. Raises `TargetError`, also if the configuration is
+    not that of the target.
+    """
+    source, resolved = _locate(*split_revision(str(name), revision))
+    config = _load_config(source, resolved)
+    own, other = (comparable_config(one.get_text_config(decoder=True)) for one in (target.model.config, config))
+    differing = sorted(key for key in (own.keys() | other.keys()) - UNREAD if own.get(key) != other.get(key))
+    if differing:
+        shown = ", ".join(f"{key} {other.get(key)} (the target's {own.get(key)})" for key in differing)
+        raise TargetError(
+            f"{source} is not a model of the target's configuration: {shown}. Only weights can be replaced; load it as "
+            "a target of its own"
+        )
+    return dict(_load_model(source, resolved, config, target.dtype).state_dict())
 
 
 def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:

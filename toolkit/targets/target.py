@@ -180,16 +180,21 @@ class Target:
 
     def fingerprint_as(self, name: str, revision: str | None) -> str:
         """The fingerprint that this configuration has under another name and revision."""
-        # save_pretrained adds `architectures`; saving a target must not change its fingerprint.
-        left_out = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
-        config = {key: value for key, value in self.config.to_dict().items() if key not in left_out}
-        return sha256_json([_plain(config), name, revision])[:16]
+        return sha256_json([comparable_config(self.config), name, revision])[:16]
 
     def _unsupported(self, what: str) -> TargetError:
         return TargetError(
             f"{type(self.model).__name__} ({self.name}) cannot be a target: {what}. A target must be a decoder-only "
             "causal LM with token embeddings, a list of layers, a final norm and a linear output embedding"
         )
+
+
+def comparable_config(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of a configuration that are the same for every copy of a model, for JSON."""
+    # save_pretrained adds `architectures`; saving a target must not change its fingerprint.
+    left_out = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+    plain: dict[str, Any] = _plain({key: value for key, value in config.to_dict().items() if key not in left_out})
+    return plain
 
 
 def weight_bits(model: PreTrainedModel) -> float:

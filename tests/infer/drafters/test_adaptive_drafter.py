@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.infer.drafters import head_drafter
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams

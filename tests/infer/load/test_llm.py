@@ -13,7 +13,7 @@ import toolkit
 from toolkit import LLM, SamplingParams
 from toolkit.bench.near_tie import find_divergence, plain_logits
 from toolkit.infer.load.config import ConfigError
-from toolkit.infer.load.llm import OfflinePromptError, read_offline_prompts
+from toolkit.infer.load.offline_prompts import OfflinePromptError, read_offline_prompts
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
 from toolkit.infer.request.request import PromptTooLongError

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from toolkit.checkpoint.draft_dir import DraftDirError
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.load.config import ConfigError, EngineConfig
 from toolkit.infer.load.load_engine import load_engine
 from toolkit.infer.request.draft_tree import DraftShape

@@ -147,6 +147,11 @@ class KVMemory:
             states = None if self._states is None else self._states.snapshot(row)
             self._prefixes.keep(tokens, row, positions, self._whole(drafted), states)
 
+    def forget_prefixes(self) -> None:
+        """Drop all cached prefixes."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def _whole(self, drafted: bool) -> bool:
         """Whether pages hold all entries of their tokens; without lookahead the target's entries are all of them."""
         return drafted or not self._lookahead

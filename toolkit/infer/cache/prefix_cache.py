@@ -98,6 +98,13 @@ class PrefixCache:
         for node in holding[: max(0, len(holding) - STATES_PER_ROW * self._pool.rows)]:
             node.states = None
 
+    def clear(self) -> None:
+        """Drop all prefixes."""
+        for page in self.pages:
+            self._pool.drop(page)
+        self._roots.clear()
+        self._recency.clear()
+
     def evict(self, pages: int) -> bool:
         """Evict the least recently used pages until `pages` pages are free in the pool.
 

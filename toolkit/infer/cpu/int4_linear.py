@@ -34,9 +34,8 @@ class Int4Linear(FixedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        levels, steps = round_to_levels(linear.weight.detach())
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-        self.register_buffer("levels", packed, persistent=False)
+        levels, steps = packed_levels(linear.weight.detach())
+        self.register_buffer("levels", levels, persistent=False)
         self.register_buffer("steps", steps, persistent=False)
 
     @property
@@ -54,6 +53,11 @@ class Int4Linear(FixedLinear):
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
 
+    def set_weight(self, weight: Tensor) -> None:
+        levels, steps = packed_levels(weight.to(self.steps.dtype))
+        self.levels.copy_(levels)
+        self.steps.copy_(steps)
+
     def like(self, linear: nn.Linear) -> nn.Module:
         return Int4Linear(linear)
 
@@ -66,6 +70,12 @@ def takes_int4(linear: nn.Linear) -> bool:
 def int4_product(rows: Tensor, levels: Tensor, steps: Tensor) -> Tensor:
     """rows [M, K], levels and steps as `Int4Linear` holds them -> [M, N]."""
     return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), levels, GROUP, steps)
+
+
+def packed_levels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> levels and steps as `Int4Linear` holds them."""
+    levels, steps = round_to_levels(weight)
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), steps
 
 
 def round_to_levels(weight: Tensor) -> tuple[Tensor, Tensor]:

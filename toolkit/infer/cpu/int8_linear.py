@@ -38,13 +38,18 @@ class Int8Linear(BlockedLinear):
         weight = linear.weight.detach()
         if weight.dtype not in DTYPES:
             raise ValueError(f"a linear layer of {weight.dtype} was given; bfloat16 or float32 is needed")
+        self.blocked, self._dtype = takes(weight), weight.dtype
+        qweight, scale = self._rounded(weight)
+        self.register_buffer("qweight", qweight, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def _rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """qweight and scale of a weight [N, K] of the layer's dtype."""
         full = weight.float()
         # Round the scale to the dtype first, so that both kernels use the same scale.
-        scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(weight.dtype)
+        scale = (full.abs().amax(dim=1) / LARGEST).clamp_min(SMALLEST).to(self._dtype)
         levels = (full / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
-        self.blocked, self._dtype = takes(weight), weight.dtype
-        self.register_buffer("qweight", to_blocks(levels) if self.blocked else levels, persistent=False)
-        self.register_buffer("scale", scale.float() if self.blocked else scale, persistent=False)
+        return (to_blocks(levels), scale.float()) if self.blocked else (levels, scale)
 
     @property
     def levels(self) -> Tensor:
@@ -76,6 +81,11 @@ class Int8Linear(BlockedLinear):
         if self.bias is not None:
             out = out + self.bias
         return out.view(*inputs.shape[:-1], self.out_features)
+
+    def set_weight(self, weight: Tensor) -> None:
+        qweight, scale = self._rounded(weight.to(self._dtype))
+        self.scale.copy_(scale)
+        self.set_blocks(qweight)
 
     def like(self, linear: nn.Linear) -> nn.Module:
         return Int8Linear(linear)

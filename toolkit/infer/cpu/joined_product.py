@@ -45,10 +45,18 @@ class BlockedLinear(FixedLinear):
     def hold(self, blocks: Tensor) -> None:
         """Take `blocks` as the blocks that hold the weight."""
 
+    def set_blocks(self, blocks: Tensor) -> None:
+        """Copy `blocks` into the layer's own blocks, and its scale and bias into the product that it is part of."""
+        self.own_blocks().copy_(blocks)
+        for joined, own in () if self.joined is None else self.joined.copies(self):
+            joined[self.rows] = own
+
     def own_blocks(self) -> Tensor:
         """The blocks of this layer alone."""
+        if self.joined is None:
+            return self.blocks
         width = self.blocks.shape[2]
-        return self.blocks if self.joined is None else self.blocks[self.rows.start // width : self.rows.stop // width]
+        return self.blocks[self.rows.start // width : self.rows.stop // width]
 
     def blocked_product(self, inputs: Tensor) -> Tensor:
         """[..., K] -> [..., N]; only if the weight is in blocks."""
@@ -78,6 +86,11 @@ class JoinedProduct:
             layer.hold(self.blocks)
             layer.joined, layer.rows = self, slice(self.outputs, self.outputs + layer.out_features)
             self.outputs += layer.out_features
+
+    def copies(self, layer: BlockedLinear) -> list[tuple[Tensor, Tensor]]:
+        """The product's scale and bias, each with that of the layer, of which it holds a copy."""
+        pairs = ((self.scale, layer.block_scale), (self.bias, layer.bias))
+        return [(joined, own) for joined, own in pairs if joined is not None and own is not None]
 
     def __call__(self, inputs: Tensor, rows: slice) -> Tensor | None:
         """inputs [..., K] -> [..., sum of N], for the layer with these `rows`.

@@ -67,6 +67,13 @@ class PackedLinear(BlockedLinear):
             return torch.ops.toolkit.packed_product(inputs, self.handle, self.out_features)
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
 
+    def set_weight(self, weight: Tensor) -> None:
+        packed = _pack(weight.to(self.packed.dtype), blocked=self.blocked)
+        if self.blocked:
+            self.set_blocks(packed)
+        else:  # tensors in oneDNN's order cannot be copied into; programs find the layer by its number
+            self.packed = packed
+
     def like(self, linear: nn.Linear) -> nn.Module:
         return _packed_or_own(linear)
 

@@ -29,18 +29,13 @@ Choices depend on the clock. In float32 tokens do not; in bfloat16 they are equa
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from toolkit.infer.cache.round_state import RoundRows
-from toolkit.infer.drafters.composed_drafter import ComposedDrafter
-from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.drafters.lookup_choice import Lengths, LookupChoice
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
+from toolkit.infer.request.draft_tree import DraftShape, candidates
 from toolkit.infer.request.request import Request
-from toolkit.infer.verify.verifiers import VerifyResult
 
 FIRST_ROUNDS = 2  # plain rounds before any draft: the first round is often slow
 START_CREDIT = 0.6  # initial balance of the account, in plain rounds
@@ -86,16 +81,12 @@ class AdaptiveShape:
         self.most = most
         searched = [one.arm for one in known if one.arm is not None and one.arm.fits_in(most)]
         self.shapes = list(dict.fromkeys([*smaller_shapes(most), *searched]))
-        widths = sorted({1, *(one.top_k for one in self.shapes)})
-        self.widest, self.probe_due = widths[-1], False
-        self._acceptance = RunningAcceptance(widths, most.num_steps)
+        self._widths = sorted({1, *(one.top_k for one in self.shapes)})
+        self.widest = self._widths[-1]
         self._costs = StepCosts()
-        self._best: Shape = None
-        self._chosen: Shape = None
         self._rounds = self._plain_rounds = 0
         self._last_run: dict[Arm, int] = {}
-        self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
-        self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
+        self.forget_acceptance()
         self._picked = 0  # the round of the last `_pick`
         self._account: float | None = None  # seconds; None before the first `_pick`
         self._lookup = LookupChoice()
@@ -107,7 +98,16 @@ class AdaptiveShape:
                 self._costs.add(one.batch, None, 0.0, plain[one.batch].verify_s)
                 self._costs.add(one.batch, one.arm, one.draft_s, one.verify_s)
                 self._plain_rounds = FIRST_ROUNDS
+
+    def forget_acceptance(self) -> None:
+        """Starts again with the rates of acceptance, as after new weights, and keeps the times."""
+        self.probe_due = False
+        self._acceptance = RunningAcceptance(self._widths, self.most.num_steps)
         self._expected: Expected | None = None  # None after the rates changed
+        self._best: Shape = None
+        self._chosen: Shape = None
+        self._unread, self._gap = 0, FIRST_PROBE  # plain rounds since the head's last read; before the next probe
+        self._probe_after: float = FIRST_PROBE  # as _gap, for the current rows
 
     def choose(self, requests: Sequence[Request], lookup: Lengths = ()) -> Arm:
         """Returns the largest shape to draft for these rows in the next round; None: draft nothing.
@@ -245,76 +245,3 @@ def _margin(batch: int) -> float:
 def _least_price(batch: int) -> float:
     """Returns the least price of a trial from plain decoding, in plain rounds."""
     return max(LEAST_PRICE, _margin(batch) - 1)
-
-
-class AdaptiveDrafter(WrappedDrafter):
-    """Drafts with `inner`, nothing deeper, wider or larger than `shape`. clock: seconds, as time.perf_counter.
-
-    A round lasts from propose to observe, when the target's choices have reached the host. The engine's work between
-    observe and the next propose (host work, other prompts) is the same for all shapes.
-    """
-
-    def __init__(self, inner: Drafter, shape: DraftShape, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__(inner)
-        self._clock = clock
-        self._make_chooser: Callable[[DraftShape], AdaptiveShape] = AdaptiveShape
-        self.set_shape(shape)
-
-    def start_from(self, known: Sequence[ArmTime]) -> None:
-        """Begins with these times of rounds, measured on this machine, in place of plain rounds and trials."""
-        self.choose_by(lambda most: AdaptiveShape(most, known))
-
-    def choose_by(self, make_chooser: Callable[[DraftShape], AdaptiveShape]) -> None:
-        """Replaces the chooser. make_chooser: returns a chooser for the largest shape."""
-        self._make_chooser = make_chooser
-        self.set_shape(self._shape)
-
-    def set_shape(self, shape: DraftShape) -> None:
-        self.inner.set_shape(shape)
-        self._shape, self.chooser = shape, self._make_chooser(shape)
-        self._round: tuple[Arm, DraftTree, float, float] | None = None
-
-    def reach(self, shape: DraftShape, *, skips: bool = False) -> int:
-        return self.inner.reach(shape, skips=True)
-
-    def propose(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        self._round = None
-        if not any(request.speculative for request in requests):
-            return self.inner.propose(requests, rows)
-        started = self._clock()
-        composed = self.inner if isinstance(self.inner, ComposedDrafter) else None
-        drafts = [] if composed is None else composed.lookups(requests)
-        arm = self.chooser.choose(requests, [lengths for _, lengths in drafts])
-        shape = arm.shape if isinstance(arm, LookupArm) else arm
-        if shape is not None:
-            self.inner.set_shape(shape)
-        if composed is not None and isinstance(arm, LookupArm):
-            cut = [tokens[:depth] for (tokens, _), depth in zip(drafts, self.chooser.depths, strict=True)]
-            tree = composed.compose(requests, rows, cut, head=shape is not None)
-        elif shape is None and self.chooser.probe_due:
-            tree, ranks = self.inner.probe(requests, rows, self.chooser.widest)
-            self.chooser.probed(requests, ranks)
-            started = self._clock()  # the time of a plain round excludes the probe
-        elif shape is None:
-            tree = self.inner.skip(requests, rows)
-        else:
-            tree = (self.inner if composed is None else composed.inner).propose(requests, rows)
-        self._round = (arm, tree, started, self._clock())
-        return tree
-
-    def skip(self, requests: Sequence[Request], rows: RoundRows) -> DraftTree:
-        self._round = None
-        return self.inner.skip(requests, rows)
-
-    def probe(self, requests: Sequence[Request], rows: RoundRows, width: int) -> tuple[DraftTree, DraftRanks]:
-        self._round = None
-        return self.inner.probe(requests, rows, width)
-
-    def observe(self, requests: Sequence[Request], result: VerifyResult) -> None:
-        self.inner.observe(requests, result)
-        if self._round is None:
-            return
-        arm, tree, started, proposed = self._round
-        self._round = None
-        ran = arm if tree.nodes > 1 else None  # n-gram lookup may have found nothing for any row
-        self.chooser.record(requests, ran, result.ranks, proposed - started, self._clock() - proposed)

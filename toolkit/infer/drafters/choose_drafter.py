@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.page_pool import PagePool
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.composed_drafter import MOST_DEPTH, ComposedDrafter
 from toolkit.infer.drafters.draft_sampling import Draws
 from toolkit.infer.drafters.drafter import Drafter, NoDrafter

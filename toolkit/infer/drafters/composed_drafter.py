@@ -58,6 +58,10 @@ class ComposedDrafter(WrappedDrafter):
         self.inner.set_shape(shape)
         self.shape = shape
 
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
+        self._rates = [MatchRates(), MatchRates()]
+
     def depth(self, shape: DraftShape) -> int:
         """Returns the number of tokens of lookup's longest draft beside `shape`."""
         return shape.num_draft_tokens - 1 if self._depth is None else self._depth

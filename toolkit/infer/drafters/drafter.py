@@ -86,6 +86,12 @@ class Drafter(ABC):
         Raises `DraftShapeError` if the head cannot draft it, `EngineError` if there is no head.
         """
 
+    def weights_changed(self) -> None:
+        """Takes over new weights of the target and the head, which were copied into their modules; no request runs.
+
+        Forgets what was learned with the old weights."""
+        return  # no weights
+
     def close(self) -> None:
         """Removes the hooks from the target."""
         return  # no hooks
@@ -152,6 +158,9 @@ class WrappedDrafter(Drafter):
 
     def set_shape(self, shape: DraftShape) -> None:
         self.inner.set_shape(shape)
+
+    def weights_changed(self) -> None:
+        self.inner.weights_changed()
 
     def close(self) -> None:
         self.inner.close()

@@ -22,6 +22,7 @@ from toolkit.infer.kernels.paged_reference import Scoring
 from toolkit.log import get_logger
 from toolkit.targets.features import AuxCapture, LastCapture
 from toolkit.targets.fixed_linear import FixedLinear, linear_rows
+from toolkit.targets.new_weights import copy_weights
 from toolkit.targets.target import Target
 
 log = get_logger(__name__)
@@ -32,13 +33,22 @@ class SharedOutput(nn.Module):
 
     def __init__(self, target: Target, draft: DraftCheckpoint) -> None:
         super().__init__()
-        self._target = target
+        self._target, self._ids = target, draft.token_map.ids.to(target.device)
         self.lm_head: nn.Module = target.lm_head
         if draft.token_map.size < target.vocab_size:
-            head, ids = target.lm_head, draft.token_map.ids.to(target.device)
+            head = target.lm_head
             self.lm_head = (
-                head.rows_of(ids) if isinstance(head, FixedLinear) else linear_rows(head.weight, head.bias, ids)
+                head.rows_of(self._ids)
+                if isinstance(head, FixedLinear)
+                else linear_rows(head.weight, head.bias, self._ids)
             )
+
+    def weights_changed(self) -> None:
+        """Copies the rows again, in place: recorded rounds read them."""
+        whole = self._target.lm_head
+        if self.lm_head is not whole:
+            rows = linear_rows(whole.weight, whole.bias, self._ids)
+            copy_weights(self.lm_head, dict(rows.named_parameters()))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits [..., D] of normed states [..., H], with the target family's logit factor and soft cap."""
@@ -81,6 +91,13 @@ class DraftingHead:
         states = self.module.normed(self.module.read(stage, hidden))
         logits = self.module.lm_head(states) if self.output is None else self.output(states)
         return logits if self.dynamic is None else torch.cat((logits, self.dynamic.logits(states)), dim=-1)
+
+    def weights_changed(self) -> None:
+        """Copies again what it holds of the target's output matrix."""
+        if self.output is not None:
+            self.output.weights_changed()
+        if self.dynamic is not None:
+            self.dynamic.restart()
 
     def remove(self) -> None:
         """Removes the hooks from the target."""

@@ -43,16 +43,22 @@ class DynamicRows:
         self, target: Target, token_map: TokenMap, size: int, finish: Callable[[Tensor], Tensor] | None
     ) -> None:
         kept = token_map.t2d.tolist()
-        first = list(islice((token for token in range(target.vocab_size) if not kept[token]), size))
+        self._first = list(islice((token for token in range(target.vocab_size) if not kept[token]), size))
         self._kept, self._finish, self._size = kept, finish, token_map.size
+        self._target, count = target, len(self._first)
+        self.to_target = torch.cat((token_map.ids, token_map.ids.new_zeros(count))).to(target.device)
+        self.weight = torch.empty(count, target.hidden_size, dtype=target.dtype, device=target.device)
+        self.bias = None if target.lm_head.bias is None else target.lm_head.bias.new_empty(count)
+        self.restart()
+
+    def restart(self) -> None:
+        """Gives the rows to the first ids again, from the target's current weights."""
         # The least recent id first; its row is the next to be replaced.
-        self._slots = {token: slot for slot, token in enumerate(first)}
-        ids = torch.tensor(first, dtype=torch.long, device=target.device)
-        self.to_target = torch.cat((token_map.ids.to(target.device), ids))
+        self._slots = {token: slot for slot, token in enumerate(self._first)}
         # Of a packed or quantised matrix this is a copy, made once.
-        self._rows, self._bias = target.lm_head.weight, target.lm_head.bias
-        self.weight = self._rows[ids].clone()
-        self.bias = None if self._bias is None else self._bias[ids].clone()
+        self._rows, self._bias = self._target.lm_head.weight, self._target.lm_head.bias
+        slots = torch.arange(len(self._first), device=self.to_target.device)
+        self._fill(slots, torch.tensor(self._first, dtype=torch.long, device=self.to_target.device))
 
     def use(self, tokens: Iterable[int]) -> None:
         """Gives these ids rows, the last one being the most recent; ids of the token map have theirs already."""
@@ -68,8 +74,10 @@ class DynamicRows:
         if not changed:
             return
         device = self.to_target.device
-        slots, ids = (torch.tensor(list(part), device=device) for part in (changed.keys(), changed.values()))
-        # In place: recorded rounds read these tensors.
+        self._fill(*(torch.tensor(list(part), device=device) for part in (changed.keys(), changed.values())))
+
+    def _fill(self, slots: Tensor, ids: Tensor) -> None:
+        """Gives the rows `slots` to `ids`, in place: recorded rounds read these tensors."""
         self.to_target[self._size + slots] = ids
         self.weight[slots] = self._rows[ids]
         if self.bias is not None and self._bias is not None:

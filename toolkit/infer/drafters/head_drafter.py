@@ -81,6 +81,9 @@ class HeadDrafter(Drafter):
             )
         self.shape = shape
 
+    def weights_changed(self) -> None:
+        self._head.weights_changed()
+
     def close(self) -> None:
         self._unhook()
 

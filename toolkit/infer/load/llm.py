@@ -5,20 +5,26 @@ Prompts (texts, lists of ids, conversations) become ids in the same way as in th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint.draft_dir import DraftCheckpoint
+from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine_thread import Update
 from toolkit.infer.load.answer import Answer, events_of_answer
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.load.load_engine import load_engine
+from toolkit.infer.load.load_engine import LoadedEngine, build_engine, load_engine
+from toolkit.infer.load.new_weights import is_same_head, open_draft, pack_draft, update_head, update_target
+from toolkit.infer.load.offline_prompts import read_offline_prompts
 from toolkit.infer.request.acceptance import AcceptanceStats, summarise
-from toolkit.infer.request.chat_prompt import ChatMessageError, ChatPromptError, chat_ids, read_message
 from toolkit.infer.request.detokenize import Detokenizer
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import EngineError
@@ -26,93 +32,6 @@ from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request, TokenLogprob, VerifyEvent, one_for_each
 
 Shape = DraftShape | str | None  # the text is "num_steps,top_k,num_draft_tokens"
-TEXT, IDS, CONVERSATION = "a text", "a list of ids", "a conversation"
-NEEDED = 'a text, a list of token ids, or a conversation (a list of {"role": ..., "content": ...}) is needed'
-
-
-class OfflinePromptError(EngineError):
-    """A value that is not a prompt, or prompts of different kinds in one call."""
-
-
-@dataclass(frozen=True)
-class OfflinePrompts:
-    """Prompts as ids. raw: the answers continue the prompts' text; False: each answer is a turn of a conversation."""
-
-    ids: list[list[int]]
-    raw: bool
-
-
-def read_offline_prompts(prompts: Any, tokenizer: Any) -> OfflinePrompts:
-    """Convert one prompt, or a list of prompts of one kind. Raises OfflinePromptError with the prompt's index."""
-    listed = _as_list(prompts)
-    kinds = [_kind(prompt, place) for place, prompt in enumerate(listed)]
-    other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        raise OfflinePromptError(
-            f"prompt 0 is {kinds[0]} and prompt {other} is {kinds[other]}; pass each kind in a call of its own"
-        )
-    read = {TEXT: _text_ids, IDS: _checked_ids, CONVERSATION: _conversation_ids}[kinds[0]]
-    return OfflinePrompts(
-        [read(prompt, place, tokenizer) for place, prompt in enumerate(listed)], kinds[0] in (TEXT, IDS)
-    )
-
-
-def _as_list(prompts: Any) -> Sequence[Any]:
-    """The prompts as a list; a single prompt becomes a list of one. A text is never split into characters."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise OfflinePromptError(f"prompts is {_short(prompts)}; a list of prompts is needed")
-    if not prompts:
-        raise OfflinePromptError("the list of prompts is empty; at least one prompt is needed")
-    return [prompts] if isinstance(prompts[0], Integral | Mapping) else prompts
-
-
-def _kind(prompt: Any, place: int) -> str:
-    if isinstance(prompt, str):
-        return TEXT
-    if isinstance(prompt, list | tuple) and prompt:
-        if isinstance(prompt[0], Integral):
-            return IDS
-        if isinstance(prompt[0], Mapping):
-            return CONVERSATION
-    what = "is empty" if isinstance(prompt, list | tuple) and not prompt else f"is {_short(prompt)}"
-    raise OfflinePromptError(f"prompt {place} {what}; {NEEDED}")
-
-
-def _text_ids(prompt: str, place: int, tokenizer: Any) -> list[int]:
-    ids = list(tokenizer(prompt)["input_ids"])
-    if not ids:
-        raise OfflinePromptError(f"prompt {place} is {prompt!r}, which has no tokens; at least one is needed")
-    return ids
-
-
-def _checked_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
-    for at, token in enumerate(prompt):
-        if not isinstance(token, Integral) or isinstance(token, bool):
-            raise OfflinePromptError(f"prompt {place} is a list of ids, but item {at} is {_short(token)}; {NEEDED}")
-    return [int(token) for token in prompt]
-
-
-def _conversation_ids(prompt: Sequence[Any], place: int, tokenizer: Any) -> list[int]:
-    messages = []
-    for at, message in enumerate(prompt):
-        where = f"prompt {place}, message {at}"
-        if not isinstance(message, Mapping):
-            raise OfflinePromptError(f'{where} is {_short(message)}; {{"role": ..., "content": ...}} is needed')
-        try:
-            messages.append(read_message(message))
-        except ChatMessageError as error:
-            raise OfflinePromptError(f"{where}: {error}") from error
-    try:
-        return chat_ids(tokenizer, messages)
-    except ChatPromptError as error:
-        raise OfflinePromptError(f"prompt {place}: {error}") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 @dataclass(frozen=True)
@@ -179,9 +98,8 @@ class LLM:
         if isinstance(options.get("shape"), DraftShape):
             options["shape"] = options["shape"].as_text()
         self.config = (config or EngineConfig()).with_options(**options)
-        loaded = load_engine(self.config)
-        self.engine, self.target, self.shape = loaded.engine, loaded.target, loaded.shape
-        self.tokenizer = loaded.target.tokenizer
+        self._take(load_engine(self.config))
+        self.tokenizer = self.target.tokenizer
         self._detokenizer = Detokenizer(self.tokenizer)
         self._closed = False
 
@@ -206,13 +124,54 @@ class LLM:
         Checks all prompts before the first step.
         Raises EngineError (OfflinePromptError, PromptTooLongError), DraftShapeError, SamplingError.
         """
-        if self._closed:
-            raise EngineError("this LLM is closed; make another one")
+        self._check_open()
         read = read_offline_prompts(prompts, self.tokenizer)
         settings = SamplingParams() if params is None else params
         shapes = [_shape(one) for one in one_for_each(shape, Shape, len(read.ids), "draft shapes")]
         requests = self.engine.generate(read.ids, settings, speculative=speculative, shape=shapes)
         return [self._completion(request, read.raw) for request in requests]
+
+    def update_weights(self, weights: Mapping[str, Tensor] | str | Path) -> None:
+        """Replace the target's weights without a restart; answers are then those of a new LLM with these weights.
+
+        weights: a state dict of the target's model, as `model.state_dict()` of its trainer gives it (any device, any
+            float dtype; of tied weights one name suffices), or the name of a checkpoint: a directory, hub id or .gguf
+            with the configuration of the target.
+
+        The weights are rounded, packed and quantised as those before. CUDA graphs and compiled programs stay; the
+        prefix cache and the running statistics of adaptive drafting are dropped. Tokenizer, stop ids, draft shape and
+        the draft head stay: see `refresh_draft`.
+        Changes nothing if the weights do not fit. Raises WeightsError with all missing, unexpected and wrongly shaped
+        names, TargetError for a checkpoint of another configuration, EngineError while requests of `engine` run and
+        with tensor parallelism.
+        """
+        self._check_open()
+        update_target(self._loaded, self.config, weights)
+
+    def refresh_draft(self, draft: Mapping[str, Tensor] | str | Path) -> None:
+        """Replace the draft without a restart; drafts are then those of a new LLM with this draft in the same shape.
+
+        draft: a state dict of the current head, by the names of a draft directory, or a draft as the argument `draft`
+            of LLM: a directory, hub id or "ngram".
+
+        A head of the same configuration and token map is copied into the current one. Any other draft replaces it: the
+        target stays loaded, the KV cache is made anew, and graphs are captured and the head is compiled again.
+        Changes nothing if the draft does not fit. Raises the errors of LLM, WeightsError as `update_weights`, and
+        EngineError while requests of `engine` run and with tensor parallelism.
+        """
+        self._check_open()
+        if isinstance(draft, Mapping):
+            update_head(self._loaded, self.config, draft)
+            return
+        config = self.config.with_options(target=self.target.name, draft=str(draft))
+        if self.shape is not None:
+            config = config.with_options(shape=self.shape.as_text(), adaptive=self._loaded.adaptive)
+        new = open_draft(self._loaded, config, draft)
+        if isinstance(new, DraftCheckpoint) and is_same_head(self._loaded.draft, new):
+            update_head(self._loaded, config, new.head.state_dict())
+        else:
+            self._rebuild(config, new)
+        self.config = config
 
     def close(self) -> None:
         """Remove the engine's hooks from the target. `generate` fails afterwards. A second call does nothing."""
@@ -227,6 +186,28 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed; make another one")
+
+    def _take(self, loaded: LoadedEngine) -> None:
+        self._loaded = loaded
+        self.engine, self.target, self.shape = loaded.engine, loaded.target, loaded.shape
+
+    def _rebuild(self, config: EngineConfig, draft: Draft) -> None:
+        """Replace the engine by one of `config` that drafts with `draft`; go on with the old draft on errors."""
+        target, old = self.target, self._loaded.draft
+        pack_draft(self._loaded, draft, config)
+        self.engine.close()
+        del self.engine, self._loaded  # their cache must be free before the size of the next one is chosen
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            self._take(build_engine(config, target, draft))
+        except ValueError:
+            self._take(build_engine(self.config, target, old))
+            raise
 
     def _completion(self, request: Request, raw: bool) -> Completion:
         params = request.params

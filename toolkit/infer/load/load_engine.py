@@ -13,7 +13,7 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.cache.cache_manager import MemorySettings
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine

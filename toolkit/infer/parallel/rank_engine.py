@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from toolkit.infer.drafters.adaptive import AdaptiveDrafter, AdaptiveShape
+from toolkit.infer.drafters.adaptive import AdaptiveShape
+from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.drafters.lookup_choice import Lengths
 from toolkit.infer.drafters.step_costs import Arm
 from toolkit.infer.engine.engine import Engine
