@@ -59,7 +59,7 @@ def main() -> int:
     started = time.perf_counter()
     surface = forecast_surface(target, draft, prompts, largest, sampling, replace(config, max_running_requests=8))
     texts = [one.question.prompt_ids for one in surface.references]
-    times = measure_step_times(target, draft, surface.shapes(), texts, config, args.max_tokens)
+    times = measure_step_times(target, draft, surface.shapes(), texts, config, sampling)
     candidates = predict(surface, times)
     measured = confirm(target, draft, finalists(candidates, OBJECTIVE), times, prompts, sampling, config)
     pick = winner([one for one in measured if one.name != "adaptive"], OBJECTIVE)

@@ -25,6 +25,7 @@ from toolkit.bench.search import (
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.step_times import Parts, StepTimes, covering_shapes, measure_step_times
 from toolkit.infer.drafters.candidate_recorder import NEVER
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
@@ -130,15 +131,25 @@ def surface(tiny_target, tiny_draft):
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (4, 0.7)])
-def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, batch, temperature):
+def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, batch, temperature):
     """Every shape of the surface gets its prediction from the rounds that were timed, and plain decoding, adaptive
-    drafting and the finalists their measured figures; a batch may be larger than the number of prompts."""
+    drafting and the finalists their measured figures; a batch may be larger than the number of prompts. All of them
+    run at the temperature that is asked for."""
+    add, temperatures = Engine.add_request, set()
+
+    def noted(self, ids, params, **options):
+        temperatures.add(params.temperature)
+        return add(self, ids, params, **options)
+
+    monkeypatch.setattr(Engine, "add_request", noted)
     config = EngineConfig(max_running_requests=batch)
     texts = [one.question.prompt_ids for one in surface.references]
     seen: list[tuple[int, int]] = []
     times = measure_step_times(
-        tiny_target, tiny_draft, surface.shapes(), texts, config, 20, lambda *now: seen.append(now)
-    )
+        tiny_target, tiny_draft, surface.shapes(), texts, config, Sampling(20, temperature, 0),
+        lambda *now: seen.append(now),
+    )  # fmt: skip
+    assert temperatures == {temperature}
     assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1)) and seen[-1][0] == seen[-1][1]
     candidates = predict(surface, times)
@@ -149,6 +160,7 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, batch, temperat
     measured = confirm(tiny_target, tiny_draft, chosen, times, PROMPTS, sampling, config)
     assert [one.name for one in measured] == ["plain", "adaptive", *(one.name for one in chosen)]
     assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
+    assert temperatures == {temperature}
     assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
 
 
@@ -156,7 +168,7 @@ def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
     """A prompt that leaves room for one token would end before its batch is full, again and again."""
     prompts = [list(range(5, 105)) * 5] * 2
     times = measure_step_times(
-        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), 99
+        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), Sampling(99, 0.0, 0)
     )
     assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {(True, 3), (False, 4)}
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN
 from toolkit.bench.bootstrap import LEAST_GROUPS, RESAMPLES, resampled_interval
 from toolkit.bench.records import RecordError, read_record
 from toolkit.bench.rows import ALL
@@ -26,6 +25,7 @@ from toolkit.bench.table import (
     times,
     wide_console,
 )
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN
 
 Record = dict[str, Any]
 Units = list[tuple[float, ...]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN, Round, Sampling
+from toolkit.bench.answers import Round, Sampling
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
@@ -24,7 +24,7 @@ from toolkit.infer.drafters.adaptive import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.targets.target import Target
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]

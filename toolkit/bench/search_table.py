@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.answers import PLAIN
 from toolkit.bench.search import FIGURES, Objective
+from toolkit.infer.request.draft_tree import PLAIN
 
 SHOWN = 6  # settings of each batch size that are printed
 UNITS = {"tokens-per-s": "tokens/s", "itl": "itl ms", "ttft": "ttft ms"}

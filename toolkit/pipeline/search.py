@@ -11,7 +11,7 @@ from typing import Any, Literal
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from toolkit.bench.acceptance import describe_draft, describe_target, describe_token_map
-from toolkit.bench.answers import ADAPTIVE, Sampling
+from toolkit.bench.answers import Sampling
 from toolkit.bench.forecast import Surface, forecast_surface, supported_shapes
 from toolkit.bench.prompts import Prompt, limited
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
@@ -21,7 +21,7 @@ from toolkit.bench.step_times import measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
@@ -99,7 +99,7 @@ def _write_search(
     if why is None:
         assert draft.path is not None, "_no_place has looked"
         kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
-        holds_for = conditions(draft, config, target)
+        holds_for = conditions(draft, config, target, record["settings"]["temperature"])
         try:
             write_json(
                 draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known, "holds_for": holds_for}
@@ -146,7 +146,7 @@ def _search(
         own = replace(config, max_running_requests=batch)
         shapes = surface.shapes()
         with progress_bar(f"[{stage}/{stages}] step times at batch {batch}", "round") as show:
-            times = measure_step_times(target, draft, shapes, texts, own, sampling.max_tokens, show)
+            times = measure_step_times(target, draft, shapes, texts, own, sampling, show)
         candidates = predict(surface, times)
         chosen = finalists(candidates, objective)
         with progress_bar(f"[{stage + 1}/{stages}] end to end at batch {batch}", "answer") as show:

@@ -20,6 +20,9 @@ from torch import Tensor
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.infer.request.errors import DraftShapeError
 
+PLAIN = "plain"  # in place of a shape: nothing is drafted
+ADAPTIVE = "adaptive"  # in place of a shape: every step chooses what it drafts
+
 
 @dataclass(frozen=True)
 class DraftShape:
