@@ -232,7 +232,9 @@ def forecast_check(head: CheckedHead) -> Finding:
 
 
 def acceptance_check(head: CheckedHead) -> Finding:
-    """The chain's accept_length is not below that of measured.json: the two 95 % intervals do not lie apart."""
+    """The chain's accept_length is not below that of measured.json: the two 95 % intervals do not lie apart.
+
+    Compared are the same prompts (here without their follow-up turns) at the same precision and length of answers."""
     if head.blocked:
         return Finding(SKIPPED, f"not tried, as {head.blocked}")
     chain = head.shapes[0]
@@ -251,6 +253,8 @@ def acceptance_check(head: CheckedHead) -> Finding:
     row = head.measured_row("chain")
     if row is None or between is None or row["interval"][0] is None:
         return Finding(SKIPPED, f"{says}; no record of greedy built-in prompts to compare with", numbers)
+    if differing := head.unlike_record():
+        return Finding(SKIPPED, f"{says}; not compared with measured.json, which has {'; '.join(differing)}", numbers)
     low, high = row["interval"]
     numbers |= {"recorded": row["accept_length"], "recorded_interval": row["interval"]}
     says += f", recorded {row['accept_length']:.2f} [{low:.2f}, {high:.2f}]"

@@ -64,12 +64,14 @@ class FirstDrafts(NamedTuple):
 class CheckedHead:
     """A head and its target, both in float32 on one device. Texts are computed once, when a check first needs them.
 
+    prompts_sha256: of the built-in prompts, as records have it.
     finite: by the name of each tensor of the head, whether all its values are; an engine's packed weights cannot tell.
     """
 
     draft: DraftCheckpoint
     target: Target
     prompts: Sequence[list[int]]
+    prompts_sha256: str
     max_tokens: int
     finite: Mapping[str, bool]
 
@@ -122,6 +124,21 @@ class CheckedHead:
             return None
         rows = [row for row in measured.get("rows") or () if row["shape"] == shape]
         return max(rows, key=lambda row: row["num_steps"], default=None)
+
+    def unlike_record(self) -> list[str]:
+        """How what is decoded here differs from the measurement in measured.json; [] if both can be compared."""
+        measured = self.draft.meta.get("measured") or {}
+        then, target = measured.get("settings") or {}, measured.get("target") or {}
+        pairs = {
+            "dtype": (target.get("dtype"), str(self.target.dtype).removeprefix("torch.")),
+            "quantization": (target.get("quantization"), self.target.quantization),
+            "max_tokens": (then.get("max_tokens"), self.max_tokens),
+        }
+        found = [f"{name} {recorded}, here {here}" for name, (recorded, here) in pairs.items() if recorded != here]
+        if then.get("prompts_sha256") != self.prompts_sha256:
+            limit = then.get("limit")
+            found.append(f"{'all' if limit is None else limit} built-in prompts, here {len(self.prompts)} of them")
+        return found
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
