@@ -21,10 +21,10 @@ import torch
 from tests.checkpoint.native_targets import FAMILIES, write_native_target
 from toolkit.bench import check_decoding
 from toolkit.bench.check import Unreadable, open_checked
-from toolkit.bench.check_decoding import law_check, sign_flip_p
+from toolkit.bench.check_decoding import sampling_check, sign_flip_p
 from toolkit.bench.prompts import BUILTIN, builtin_prompts, limited
 from toolkit.bench.records import read_record
-from toolkit.bench.sampled_law import best_law, exact_law, g_test
+from toolkit.bench.sampled_distribution import exact_distribution, g_test, most_even_distribution
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.cli import main
 from toolkit.data.batches import Batch, Example, collate
@@ -82,7 +82,7 @@ def good_head(tiny_target_directory, tmp_path_factory) -> Path:
     target = load_target(tiny_target_directory)
     texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), PROMPTS)]
     prompts = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    cut = best_law(target, prompts, stages=1).prompt
+    cut = most_even_distribution(target, prompts, stages=1).prompt
     batches = [written_by(target, prompts), written_by(target, [cut] * 32, temperature=1.0, top_k=4, ignore_eos=True)]
     counts = sum(torch.bincount(batch.input_ids[batch.response], minlength=target.vocab_size) for batch in batches)
     forced = forced_ids_for(target.tokenizer, target.stop_ids, target.vocab_size)
@@ -138,7 +138,7 @@ def test_a_good_head_passes(good_head, tmp_path, capsys):
     assert rows["greedy"] | {"answers": 30, "unequal": 0, "near_ties": 0} == rows["greedy"]
     assert "chain 4 and tree 4x4/16" in rows["greedy"]["detail"]
     for verify in ("target", "rejection", "block"):
-        assert rows[f"law, {verify}"]["accepted"] > 30, "a test of draws without accepted drafts shows nothing"
+        assert rows[f"sampling, {verify}"]["accepted"] > 30, "a test of draws without accepted drafts shows nothing"
     assert json.loads((tmp_path / "check.json").read_text())["passed"] is True
 
 
@@ -316,11 +316,11 @@ def test_a_lossy_engine_is_found(good_head, tmp_path, monkeypatch):
     wrong = lambda tree, chosen: honest(tree, chosen if chosen.shape[1] == 1 else (chosen + 1) % 400)  # noqa: E731
     monkeypatch.setattr(engine_round, "follow", wrong)
     status, rows = check(good_head, tmp_path / "check.json")
-    assert status == 1 and {"greedy", "law, target", "law, rejection", "law, block"} <= set(failed(rows))
+    assert status == 1 and {"greedy", "sampling, target", "sampling, rejection", "sampling, block"} <= set(failed(rows))
     assert "token 1 is" in rows["greedy"]["detail"] and "(logit" in rows["greedy"]["detail"]
 
 
-def test_a_rule_of_another_law_is_found(good_head, monkeypatch):
+def test_a_rule_of_another_distribution_is_found(good_head, monkeypatch):
     """A rejected draft that is replaced from p itself, as in the tests of the verifiers."""
 
     def residual_is_p(chains):
@@ -330,10 +330,10 @@ def test_a_rule_of_another_law_is_found(good_head, monkeypatch):
     head = open_checked(EngineConfig(draft=good_head, dtype="float32"), PROMPTS, TOKENS)
     assert not isinstance(head, Unreadable)
     monkeypatch.setattr(check_decoding, "DRAWS", 1000)
-    assert law_check(head, "rejection").status == "ok"
+    assert sampling_check(head, "rejection").status == "ok"
     wrong = replace(verifiers.REJECTION, choose=verifiers.by(residual_is_p))
     monkeypatch.setitem(verifiers.VERIFIERS, "rejection", wrong)
-    found = law_check(head, "rejection")
+    found = sampling_check(head, "rejection")
     assert found.status == "FAILED" and found.numbers["p"] < 1e-6, found
 
 
@@ -358,11 +358,11 @@ def test_g_by_hand():
     assert (g, freedom) == (pytest.approx(0.0, abs=1e-9), 2)
 
 
-def test_the_law_is_that_of_the_target(tiny_target):
+def test_the_exact_distribution_is_that_of_the_target(tiny_target):
     """Against a product of conditional distributions, one forward each."""
-    law = exact_law(tiny_target, [5, 6, 7])
-    assert len(law.probabilities) == 64 and sum(law.probabilities.values()) == pytest.approx(1)
-    path, chance = max(law.probabilities.items(), key=lambda item: item[1])
+    exact = exact_distribution(tiny_target, [5, 6, 7])
+    assert len(exact.probabilities) == 64 and sum(exact.probabilities.values()) == pytest.approx(1)
+    path, chance = max(exact.probabilities.items(), key=lambda item: item[1])
     wanted = 1.0
     for at in range(3):
         logits = tiny_target.model(input_ids=torch.tensor([[5, 6, 7, *path[:at]]])).logits[0, -1].double()

@@ -12,8 +12,8 @@ from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
 from toolkit.bench.forecast import ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.search import (
-    Candidate,
     Figures,
+    Setting,
     confirm,
     finalists,
     full_groups,
@@ -91,16 +91,16 @@ def test_a_prediction_is_accept_length_by_round():
 )
 def test_finalists_and_winner_follow_the_objective(objective, order, best):
     """Plain decoding is never a finalist, and wins where it measures best."""
-    candidates = predict(surface_of(), made_up())
-    assert [one.name for one in finalists(candidates, objective)] == order
-    measured = [replace(one, measured=one.predicted) for one in candidates]
+    settings = predict(surface_of(), made_up())
+    assert [one.name for one in finalists(settings, objective)] == order
+    measured = [replace(one, measured=one.predicted) for one in settings]
     assert winner(measured, objective).name == best
     slower = [replace(one, measured=Figures(1.0, 9.0, 9.0)) if one.name == best else one for one in measured]
     assert winner(slower, objective).name != best, "the measured figures decide, not the predicted ones"
 
 
 def test_the_smallest_shape_that_covers_all():
-    chosen = [Candidate("", shape, 1.0, None, None) for shape in (DraftShape.chain(3), DraftShape(2, 4, 6), None)]
+    chosen = [Setting("", shape, 1.0, None, None) for shape in (DraftShape.chain(3), DraftShape(2, 4, 6), None)]
     assert most_of(chosen) == DraftShape(3, 4, 6)
 
 
@@ -152,10 +152,10 @@ def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, ba
     assert temperatures == {temperature}
     assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1)) and seen[-1][0] == seen[-1][1]
-    candidates = predict(surface, times)
-    assert [one.shape for one in candidates] == [None, *surface.shapes()]
-    assert all(one.predicted.tokens_per_s > 0 for one in candidates)
-    chosen = finalists(candidates, "tokens-per-s")
+    settings = predict(surface, times)
+    assert [one.shape for one in settings] == [None, *surface.shapes()]
+    assert all(one.predicted.tokens_per_s > 0 for one in settings)
+    chosen = finalists(settings, "tokens-per-s")
     sampling = Sampling(8, temperature, 0)
     measured = confirm(tiny_target, tiny_draft, chosen, times, PROMPTS, sampling, config)
     assert [one.name for one in measured] == ["plain", "adaptive", *(one.name for one in chosen)]

@@ -316,7 +316,7 @@ def test_held_out_rows_and_corpora(counter, expected) -> None:
     assert counts.total().nonzero().flatten().tolist() == [1, 2]
     wanted = 2 * expected("rivers")
     wanted[3] += 1
-    held_out = counts.held_out()
+    held_out = counts.held_out_counts()
     assert held_out is not None and held_out.tolist() == wanted.tolist()
     with pytest.raises(TokenMapError, match="h.txt is counted and held out as well"):
         count(counter, "*.*", held_out=("h.txt",))

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from toolkit.bench.check_decoding import acceptance_check, aux_layers_check, forecast_check, greedy_check, law_check
+from toolkit.bench.check_decoding import (
+    acceptance_check,
+    aux_layers_check,
+    forecast_check,
+    greedy_check,
+    sampling_check,
+)
 from toolkit.bench.check_settings import rope_check, target_check, template_check, token_map_check, weights_check
 from toolkit.bench.checked_head import FAILED, SKIPPED, CheckedHead, Finding
 from toolkit.bench.prompts import builtin_prompts, limited
@@ -37,9 +43,9 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
     ("token map", token_map_check),
     ("aux layers", aux_layers_check),
     ("greedy", greedy_check),
-    ("law, target", partial(law_check, verify="target")),
-    ("law, rejection", partial(law_check, verify="rejection")),
-    ("law, block", partial(law_check, verify="block")),
+    ("sampling, target", partial(sampling_check, verify="target")),
+    ("sampling, rejection", partial(sampling_check, verify="rejection")),
+    ("sampling, block", partial(sampling_check, verify="block")),
     ("forecast", forecast_check),
     ("acceptance", acceptance_check),
 )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.bench.prompts import BUILTIN
-from toolkit.bench.sampled_law import Law, best_law
+from toolkit.bench.sampled_distribution import Continuations, most_even_distribution
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
 from toolkit.infer.drafters.drafting_head import DraftingHead
@@ -76,7 +76,7 @@ class CheckedHead:
     finite: Mapping[str, bool]
 
     @cached_property
-    def wrong_layers(self) -> str | None:
+    def layer_error(self) -> str | None:
         """What is wrong with the auxiliary layer ids for this target; None if nothing is."""
         ids = self.draft.head.config.features.aux_layer_ids
         try:
@@ -87,21 +87,21 @@ class CheckedHead:
         return None
 
     @cached_property
-    def misfit(self) -> str | None:
+    def fit_error(self) -> str | None:
         """Why the head cannot work on the target, by its sizes or its embedding; None if it can."""
         try:
-            if not self.wrong_layers:
+            if not self.layer_error:
                 check_draft_fits(self.draft, self.target)
         except DraftDirError as error:
             return str(error)
         return None
 
     @property
-    def blocked(self) -> str | None:
+    def cannot_draft(self) -> str | None:
         """Why the head cannot draft; None if it can."""
-        if self.misfit:
+        if self.fit_error:
             return "the head does not fit the target"
-        if self.wrong_layers:
+        if self.layer_error:
             return "the target lacks its auxiliary layers"
         return None if all(self.finite.values()) else "its weights are not finite"
 
@@ -111,7 +111,7 @@ class CheckedHead:
         return "native" in self.draft.meta
 
     @property
-    def foreign(self) -> bool:
+    def from_other_project(self) -> bool:
         """Whether another project wrote its files."""
         return "writer" in self.draft.meta
 
@@ -151,9 +151,9 @@ class CheckedHead:
             sizes = ("num_steps", "top_k", "num_draft_tokens")
             found.append(default if row is None else DraftShape(*(row[size] for size in sizes)))
         chain, tree = found
-        return chain, tree if self.takes(tree) else None
+        return chain, tree if self.supports(tree) else None
 
-    def takes(self, shape: DraftShape) -> bool:
+    def supports(self, shape: DraftShape) -> bool:
         """Whether head and target support a shape."""
         try:
             self.engine(shape).close()
@@ -199,9 +199,9 @@ class CheckedHead:
         return done
 
     @cached_property
-    def law(self) -> Law | None:
-        """The exact law that sampled continuations of a prompt are compared with."""
-        return best_law(self.target, self.prompts, self.draft.head.config.stages)
+    def continuations(self) -> Continuations | None:
+        """The exact distribution that sampled continuations of a prompt are compared with."""
+        return most_even_distribution(self.target, self.prompts, self.draft.head.config.stages)
 
     # -- the head's first drafts ---------------------------------------------------------------------------------------
 

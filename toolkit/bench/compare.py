@@ -64,7 +64,7 @@ def compare_records(first: str | Path, second: str | Path, console: Console | No
     console.print(_lengths(a, b))
     if untimed is None:
         console.print(_speeds(a, b))
-    for line in (*_left_out(a, b), untimed, _told(a, b), INTERVALS):
+    for line in (*_left_out(a, b), untimed, _also_different(a, b), INTERVALS):
         if line:
             console.print(Text(line))
 
@@ -127,7 +127,7 @@ def _why_untimed(a: Record, b: Record) -> str | None:
     return f"Speeds are not compared, since they differ in {'; '.join(different)}." if different else None
 
 
-def _told(a: Record, b: Record) -> str:
+def _also_different(a: Record, b: Record) -> str:
     different = _different((key, a["settings"].get(key), b["settings"].get(key)) for key in SHOWN)
     different += _different((key, a["versions"].get(key), b["versions"].get(key)) for key in sorted(a["versions"]))
     return f"They also differ in {'; '.join(different)}." if different else ""

@@ -211,17 +211,17 @@ def _flag(name: str) -> str:
 
 def _print_report(directory: Path) -> None:
     report = read_json(directory / "coverage.json")
-    unseen = "held_out_coverage" in report
+    held_out = "held_out_coverage" in report
     print(f"{report['tokens']:,} tokens, {report['distinct']:,} distinct of {report['vocab_size']:,} ids\n")
-    print(f"  {'size':>9}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if unseen else ""))
+    print(f"  {'size':>9}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if held_out else ""))
     for row in report["rows"]:
         mark = "  <- the map" if row["size"] == report["size"] else ""
-        more = f"  {100 * row['held_out_coverage']:>7.2f}%" if unseen else ""
+        more = f"  {100 * row['held_out_coverage']:>7.2f}%" if held_out else ""
         print(f"  {row['size']:>9,}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9,}{more}{mark}")
     print()
     for line in _table(list(_corpus_rows(report))):
         print(f"  {line}")
-    if not unseen:
+    if not held_out:
         print("\nno held-out text was given (--held-out), so the coverage of unseen text is lower than these")
     files = [f"freq_{report['size']}.pt", "token_map.safetensors", "coverage.svg", "counts.safetensors"]
     print(f"\n{directory}/: {', '.join(files)}, ...")

@@ -38,7 +38,7 @@ from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import Drafter, DraftRanks, WrappedDrafter
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, ArmTime, StepCosts
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count
 from toolkit.infer.request.request import Request
 from toolkit.infer.verify.verifiers import VerifyResult
 
@@ -65,7 +65,7 @@ def smaller_shapes(most: DraftShape) -> list[DraftShape]:
         for depth in sorted({steps, (steps + 1) // 2}, reverse=True):
             share = depth * width / (steps * k)  # fewer nodes for a smaller tree
             wanted = max(depth + 1, round((nodes - 1) * share) + 1)
-            found.append(DraftShape(depth, width, min(wanted, nodes, candidates(depth, width) + 1)))
+            found.append(DraftShape(depth, width, min(wanted, nodes, candidate_count(depth, width) + 1)))
     deepest = min(steps, nodes - 1)
     found += [DraftShape.chain(depth) for depth in (deepest, *(12, 8, 6, 4, 3, 2, 1)) if depth <= deepest]
     return list(dict.fromkeys(found))
