@@ -51,6 +51,8 @@ class DynamicRows:
         self.to_target = torch.cat((token_map.ids.to(target.device), ids))
         # Of a packed or quantised matrix this is a copy, made once.
         self._rows, self._bias = target.lm_head.weight, target.lm_head.bias
+        if self._rows.data_ptr() != target.lm_head.weight.data_ptr():
+            log.info("dynamic rows keep a copy of the output matrix, %.0f MB", self._rows.nbytes / 1e6)
         self.weight = self._rows[ids].clone()
         self.bias = None if self._bias is None else self._bias[ids].clone()
 
