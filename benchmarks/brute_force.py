@@ -59,9 +59,9 @@ def main() -> int:
     started = time.perf_counter()
     surface = forecast_surface(target, draft, prompts, largest, sampling, replace(config, max_running_requests=8))
     texts = [one.question.prompt_ids for one in surface.references]
-    times = measure_step_times(target, draft, surface.shapes(), texts, config, args.max_tokens)
-    candidates = predict(surface, times)
-    measured = confirm(target, draft, finalists(candidates, OBJECTIVE), times, prompts, sampling, config)
+    times = measure_step_times(target, draft, surface.shapes(), texts, config, sampling)
+    predictions = predict(surface, times)
+    measured = confirm(target, draft, finalists(predictions, OBJECTIVE), times, prompts, sampling, config)
     pick = winner([one for one in measured if one.name != "adaptive"], OBJECTIVE)
     searched = time.perf_counter() - started
     print(f"search: {searched:.0f} s, pick {pick.name}", flush=True)
@@ -77,7 +77,7 @@ def main() -> int:
         rounds = run_side_by_side(modes, target.tokenizer, prompts, sampling, batch=args.batch, warmup=1)
     forced = time.perf_counter() - started
     rows = []
-    for one in candidates:
+    for one in predictions:
         own = [done for done in rounds if done.mode == one.name]
         found = summarise(event for done in own for answer in done.answers for event in answer.events)
         rows.append(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.test_recipe import MINIMAL, refused, write
-from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe, result_settings
-from toolkit.train_settings import DataSettings, TrainSettings
+from toolkit.pipeline.manifest import Manifest, differences
+from toolkit.recipe import DEMO_RECIPE, RecipeError, load_recipe, result_settings, training_settings
+from toolkit.train_settings import DataSettings, HeadSettings, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -113,3 +114,12 @@ def test_fingerprints_keep_the_names_of_older_run_folders() -> None:
     assert (found["head"], found["optimizer"], found["clip"], found["rollout_every"]) == ("eagle3", "muon", None, None)
     decisive = [name for name, key in keys_of_sections() if not key.metadata.get("not_in_fingerprint")]
     assert len(found) == 3 + len(decisive), "two settings share a name"
+    assert training_settings(TrainSettings()) == found
+
+
+def test_a_loss_that_changed_is_trained_again() -> None:
+    """An MTP run folder from before its loss was changed has the same settings; it would count as up to date."""
+    mtp = TrainSettings(head=HeadSettings(kind="mtp"))
+    older = Manifest("train", "done", {"train": result_settings(mtp)}, {})
+    del older.settings["train"]["vocabulary"]  # of that time
+    assert differences(older, {"train": training_settings(mtp)}, {}) == ["train.loss_version changed from None to 2"]

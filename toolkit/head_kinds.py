@@ -13,7 +13,8 @@ class HeadKind:
     """head: the name of its class in heads/. settings: keys of a recipe's `train` that not every kind of head reads.
     layer_per_step: train.head.layers counts layers that draft one level each, see `HeadConfig.stages`. native: models
     ship heads of this kind in their own checkpoints. vocabulary: the default of train.head.vocabulary; None: the head
-    has an output matrix of its own. normalised_steps: the weights of the loss's steps sum to 1 (FastMTP)."""
+    has an output matrix of its own. normalised_steps: the weights of the loss's steps sum to 1 (FastMTP).
+    loss_version: is raised when the same settings mean another loss, so that older run folders are trained again."""
 
     head: str
     settings: tuple[str, ...] = ()
@@ -21,6 +22,7 @@ class HeadKind:
     native: bool = False
     vocabulary: str | None = None
     normalised_steps: bool = False
+    loss_version: int = 1
 
 
 # By the name in config.json and in recipes, which is also the name of the file.
@@ -30,7 +32,13 @@ HEAD_KINDS = {
         "Eagle2Head", ("unroll.token_weight", "unroll.feature_weight", "head.vocabulary"), vocabulary="target"
     ),
     "mtp": HeadKind(
-        "MtpHead", ("head.vocabulary",), layer_per_step=True, native=True, vocabulary="draft", normalised_steps=True
+        "MtpHead",
+        ("head.vocabulary",),
+        layer_per_step=True,
+        native=True,
+        vocabulary="draft",
+        normalised_steps=True,
+        loss_version=2,  # before: over all ids, with step weights that were not normalised
     ),
 }
 

@@ -208,6 +208,12 @@ def result_settings(section: Any) -> dict[str, Any]:
     return found
 
 
+def training_settings(train: TrainSettings) -> dict[str, Any]:
+    """Return what decides the result of a training: its settings, and the version of a loss that has changed."""
+    version = train.head.loss_version
+    return result_settings(train) | ({} if version == 1 else {"loss_version": version})
+
+
 def print_config(recipe: Recipe) -> None:
     """Print the resolved recipe on stdout as YAML, which `load_recipe` reads back to the same recipe."""
     tree = TypeAdapter(Recipe).dump_python(recipe, mode="json")  # tuples become lists

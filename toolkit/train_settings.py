@@ -51,6 +51,11 @@ class HeadSettings:
         return self.layers if HEAD_KINDS[self.kind].layer_per_step else 1
 
     @property
+    def loss_version(self) -> int:
+        """Rises when the same settings mean another loss."""
+        return HEAD_KINDS[self.kind].loss_version
+
+    @property
     def whole_vocabulary(self) -> bool:
         """Whether the head drafts all ids of the target, whatever the token map keeps."""
         return (self.vocabulary or HEAD_KINDS[self.kind].vocabulary) == "target"

@@ -12,8 +12,8 @@ from toolkit.bench.answers import LoggedAnswer, Question, Round, Sampling
 from toolkit.bench.forecast import ForecastAnswer, Surface, forecast_surface, largest_shape, supported_shapes
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.search import (
-    Candidate,
     Figures,
+    Setting,
     confirm,
     finalists,
     full_groups,
@@ -25,6 +25,7 @@ from toolkit.bench.search import (
 from toolkit.bench.side_by_side import BenchError
 from toolkit.bench.step_times import Parts, StepTimes, covering_shapes, measure_step_times
 from toolkit.infer.drafters.candidate_recorder import NEVER
+from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.infer.request.errors import DraftShapeError
@@ -90,16 +91,16 @@ def test_a_prediction_is_accept_length_by_round():
 )
 def test_finalists_and_winner_follow_the_objective(objective, order, best):
     """Plain decoding is never a finalist, and wins where it measures best."""
-    candidates = predict(surface_of(), made_up())
-    assert [one.name for one in finalists(candidates, objective)] == order
-    measured = [replace(one, measured=one.predicted) for one in candidates]
+    settings = predict(surface_of(), made_up())
+    assert [one.name for one in finalists(settings, objective)] == order
+    measured = [replace(one, measured=one.predicted) for one in settings]
     assert winner(measured, objective).name == best
     slower = [replace(one, measured=Figures(1.0, 9.0, 9.0)) if one.name == best else one for one in measured]
     assert winner(slower, objective).name != best, "the measured figures decide, not the predicted ones"
 
 
 def test_the_smallest_shape_that_covers_all():
-    chosen = [Candidate("", shape, 1.0, None, None) for shape in (DraftShape.chain(3), DraftShape(2, 4, 6), None)]
+    chosen = [Setting("", shape, 1.0, None, None) for shape in (DraftShape.chain(3), DraftShape(2, 4, 6), None)]
     assert most_of(chosen) == DraftShape(3, 4, 6)
 
 
@@ -130,25 +131,36 @@ def surface(tiny_target, tiny_draft):
 
 
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (4, 0.7)])
-def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, batch, temperature):
+def test_search_of_a_tiny_head(surface, tiny_target, tiny_draft, monkeypatch, batch, temperature):
     """Every shape of the surface gets its prediction from the rounds that were timed, and plain decoding, adaptive
-    drafting and the finalists their measured figures; a batch may be larger than the number of prompts."""
+    drafting and the finalists their measured figures; a batch may be larger than the number of prompts. All of them
+    run at the temperature that is asked for."""
+    add, temperatures = Engine.add_request, set()
+
+    def noted(self, ids, params, **options):
+        temperatures.add(params.temperature)
+        return add(self, ids, params, **options)
+
+    monkeypatch.setattr(Engine, "add_request", noted)
     config = EngineConfig(max_running_requests=batch)
     texts = [one.question.prompt_ids for one in surface.references]
     seen: list[tuple[int, int]] = []
     times = measure_step_times(
-        tiny_target, tiny_draft, surface.shapes(), texts, config, 20, lambda *now: seen.append(now)
-    )
+        tiny_target, tiny_draft, surface.shapes(), texts, config, Sampling(20, temperature, 0),
+        lambda *now: seen.append(now),
+    )  # fmt: skip
+    assert temperatures == {temperature}
     assert times.batch == batch and times.plain.draft_s == 0 and min(times.prefill_s) > 0
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1)) and seen[-1][0] == seen[-1][1]
-    candidates = predict(surface, times)
-    assert [one.shape for one in candidates] == [None, *surface.shapes()]
-    assert all(one.predicted.tokens_per_s > 0 for one in candidates)
-    chosen = finalists(candidates, "tokens-per-s")
+    settings = predict(surface, times)
+    assert [one.shape for one in settings] == [None, *surface.shapes()]
+    assert all(one.predicted.tokens_per_s > 0 for one in settings)
+    chosen = finalists(settings, "tokens-per-s")
     sampling = Sampling(8, temperature, 0)
     measured = confirm(tiny_target, tiny_draft, chosen, times, PROMPTS, sampling, config)
     assert [one.name for one in measured] == ["plain", "adaptive", *(one.name for one in chosen)]
     assert all(one.measured is not None and one.measured.tokens_per_s > 0 for one in measured)
+    assert temperatures == {temperature}
     assert measured[0].accept_length == 1.0 and measured[1].shape == most_of(chosen)
 
 
@@ -156,7 +168,7 @@ def test_prompts_as_long_as_the_context_are_cut(tiny_target, tiny_draft):
     """A prompt that leaves room for one token would end before its batch is full, again and again."""
     prompts = [list(range(5, 105)) * 5] * 2
     times = measure_step_times(
-        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), 99
+        tiny_target, tiny_draft, [CHAIN, TREE], prompts, EngineConfig(max_running_requests=3), Sampling(99, 0.0, 0)
     )
     assert set(times.drafts) == {(2, 1), (2, 2)} and set(times.verifies) == {(True, 3), (False, 4)}
 

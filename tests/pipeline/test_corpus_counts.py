@@ -316,10 +316,29 @@ def test_held_out_rows_and_corpora(counter, expected) -> None:
     assert counts.total().nonzero().flatten().tolist() == [1, 2]
     wanted = 2 * expected("rivers")
     wanted[3] += 1
-    held_out = counts.held_out()
+    held_out = counts.held_out_counts()
     assert held_out is not None and held_out.tolist() == wanted.tolist()
     with pytest.raises(TokenMapError, match="h.txt is counted and held out as well"):
         count(counter, "*.*", held_out=("h.txt",))
+
+
+def test_a_source_is_counted_or_held_out_under_any_spelling(counter, in_this_process) -> None:
+    """Text that is counted and held out is covered too well; an absolute path or a link hid that it is the same."""
+    import datasets
+
+    Path("a.txt").write_text("rivers")
+    Path("copy.txt").write_text("rivers")
+    Path("link.txt").symlink_to("a.txt")
+    datasets.Dataset.from_list([{"text": "rivers"}]).save_to_disk("saved")
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list([{"text": split}]) for split in ("train", "test")}
+    ).save_to_disk("splits")
+    pairs = [("a.txt", str(Path("a.txt").resolve())), ("a.txt", "./link.txt"), ("saved", "hub:./saved:train")]
+    for counted, held_out in pairs:
+        with pytest.raises(TokenMapError, match="(a.txt|saved:train) is counted and held out as well"):
+            count(counter, counted, held_out=(held_out,))
+    assert len(count(counter, "a.txt", held_out=("copy.txt",))) == 2
+    assert len(count(counter, "hub:splits", held_out=("hub:splits:test",))) == 2
 
 
 def test_errors_of_workers_reach_the_user(counter) -> None:

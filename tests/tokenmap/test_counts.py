@@ -33,9 +33,9 @@ def test_weights_multiply_counts_and_held_out_text_is_not_ranked():
     """A weight is how often a corpus was read; with held-out tokens in the ranking, coverage would look complete."""
     counts = some_counts()
     assert counts.total().tolist() == [3, 9, 4, 0, 1, 0]
-    held_out = counts.held_out()
+    held_out = counts.held_out_counts()
     assert held_out is not None and held_out.tolist() == [0, 0, 0, 2, 2, 3]
-    assert Counts(counts.corpora[1:2], counts.about).held_out() is None
+    assert Counts(counts.corpora[1:2], counts.about).held_out_counts() is None
     assert {task: one.tolist() for task, one in counts.corpora[0].by_task().items()} == {"math": [0, 2, 1, 0, 0, 0]}
     assert list(counts.corpora[2].by_task()) == ["math"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_what_has_no_module_is_refused(tiny_target, tiny_target_directory, targe
 
 
 @pytest.mark.process
-def test_the_training_command_goes_on_from_a_native_module(tiny_target, tmp_path):
+def test_the_training_command_goes_on_from_a_native_module_and_from_a_state(tiny_target, tmp_path):
     """Rollouts, offline features, ZeRO-2, real accept_length and the saved head; the module has gated attention, the
     target linear attention."""
     family = "qwen3.5" if "qwen3.5" in FAMILIES else "deepseek"
@@ -184,10 +185,24 @@ def test_the_training_command_goes_on_from_a_native_module(tiny_target, tmp_path
 
     command = [sys.executable, "-m", "toolkit", "run", str(RECIPE), "--until", "train", *settings, "train.max_steps=4"]
     environment = {**os.environ, "PYTHONPATH": str(RECIPE.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "starts from the target's own MTP module" in done.stdout + done.stderr
-    saved = load_draft(tmp_path / "runs" / "smollm2-135m-mtp" / "ckpt")
+
+    def trained() -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    assert "starts from the target's own MTP module" in trained()
+    run = tmp_path / "runs" / "smollm2-135m-mtp"
+    saved = load_draft(run / "ckpt")
     native = load_native(load_target(tmp_path / family), *native_of(load_target(tmp_path / family)))
     assert saved.head.config == native.head.config and saved.meta["training"]["head"]["init"] == "native"
     assert any(not torch.equal(one, native.head.state_dict()[name]) for name, one in saved.head.state_dict().items())
+    # A training that was killed after two of the four steps goes on to the same head.
+    losses = (run / "train" / "metrics.jsonl").read_text().count('"loss":')
+    shutil.rmtree(run / "train" / "state-000004")
+    shutil.rmtree(run / "ckpt")
+    assert "train/state-000002" in next(line for line in trained().splitlines() if "resumed from" in line)
+    again = load_draft(run / "ckpt")
+    assert again.head.config == saved.head.config
+    assert all(torch.equal(one, again.head.state_dict()[name]) for name, one in saved.head.state_dict().items())
+    assert (run / "train" / "metrics.jsonl").read_text().count('"loss":') == losses

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.answers import ADAPTIVE, ResumeLog, Sampling
+from toolkit.bench.answers import ResumeLog, Sampling
 from toolkit.bench.bootstrap import RESAMPLES
 from toolkit.bench.definitions import OTHERS
 from toolkit.bench.near_tie import NOISE_RULE, logit_noise
@@ -25,7 +25,7 @@ from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.verify.forced import ForcedAcceptance
@@ -116,7 +116,7 @@ def measure_acceptance(
     }
     kept = None if keep is None else _resume_log(keep, target, draft, settings)
     turns: Any = {"batch": batch, "warmup": warmup, "keep": kept, "on_progress": on_progress}
-    with _modes(target, draft, shapes, most, config, forced) as modes:
+    with _modes(target, draft, shapes, most, config, forced, temperature) as modes:
         rounds = run_side_by_side(modes, target.tokenizer, chosen, Sampling(max_tokens, temperature, seed), **turns)
     judged: Any = {"adaptive": most, "check_tokens": check_tokens, "verify": verify, "forced": forced}
     return make_record(
@@ -182,6 +182,7 @@ def _modes(
     most: DraftShape | None,
     config: EngineConfig,
     forced: ForcedAcceptance | None,
+    temperature: float,
 ) -> Iterator[list[Mode]]:
     """Yield plain decoding, adaptive drafting up to `most` (None: without it) and every shape.
 
@@ -192,7 +193,7 @@ def _modes(
         def engine(draft: Draft | None, shape: DraftShape | None, **options: Any) -> Engine:
             # Every mode reads the same prompts; with a prefix cache, later modes would reuse the work of earlier ones.
             options |= {"prefix_cache": False, "shape": None if shape is None else shape.as_text()}
-            loaded = build_engine(replace(config, **options), target, draft, forced=forced)
+            loaded = build_engine(replace(config, **options), target, draft, forced=forced, temperature=temperature)
             return engines.enter_context(closing(loaded.engine))
 
         modes = [Mode(engine(None, None, verify="target", adaptive=False), None)]

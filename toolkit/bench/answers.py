@@ -21,9 +21,6 @@ from toolkit.weights import sha256_json
 
 logger = get_logger(__name__)
 
-PLAIN = "plain"  # name of the mode without a draft shape
-ADAPTIVE = "adaptive"  # name of the mode that chooses in every step what it drafts, as `toolkit serve` does
-
 
 @dataclass(frozen=True)
 class Question:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from toolkit.bench.check_decoding import acceptance_check, aux_layers_check, forecast_check, greedy_check, law_check
+from toolkit.bench.check_decoding import (
+    acceptance_check,
+    aux_layers_check,
+    forecast_check,
+    greedy_check,
+    sampling_check,
+)
 from toolkit.bench.check_settings import rope_check, target_check, template_check, token_map_check, weights_check
 from toolkit.bench.checked_head import FAILED, SKIPPED, CheckedHead, Finding
 from toolkit.bench.prompts import builtin_prompts, limited
@@ -27,7 +33,7 @@ from toolkit.infer.load.load_engine import device_of
 from toolkit.jsonl import DataError
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMapError
-from toolkit.weights import WeightsError
+from toolkit.weights import WeightsError, sha256_json
 
 CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
     ("weights", weights_check),
@@ -37,9 +43,9 @@ CHECKS: tuple[tuple[str, Callable[[CheckedHead], Finding]], ...] = (
     ("token map", token_map_check),
     ("aux layers", aux_layers_check),
     ("greedy", greedy_check),
-    ("law, target", partial(law_check, verify="target")),
-    ("law, rejection", partial(law_check, verify="rejection")),
-    ("law, block", partial(law_check, verify="block")),
+    ("sampling, target", partial(sampling_check, verify="target")),
+    ("sampling, rejection", partial(sampling_check, verify="rejection")),
+    ("sampling, block", partial(sampling_check, verify="block")),
     ("forecast", forecast_check),
     ("acceptance", acceptance_check),
 )
@@ -89,23 +95,27 @@ def open_checked(config: EngineConfig, limit: int, max_tokens: int) -> CheckedHe
     finite = {name: bool(value.isfinite().all()) for name, value in draft.head.state_dict().items()}
     draft.head.cast(target.device, target.dtype)
     pack(target, draft, draft_quantization="none")
-    return CheckedHead(draft, target, _prompts(target, limit, max_tokens), max_tokens, finite)
+    return CheckedHead(draft, target, *_prompts(target, limit, max_tokens), max_tokens, finite)
 
 
-def _prompts(target: Target, limit: int, max_tokens: int) -> list[list[int]]:
-    """The ids of the first turns of `limit` built-in prompts, evenly over tasks, of those that the context holds."""
-    texts = [prompt.turns[0] for prompt in limited(builtin_prompts(), limit)]
-    if target.template_sha256:
-        every = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    else:
-        every = [encode(target.tokenizer, text) for text in texts]
-    fitting = [ids for ids in every if len(ids) + max_tokens <= target.max_context]
+def _prompts(target: Target, limit: int, max_tokens: int) -> tuple[list[list[int]], str]:
+    """The ids of the first turns of `limit` built-in prompts, evenly over tasks, of those that the context holds; and
+    the sha256 of these prompts."""
+    fitting = {}
+    for prompt in limited(builtin_prompts(), limit):
+        text = prompt.turns[0]
+        if target.template_sha256:
+            ids = prompt_ids(target.tokenizer, [{"role": "user", "content": text}])
+        else:
+            ids = encode(target.tokenizer, text)
+        if len(ids) + max_tokens <= target.max_context:
+            fitting[prompt] = ids
     if not fitting:
         raise DataError(
             f"no prompt and {max_tokens} tokens fit into the target's context of {target.max_context}; give fewer "
             "--max-tokens"
         )
-    return fitting
+    return list(fitting.values()), sha256_json([asdict(prompt) for prompt in fitting])
 
 
 def findings(head: CheckedHead | Unreadable) -> Iterator[tuple[str, Finding]]:

@@ -13,7 +13,7 @@ from toolkit.bench.checked_head import FAILED, OK, SKIPPED, CheckedHead, Finding
 from toolkit.bench.forecast import ForecastAnswer, recorded
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.rows import number
-from toolkit.bench.sampled_law import BATCH, CHAIN, DRAWS, LAW_ALARM, TREE, TRIED, WIDTH, WRITTEN, g_test
+from toolkit.bench.sampled_distribution import BATCH, CHAIN, DRAWS, SAMPLING_ALARM, TREE, TRIED, WIDTH, WRITTEN, g_test
 from toolkit.infer.request.acceptance import summarise
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -21,11 +21,10 @@ from toolkit.infer.request.request import Request
 AUX_ALARM = 1e-3  # chance that ids are called wrong when no neighbour is better than they are
 ENUMERATED = 16  # prompts up to which every choice of signs is tried
 DRAWN_SIGNS = 100_000
+FORECAST_SLACK = 0.02  # of accept_length: rounding in another batch may turn a near-tie between two drafts
 
 
 # -- auxiliary layers --------------------------------------------------------------------------------------------------
-
-FORECAST_SLACK = 0.02  # of accept_length: rounding in another batch may turn a near-tie between two drafts
 
 
 def aux_layers_check(head: CheckedHead) -> Finding:
@@ -39,10 +38,10 @@ def aux_layers_check(head: CheckedHead) -> Finding:
     ids = head.draft.head.config.features.aux_layer_ids
     if ids is None:
         return Finding(SKIPPED, "the head reads the last hidden state only")
-    if head.wrong_layers:
-        return Finding(FAILED, head.wrong_layers)
-    if head.blocked:
-        return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    if head.layer_error:
+        return Finding(FAILED, head.layer_error)
+    if head.cannot_draft:
+        return Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
     if not head.first_drafts[0]:
         return Finding(SKIPPED, "no answer has two tokens or more")
     recorded, others = head.first_drafts[0], [shift for shift in head.first_drafts if shift]
@@ -115,8 +114,8 @@ def sign_flip_p(values: np.ndarray) -> float:
 
 def greedy_check(head: CheckedHead) -> Finding:
     """In float32, speculative decoding writes the tokens of plain decoding: chain and tree, alone and in a batch."""
-    if head.blocked:
-        return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    if head.cannot_draft:
+        return Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
     parted: list[tuple[str, Divergence]] = []
     answers = 0
     for group in head.greedy:
@@ -162,12 +161,12 @@ def _describe(found: Divergence) -> str:
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def law_check(head: CheckedHead, verify: str) -> Finding:
-    """Sampled continuations of one prompt follow the target's law when drafts are accepted by `verify`."""
-    if head.blocked:
-        return Finding(SKIPPED, f"not tried, as {head.blocked}")
-    law = head.law
-    if law is None:
+def sampling_check(head: CheckedHead, verify: str) -> Finding:
+    """Sampled continuations of one prompt follow the target's distribution when drafts are accepted by `verify`."""
+    if head.cannot_draft:
+        return Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
+    exact = head.continuations
+    if exact is None:
         return Finding(SKIPPED, f"after {TRIED} prompts rounding decides which {WIDTH} tokens are the most probable")
     shape = TREE if verify == "target" and head.shapes[1] is not None else CHAIN
     engine = head.engine(shape, BATCH, verify)
@@ -175,9 +174,9 @@ def law_check(head: CheckedHead, verify: str) -> Finding:
         SamplingParams(temperature=1.0, top_k=WIDTH, seed=seed, max_tokens=WRITTEN, ignore_eos=True)
         for seed in range(DRAWS)
     ]
-    requests = engine.generate([law.prompt] * DRAWS, params)
+    requests = engine.generate([exact.prompt] * DRAWS, params)
     engine.close()
-    places = {path: place for place, path in enumerate(law.probabilities)}
+    places = {path: place for place, path in enumerate(exact.probabilities)}
     counts = torch.zeros(len(places), dtype=torch.float64)
     outside = 0
     for request in requests:
@@ -187,15 +186,15 @@ def law_check(head: CheckedHead, verify: str) -> Finding:
         else:
             counts[place] += 1
     kept = sum(event.accepted for request in requests for event in request.events)
-    g, freedom, p = g_test(counts, DRAWS * torch.tensor(list(law.probabilities.values()), dtype=torch.float64))
+    g, freedom, p = g_test(counts, DRAWS * torch.tensor(list(exact.probabilities.values()), dtype=torch.float64))
     numbers = {"verify": verify, "shape": shape.as_text(), "draws": DRAWS, "accepted": kept, "outside": outside}
-    numbers |= {"g": g, "degrees_of_freedom": freedom, "p": p, "alarm": LAW_ALARM, "entropy": law.entropy}
+    numbers |= {"g": g, "degrees_of_freedom": freedom, "p": p, "alarm": SAMPLING_ALARM, "entropy": exact.entropy}
     says = f"{DRAWS} draws of {WRITTEN} tokens, {shape.name}, {kept} drafts accepted: G = {g:.1f} at {freedom} degrees"
     if outside:
-        return Finding(FAILED, f"{outside} of {says}; the law gives those draws no chance", numbers)
+        return Finding(FAILED, f"{outside} of {says}; by the target they cannot occur", numbers)
     return Finding(
-        FAILED if p < LAW_ALARM else OK,
-        f"{says} of freedom, p = {p:.2g} (false-alarm probability {LAW_ALARM:g})",
+        FAILED if p < SAMPLING_ALARM else OK,
+        f"{says} of freedom, p = {p:.2g} (false-alarm probability {SAMPLING_ALARM:g})",
         numbers,
     )
 
@@ -205,8 +204,8 @@ def law_check(head: CheckedHead, verify: str) -> Finding:
 
 def forecast_check(head: CheckedHead) -> Finding:
     """The replay of plain answers gives the verify steps of the engine, with the chain and with the tree."""
-    if head.blocked:
-        return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    if head.cannot_draft:
+        return Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
     alone = head.greedy[0]
     texts, numbers, wrong = [], {}, []
     for shape in (one for one in head.shapes if one is not None):
@@ -232,9 +231,11 @@ def forecast_check(head: CheckedHead) -> Finding:
 
 
 def acceptance_check(head: CheckedHead) -> Finding:
-    """The chain's accept_length is not below that of measured.json: the two 95 % intervals do not lie apart."""
-    if head.blocked:
-        return Finding(SKIPPED, f"not tried, as {head.blocked}")
+    """The chain's accept_length is not below that of measured.json: the two 95 % intervals do not lie apart.
+
+    Compared are the same prompts (here without their follow-up turns) at the same precision and length of answers."""
+    if head.cannot_draft:
+        return Finding(SKIPPED, f"not tried, as {head.cannot_draft}")
     chain = head.shapes[0]
     events: list[list[Any]] = [[] for _ in head.prompts]
     for group in head.greedy:
@@ -251,6 +252,8 @@ def acceptance_check(head: CheckedHead) -> Finding:
     row = head.measured_row("chain")
     if row is None or between is None or row["interval"][0] is None:
         return Finding(SKIPPED, f"{says}; no record of greedy built-in prompts to compare with", numbers)
+    if differing := head.unlike_record():
+        return Finding(SKIPPED, f"{says}; not compared with measured.json, which has {'; '.join(differing)}", numbers)
     low, high = row["interval"]
     numbers |= {"recorded": row["accept_length"], "recorded_interval": row["interval"]}
     says += f", recorded {row['accept_length']:.2f} [{low:.2f}, {high:.2f}]"

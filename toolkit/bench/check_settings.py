@@ -27,8 +27,8 @@ def target_check(head: CheckedHead) -> Finding:
     """The head was trained for this target, by name, revision and configuration. The target's weights have no hash."""
     target, stated = head.target, head.draft.meta.get("target") or {}
     given = _with_revision(target.name, target.revision)
-    if head.misfit:
-        return Finding(FAILED, head.misfit)
+    if head.fit_error:
+        return Finding(FAILED, head.fit_error)
     if head.native:
         return Finding(OK, f"the module is part of {given}")
     if not stated.get("name"):
@@ -75,7 +75,7 @@ def rope_check(head: CheckedHead) -> Finding:
     numbers: dict[str, Any] = {"head": config.rope_parameters, "target": full_attention_rope(head.target.config)}
     if difference is None:
         return Finding(OK, ", ".join(f"{key} {value}" for key, value in config.rope_parameters.items()), numbers)
-    return Finding(SKIPPED if head.foreign else FAILED, difference, numbers)
+    return Finding(SKIPPED if head.from_other_project else FAILED, difference, numbers)
 
 
 def token_map_check(head: CheckedHead) -> Finding:
@@ -106,8 +106,8 @@ def token_map_check(head: CheckedHead) -> Finding:
     size = f"{token_map.size:,} of {token_map.vocab_size:,} ids"
     size += f", {absent} special ids absent" if absent else ", every special id"
     size += ", sha256 as recorded" if recorded else ""
-    if head.blocked:
-        return Finding(OK, f"{size}; not tried, as {head.blocked}", numbers)
+    if head.cannot_draft:
+        return Finding(OK, f"{size}; not tried, as {head.cannot_draft}", numbers)
     return _tried_map(head, size, numbers)
 
 

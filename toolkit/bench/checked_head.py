@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.bench.prompts import BUILTIN
-from toolkit.bench.sampled_law import Law, best_law
+from toolkit.bench.sampled_distribution import Continuations, most_even_distribution
 from toolkit.checkpoint.draft_dir import DraftCheckpoint, DraftDirError, check_draft_fits
 from toolkit.errors import TargetError
 from toolkit.infer.drafters.drafting_head import DraftingHead
@@ -64,17 +64,19 @@ class FirstDrafts(NamedTuple):
 class CheckedHead:
     """A head and its target, both in float32 on one device. Texts are computed once, when a check first needs them.
 
+    prompts_sha256: of the built-in prompts, as records have it.
     finite: by the name of each tensor of the head, whether all its values are; an engine's packed weights cannot tell.
     """
 
     draft: DraftCheckpoint
     target: Target
     prompts: Sequence[list[int]]
+    prompts_sha256: str
     max_tokens: int
     finite: Mapping[str, bool]
 
     @cached_property
-    def wrong_layers(self) -> str | None:
+    def layer_error(self) -> str | None:
         """What is wrong with the auxiliary layer ids for this target; None if nothing is."""
         ids = self.draft.head.config.features.aux_layer_ids
         try:
@@ -85,21 +87,21 @@ class CheckedHead:
         return None
 
     @cached_property
-    def misfit(self) -> str | None:
+    def fit_error(self) -> str | None:
         """Why the head cannot work on the target, by its sizes or its embedding; None if it can."""
         try:
-            if not self.wrong_layers:
+            if not self.layer_error:
                 check_draft_fits(self.draft, self.target)
         except DraftDirError as error:
             return str(error)
         return None
 
     @property
-    def blocked(self) -> str | None:
+    def cannot_draft(self) -> str | None:
         """Why the head cannot draft; None if it can."""
-        if self.misfit:
+        if self.fit_error:
             return "the head does not fit the target"
-        if self.wrong_layers:
+        if self.layer_error:
             return "the target lacks its auxiliary layers"
         return None if all(self.finite.values()) else "its weights are not finite"
 
@@ -109,7 +111,7 @@ class CheckedHead:
         return "native" in self.draft.meta
 
     @property
-    def foreign(self) -> bool:
+    def from_other_project(self) -> bool:
         """Whether another project wrote its files."""
         return "writer" in self.draft.meta
 
@@ -123,6 +125,21 @@ class CheckedHead:
         rows = [row for row in measured.get("rows") or () if row["shape"] == shape]
         return max(rows, key=lambda row: row["num_steps"], default=None)
 
+    def unlike_record(self) -> list[str]:
+        """How what is decoded here differs from the measurement in measured.json; [] if both can be compared."""
+        measured = self.draft.meta.get("measured") or {}
+        then, target = measured.get("settings") or {}, measured.get("target") or {}
+        pairs = {
+            "dtype": (target.get("dtype"), str(self.target.dtype).removeprefix("torch.")),
+            "quantization": (target.get("quantization"), self.target.quantization),
+            "max_tokens": (then.get("max_tokens"), self.max_tokens),
+        }
+        found = [f"{name} {recorded}, here {here}" for name, (recorded, here) in pairs.items() if recorded != here]
+        if then.get("prompts_sha256") != self.prompts_sha256:
+            limit = then.get("limit")
+            found.append(f"{'all' if limit is None else limit} built-in prompts, here {len(self.prompts)} of them")
+        return found
+
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -134,9 +151,9 @@ class CheckedHead:
             sizes = ("num_steps", "top_k", "num_draft_tokens")
             found.append(default if row is None else DraftShape(*(row[size] for size in sizes)))
         chain, tree = found
-        return chain, tree if self.takes(tree) else None
+        return chain, tree if self.supports(tree) else None
 
-    def takes(self, shape: DraftShape) -> bool:
+    def supports(self, shape: DraftShape) -> bool:
         """Whether head and target support a shape."""
         try:
             self.engine(shape).close()
@@ -182,9 +199,9 @@ class CheckedHead:
         return done
 
     @cached_property
-    def law(self) -> Law | None:
-        """The exact law that sampled continuations of a prompt are compared with."""
-        return best_law(self.target, self.prompts, self.draft.head.config.stages)
+    def continuations(self) -> Continuations | None:
+        """The exact distribution that sampled continuations of a prompt are compared with."""
+        return most_even_distribution(self.target, self.prompts, self.draft.head.config.stages)
 
     # -- the head's first drafts ---------------------------------------------------------------------------------------
 

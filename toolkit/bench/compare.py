@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN
 from toolkit.bench.bootstrap import LEAST_GROUPS, RESAMPLES, resampled_interval
 from toolkit.bench.records import RecordError, read_record
 from toolkit.bench.rows import ALL
@@ -26,6 +25,7 @@ from toolkit.bench.table import (
     times,
     wide_console,
 )
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN
 
 Record = dict[str, Any]
 Units = list[tuple[float, ...]]
@@ -64,7 +64,7 @@ def compare_records(first: str | Path, second: str | Path, console: Console | No
     console.print(_lengths(a, b))
     if untimed is None:
         console.print(_speeds(a, b))
-    for line in (*_left_out(a, b), untimed, _told(a, b), INTERVALS):
+    for line in (*_left_out(a, b), untimed, _also_different(a, b), INTERVALS):
         if line:
             console.print(Text(line))
 
@@ -127,7 +127,7 @@ def _why_untimed(a: Record, b: Record) -> str | None:
     return f"Speeds are not compared, since they differ in {'; '.join(different)}." if different else None
 
 
-def _told(a: Record, b: Record) -> str:
+def _also_different(a: Record, b: Record) -> str:
     different = _different((key, a["settings"].get(key), b["settings"].get(key)) for key in SHOWN)
     different += _different((key, a["versions"].get(key), b["versions"].get(key)) for key in sorted(a["versions"]))
     return f"They also differ in {'; '.join(different)}." if different else ""

@@ -28,7 +28,7 @@ from toolkit.infer.drafters.head_drafter import HeadDrafter
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.draft_tree import DraftShape, candidate_count
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import Request
@@ -106,7 +106,7 @@ def shapes_of(top_k: int, largest: DraftShape) -> list[DraftShape]:
     counts = sorted({*NODES, largest.num_draft_tokens})
     found = []
     for depth in depths:
-        most = min(largest.num_draft_tokens, 1 + candidates(depth, top_k))
+        most = min(largest.num_draft_tokens, 1 + candidate_count(depth, top_k))
         found += [DraftShape(depth, top_k, nodes) for nodes in counts if depth + 1 < nodes <= most]
     return found
 
@@ -120,7 +120,7 @@ def largest_shape(top_k: int, num_steps: int, num_draft_tokens: int) -> DraftSha
         )
     if top_k == 1:
         return DraftShape.chain(min(num_steps, num_draft_tokens - 1))
-    return DraftShape(num_steps, top_k, min(num_draft_tokens, 1 + candidates(num_steps, top_k)))
+    return DraftShape(num_steps, top_k, min(num_draft_tokens, 1 + candidate_count(num_steps, top_k)))
 
 
 def supported_shapes(target: Target, draft: DraftCheckpoint, largest: Iterable[DraftShape]) -> list[DraftShape]:

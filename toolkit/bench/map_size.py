@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from toolkit.bench.answers import PLAIN, Sampling
+from toolkit.bench.answers import Sampling
 from toolkit.bench.forecast import forecast_surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.replay import summarise_replays
@@ -34,7 +34,7 @@ from toolkit.infer.drafters.dynamic_rows import rows_agree
 from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import PLAIN, DraftShape
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 
@@ -113,7 +113,7 @@ class SizeTrials:
         return replace(draft, dynamic_rows=dynamic_rows)
 
     def times(self, draft: DraftCheckpoint, texts: Sequence[Sequence[int]]) -> StepTimes:
-        return measure_step_times(self.target, draft, [self.shape], texts, self.config, self.sampling.max_tokens)
+        return measure_step_times(self.target, draft, [self.shape], texts, self.config, self.sampling)
 
     def predicted(self, maps: Sequence[TokenMap]) -> tuple[list[SizeResult], list[tuple[int, ...]]]:
         """Predictions for each map, and the ids of the prompts. The last map keeps all ids."""

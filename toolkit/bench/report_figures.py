@@ -135,9 +135,9 @@ def _coverage(token_map: dict[str, Any]) -> str:
     rows = token_map["rows"]
     sizes, shares = [row["size"] for row in rows], [100 * row["coverage"] for row in rows]
     axis.plot(sizes, shares, color=COLOURS[0], marker="o", label="counted text")
-    unseen = [100 * row["held_out_coverage"] for row in rows if is_number(row.get("held_out_coverage"))]
-    if len(unseen) == len(rows):
-        axis.plot(sizes, unseen, color=COLOURS[0], linewidth=1.5, linestyle="--", label="held-out text")
+    held_out = [100 * row["held_out_coverage"] for row in rows if is_number(row.get("held_out_coverage"))]
+    if len(held_out) == len(rows):
+        axis.plot(sizes, held_out, color=COLOURS[0], linewidth=1.5, linestyle="--", label="held-out text")
     for colour, name in zip(cycle((*COLOURS[2:], QUIET)), rows[0].get("by_corpus", ())):
         label = name if len(name) <= 30 else f"...{name[-27:]}"
         axis.plot(sizes, [100 * row["by_corpus"][name] for row in rows], color=colour, linewidth=1, label=label)
@@ -148,7 +148,7 @@ def _coverage(token_map: dict[str, Any]) -> str:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     size, coverage = token_map["size"], token_map["coverage"]
-    if len(unseen) == len(rows) and is_number(token_map.get("held_out_coverage")):
+    if len(held_out) == len(rows) and is_number(token_map.get("held_out_coverage")):
         coverage = token_map["held_out_coverage"]
     axis.axvline(size, color=COLOURS[1], linewidth=1.2, linestyle=":")
     axis.plot([size], [100 * coverage], "o", color=COLOURS[1], markersize=8, zorder=5)

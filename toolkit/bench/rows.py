@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN, LoggedAnswer, Round
+from toolkit.bench.answers import LoggedAnswer, Round
 from toolkit.bench.bootstrap import ratio_interval
 from toolkit.bench.definitions import other_definitions
 from toolkit.bench.near_tie import Divergence, find_divergence, plain_logits
 from toolkit.bench.records import RecordError
 from toolkit.infer.request.acceptance import summarise
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.infer.verify.token_distribution import uniform
 from toolkit.targets.target import Target

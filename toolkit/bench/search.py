@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN, Round, Sampling
+from toolkit.bench.answers import Round, Sampling
 from toolkit.bench.forecast import Surface
 from toolkit.bench.prompts import Prompt
 from toolkit.bench.side_by_side import Mode, run_side_by_side
@@ -24,7 +24,7 @@ from toolkit.infer.drafters.adaptive_drafter import AdaptiveDrafter
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
 from toolkit.infer.load.search_file import arm_times
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.targets.target import Target
 
 Objective = Literal["tokens-per-s", "itl", "ttft"]
@@ -35,8 +35,10 @@ CLOSE = 0.03  # difference of two end-to-end runs that is within noise
 
 @dataclass(frozen=True)
 class Figures:
-    """What users feel of a setting: tokens per second of the batch, and mean seconds between two tokens of a request
-    (itl) and until the first token of a request that arrives during a round (ttft)."""
+    """Tokens per second of the batch, and mean seconds between two tokens of a request (itl).
+
+    ttft: mean seconds until the first token of a request that arrives during a round, estimated: half a round and the
+    reading of its prompt. Nothing arrives during a run."""
 
     tokens_per_s: float
     itl_s: float
@@ -49,7 +51,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Setting:
     """A setting at one batch size. shape: None for plain decoding. measured: None if it was not run end to end."""
 
     name: str
@@ -65,36 +67,36 @@ def figures(batch: int, accept_length: float, round_s: float, prefill_s: float) 
     return Figures(batch * accept_length / round_s, round_s / accept_length, round_s / 2 + prefill_s)
 
 
-def predict(surface: Surface, times: StepTimes) -> list[Candidate]:
+def predict(surface: Surface, times: StepTimes) -> list[Setting]:
     """Returns plain decoding and every shape of the surface, with predicted figures."""
     plain_prefill, drafting_prefill = times.prefill_s
     found = [
-        Candidate(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, plain_prefill)),
+        Setting(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, plain_prefill)),
     ]
     for shape in surface.shapes():
         length, parts = surface.forecast(shape).accept_length, times.parts(shape)
         if length is not None:
             predicted = figures(times.batch, length, parts.round_s, drafting_prefill)
-            found.append(Candidate(shape.as_text(), shape, length, parts, predicted))
+            found.append(Setting(shape.as_text(), shape, length, parts, predicted))
     return found
 
 
-def finalists(candidates: Sequence[Candidate], objective: Objective) -> list[Candidate]:
+def finalists(settings: Sequence[Setting], objective: Objective) -> list[Setting]:
     """Returns the best predicted shapes, at most FINALISTS of them, best first."""
-    shapes = [one for one in candidates if one.shape is not None and one.predicted is not None]
+    shapes = [one for one in settings if one.shape is not None and one.predicted is not None]
     return sorted(shapes, key=lambda one: one.predicted.score(objective), reverse=True)[:FINALISTS]  # type: ignore[union-attr]
 
 
 def confirm(
     target: Target,
     draft: DraftCheckpoint,
-    chosen: Sequence[Candidate],
+    chosen: Sequence[Setting],
     times: StepTimes,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     config: EngineConfig,
     on_progress: Callable[[int, int], None] | None = None,
-) -> list[Candidate]:
+) -> list[Setting]:
     """Runs plain decoding, adaptive drafting up to the finalists and every finalist, in turns.
 
     Adaptive drafting starts from the measured times, as it will be served. Prompts are repeated until every group of
@@ -120,8 +122,8 @@ def confirm(
             modes, target.tokenizer, full, sampling, batch=times.batch, warmup=1, on_progress=on_progress
         )
     settings = {one.shape.name: one for one in chosen if one.shape is not None}
-    plain = Candidate(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
-    settings |= {PLAIN: plain, ADAPTIVE: Candidate(ADAPTIVE, most, 1.0, None, None)}
+    plain = Setting(PLAIN, None, 1.0, times.plain, figures(times.batch, 1.0, times.plain.round_s, times.prefill_s[0]))
+    settings |= {PLAIN: plain, ADAPTIVE: Setting(ADAPTIVE, most, 1.0, None, None)}
     found = []
     for mode in modes:
         own = [one for one in rounds if one.mode == mode.name]
@@ -155,12 +157,12 @@ def accept_length_of(rounds: Sequence[Round]) -> float:
     return sum(drafted) / len(drafted) if drafted else 1.0
 
 
-def most_of(chosen: Sequence[Candidate]) -> DraftShape:
-    """Returns the smallest shape that covers those of the candidates."""
+def most_of(chosen: Sequence[Setting]) -> DraftShape:
+    """Returns the smallest shape that covers those of the settings."""
     return DraftShape.covering(one.shape for one in chosen if one.shape is not None)
 
 
-def winner(measured: Sequence[Candidate], objective: Objective) -> Candidate:
+def winner(measured: Sequence[Setting], objective: Objective) -> Setting:
     """Returns the best of the settings that were run end to end.
 
     Of those that come CLOSE to it, and are not slower than plain decoding, the best predicted one: a prediction rests

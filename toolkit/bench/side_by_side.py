@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.bench.answers import ADAPTIVE, PLAIN, LoggedAnswer, Question, ResumeLog, Round, Sampling
+from toolkit.bench.answers import LoggedAnswer, Question, ResumeLog, Round, Sampling
 from toolkit.bench.prompts import Prompt
 from toolkit.data.chat_template import prompt_ids
 from toolkit.infer.engine.engine import Engine
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request
 

@@ -16,6 +16,7 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
+from toolkit.bench.answers import Sampling
 from toolkit.infer.drafters.choose_drafter import Draft
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import EngineConfig
@@ -101,12 +102,12 @@ def measure_step_times(
     shapes: Sequence[DraftShape],
     prompts: Sequence[Sequence[int]],
     config: EngineConfig,
-    max_tokens: int,
+    sampling: Sampling,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StepTimes:
     """Times rounds of `config.max_running_requests` requests, with plain rounds between them.
 
-    prompts: ids; they are used in turn. max_tokens: of an answer, after which the next prompt takes its row, so that
+    prompts: ids; they are used in turn. sampling: of the answers; after max_tokens the next prompt takes a row, so that
     contexts are as long as those of the answers. on_progress(done, total): counts rounds.
     """
     config = replace(config, prefix_cache=False, verify="target", adaptive=False, shape=None)
@@ -116,8 +117,10 @@ def measure_step_times(
         closing(build_engine(config, target).engine) as plain_engine,
         closing(build_engine(replace(config, shape=widest), target, draft).engine) as engine,
     ):
-        answer = max(max_tokens, LEAST_ANSWER)
-        plain, drafting = _Batch(plain_engine, prompts, answer), _Batch(engine, prompts, answer)
+        params = SamplingParams(
+            sampling.temperature, seed=sampling.seed, max_tokens=max(sampling.max_tokens, LEAST_ANSWER), ignore_eos=True
+        )
+        plain, drafting = _Batch(plain_engine, prompts, params), _Batch(engine, prompts, params)
         plain_rounds: list[Parts] = []
         rounds: dict[DraftShape, list[Parts]] = {shape: [] for shape in chosen}
         order = [None, *chosen]
@@ -148,14 +151,14 @@ def _median(parts: Sequence[Parts]) -> Parts:
 
 @dataclass
 class _Batch:
-    """An engine with a full batch, whose requests are replaced when they end after `max_tokens`.
+    """An engine with a full batch, whose requests are replaced when they end.
 
     prefill_s: seconds to read a prompt.
     """
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
-    max_tokens: int
+    params: SamplingParams
     running: list[Request] = field(default_factory=list)
     prefills: list[float] = field(default_factory=list)
     ids: Iterator[Sequence[int]] = field(init=False)
@@ -181,7 +184,6 @@ class _Batch:
 
     def _fill(self) -> None:
         """Replaces ended requests, and runs until every prompt is read."""
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         while True:
             self.running = [one for one in self.running if not one.finished]
             absent = self.engine.max_running_requests - len(self.running)
@@ -189,7 +191,7 @@ class _Batch:
                 return
             started = time.perf_counter()
             # All at once: the first ones would end before the last ones of a large batch are read one by one.
-            added = [self.engine.add_request(next(self.ids), params) for _ in range(absent)]
+            added = [self.engine.add_request(next(self.ids), self.params) for _ in range(absent)]
             while any(one.first_token_at is None for one in added):
                 self.engine.step()
             read = max(one.first_token_at for one in added if one.first_token_at is not None)

@@ -85,13 +85,13 @@ def print_surface(record: Row, console: Console | None = None) -> None:
     if best["interval"] is not None:
         low, high = best["interval"]
         console.print(
-            f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; which "
-            "shape is fastest, `toolkit search` measures"
+            f"largest: {_text(best)}, {best['accept_length']:.2f} [{low:.2f}, {high:.2f}], 95 % over prompts; `toolkit "
+            "search` measures which shape is the fastest"
         )
     if record["differing_answers"]:
         console.print(
-            f"{record['differing_answers']} answers differ from plain decoding's (near-ties of 16 bits): exact "
-            "forecasts need --dtype float32"
+            f"{record['differing_answers']} of the answers that were replayed differ from plain decoding's, since "
+            "rounding to 16 bits decided between two tokens; with --dtype float32 the forecast is exact"
         )
 
 

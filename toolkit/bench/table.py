@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.definitions import OTHERS, RATE
 from toolkit.bench.prompts import BUILTIN
 from toolkit.bench.records import RecordError
 from toolkit.bench.rows import ALL, best_row, headline_row, is_faster, is_slower
+from toolkit.infer.request.draft_tree import ADAPTIVE
 
 WIDTH_WITHOUT_TERMINAL = 122
 WIDE = 110  # columns of a terminal that shows the whole table

@@ -130,34 +130,15 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join([f"{args.repair}:", *(f"  {one}" for one in found or ["nothing is wrong"])]))
         print(f"\n{args.out}/freq_{token_map.size}.pt has {token_map.size:,} ids")
         return 0
+    if not args.counts and not args.corpus:
+        run_one_stage(job, "token_map", args.force)
+        _print_report(job.folder / "token_map")
+        return 0
     size, coverage = args.size, args.coverage
     if size is None and coverage is None:
         size, coverage = job.recipe.token_map.size, job.recipe.token_map.coverage
-    auto, size = size == AUTO, None if size == AUTO else size
-    if args.counts:
-        from toolkit.pipeline.token_map import write_map
-        from toolkit.tokenmap.counts import load_counts
-
-        write_map(load_counts(args.counts), args.out, size, coverage)
-    elif args.corpus:
-        from toolkit.pipeline.token_map import map_corpora  # loads torch
-
-        map_corpora(
-            args.corpus,
-            args.held_out or (),
-            tokenizer,
-            args.out,
-            size,
-            coverage,
-            roles=args.roles or DEFAULT_ROLES,
-            vocab_size=_vocab_size(args) if auto and args.vocab_size is None else args.vocab_size,
-            num_proc=args.num_proc or physical_cores(),
-        )
-    else:
-        run_one_stage(job, "token_map", args.force)
-    if auto:
-        _choose_size(args)
-    _print_report(args.out or job.folder / "token_map")
+    _write_map(args, tokenizer, size, coverage)
+    _print_report(args.out)
     return 0
 
 
@@ -165,20 +146,38 @@ def _size(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
+def _write_map(args: argparse.Namespace, tokenizer: str, size: int | str | None, coverage: float | None) -> None:
+    """Writes the map of --counts or --corpus."""
+    set_threads()  # before torch computes
+    from toolkit.pipeline.token_map import counts_of, write_map  # loads torch
+    from toolkit.tokenmap.counts import load_counts
+
+    if args.counts:
+        counts = load_counts(args.counts)
+    else:
+        counts = counts_of(
+            args.corpus,
+            args.held_out or (),
+            tokenizer,
+            args.out,
+            roles=args.roles or DEFAULT_ROLES,
+            vocab_size=_vocab_size(args) if size == AUTO and args.vocab_size is None else args.vocab_size,
+            num_proc=args.num_proc or physical_cores(),
+        )
+    if isinstance(size, str):
+        from toolkit.pipeline.map_size import choose_size
+
+        for line in choose_size(counts, args.out, args.draft, args.tokenizer if args.draft == "native" else None):
+            print(line)
+    else:
+        write_map(counts, args.out, size, coverage)
+
+
 def _vocab_size(args: argparse.Namespace) -> int:
     """Rows of the output matrix that the head of --size auto drafts with."""
     from toolkit.pipeline.map_size import vocabulary_of  # loads torch
 
     return vocabulary_of(args.draft, args.tokenizer if args.draft == "native" else None)
-
-
-def _choose_size(args: argparse.Namespace) -> None:
-    """Writes the map again, with the size that is the fastest."""
-    set_threads()  # before torch computes
-    from toolkit.pipeline.map_size import choose_size  # loads torch
-
-    for line in choose_size(args.out, args.draft, args.tokenizer if args.draft == "native" else None):
-        print(line)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -212,17 +211,17 @@ def _flag(name: str) -> str:
 
 def _print_report(directory: Path) -> None:
     report = read_json(directory / "coverage.json")
-    unseen = "held_out_coverage" in report
+    held_out = "held_out_coverage" in report
     print(f"{report['tokens']:,} tokens, {report['distinct']:,} distinct of {report['vocab_size']:,} ids\n")
-    print(f"  {'size':>9}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if unseen else ""))
+    print(f"  {'size':>9}  {'coverage':>8}  {'occurring':>9}" + ("  held out" if held_out else ""))
     for row in report["rows"]:
         mark = "  <- the map" if row["size"] == report["size"] else ""
-        more = f"  {100 * row['held_out_coverage']:>7.2f}%" if unseen else ""
+        more = f"  {100 * row['held_out_coverage']:>7.2f}%" if held_out else ""
         print(f"  {row['size']:>9,}  {100 * row['coverage']:>7.2f}%  {row['distinct']:>9,}{more}{mark}")
     print()
     for line in _table(list(_corpus_rows(report))):
         print(f"  {line}")
-    if not unseen:
+    if not held_out:
         print("\nno held-out text was given (--held-out), so the coverage of unseen text is lower than these")
     files = [f"freq_{report['size']}.pt", "token_map.safetensors", "coverage.svg", "counts.safetensors"]
     print(f"\n{directory}/: {', '.join(files)}, ...")

@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     from toolkit.infer.load.load_engine import interrupted_by_loss
     from toolkit.infer.server.app import build_app, listen, serve_forever
     from toolkit.infer.server.completions import Served
-    from toolkit.infer.server.request_params import DefaultSampling
+    from toolkit.infer.server.request_params import DefaultSampling, default_temperature
 
     listener = listen(args.host, args.port)  # before the model is loaded: a port in use is reported at once
     with listener:
-        loaded = load_from(args)
+        loaded = load_from(args, default_temperature)
         defaults = DefaultSampling.of(loaded.target)
         served = Served(
             model_name=args.served_model_name or short_name(loaded.target.name),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ SHUFFLE_WINDOW = 10_000
 SHARD_BYTES = 8 << 20
 # What `save_to_disk` writes into its folder.
 SAVED = ("state.json", "dataset_dict.json")
+_OPENING = threading.Lock()  # `datasets` lists files with tqdm, whose class fails if two threads do it at once
 
 Row = tuple[str, Mapping[str, Any]]
 """(place for error messages, content)"""
@@ -99,7 +101,8 @@ def dataset_shards(source: str) -> tuple[int, str]:
 
 def shard_rows(source: str, index: int) -> Iterator[Row]:
     """Yield the rows of one shard of a dataset. Raises `DataError` as `load_rows` and `streamed_rows`."""
-    rows = _opened(source)
+    with _OPENING:
+        rows = _opened(source)
     yield from streamed_rows(f"{source} shard {index}", rows.shard(_shard_count(rows), index, contiguous=True))
 
 

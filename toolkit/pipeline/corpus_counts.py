@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.data.dataset_rows import dataset_shards, is_dataset
+from toolkit.data.dataset_rows import HUB, dataset_shards, is_dataset
 from toolkit.errors import TokenMapError
 from toolkit.log import get_logger
 from toolkit.pipeline.corpus_worker import ShardCounter, run_worker
@@ -182,7 +182,15 @@ def _check_apart(corpora: Iterable[_Counting], held_out: Iterable[_Counting]) ->
 
 
 def _sources(counting: Iterable[_Counting]) -> set[str]:
-    return {piece.source for one in counting for shard in one.shards for piece in shard}
+    return set(map(_place, {piece.source for one in counting for shard in one.shards for piece in shard}))
+
+
+def _place(source: str) -> str:
+    """Return the one spelling of a source: a path is absolute and without links, a dataset has its split."""
+    if not is_dataset(source):
+        return str(Path(source).resolve())
+    name, _, split = source.removeprefix(HUB).partition(":")
+    return f"{Path(name).resolve() if Path(name).exists() else name}:{split or 'train'}"
 
 
 def _counted(

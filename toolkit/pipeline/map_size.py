@@ -19,7 +19,7 @@ from toolkit.pipeline.forecast import load_head
 from toolkit.pipeline.token_map import write_map
 from toolkit.targets.facts import target_facts
 from toolkit.tokenmap.build import build_token_map
-from toolkit.tokenmap.counts import load_counts
+from toolkit.tokenmap.counts import Counts
 from toolkit.tokenmap.token_map import TokenMapError
 
 PROMPTS, TOKENS = 16, 48  # built-in prompts that are answered, and tokens of an answer
@@ -33,20 +33,19 @@ def vocabulary_of(name: str, target_name: str | None) -> int:
     return open_head(name).head.config.vocab_size
 
 
-def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterator[str]:
-    """Write the map in `out` again with the fastest size, and sizes.json with every size; yield lines for the user.
+def choose_size(counts: Counts, out: Path, name: str, target_name: str | None = None) -> Iterator[str]:
+    """Write the map of the fastest size to `out`, and sizes.json with every size; yield lines for the user.
 
-    out: has counts. name: a head, or native; target_name: the target of a native module. The size is chosen by
-    prediction; the engine runs it and its neighbours, and both are written down.
+    name: a head, or native; target_name: the target of a native module. The engine runs the size of the best prediction
+    and its neighbours, and the fastest of them is written. Nothing is written before it is known.
     Raises `TokenMapError` for counts of another vocabulary, and the errors of `load_head` and `measure_sizes`.
     """
     config = EngineConfig(draft=name, target=target_name, max_running_requests=1)
     target, draft = load_head(config)
-    counts = load_counts(out)
     if counts.vocab_size != target.vocab_size:
         raise TokenMapError(
-            f"the counts in {out} are of {counts.vocab_size} ids, and {target.name} has {target.vocab_size}; count "
-            "with its tokenizer and --vocab-size"
+            f"the counts are of {counts.vocab_size} ids, and {target.name} has {target.vocab_size}; count with its "
+            "tokenizer and --vocab-size"
         )
     total, forced = counts.total(), counts.forced_ids
     maps = [build_token_map(total, size=size, forced_ids=forced) for size in sizes_of(counts.vocab_size, len(forced))]
@@ -58,7 +57,6 @@ def choose_size(out: Path, name: str, target_name: str | None = None) -> Iterato
     yield f"choosing the size for {name}: {len(maps)} sizes, shape {shape.as_text()}"
     results = measure_sizes(target, open_draft, maps, shape, prompts, sampling, config)
     chosen = best_size(results)
-    (out / f"freq_{counts.vocab_size}.pt").unlink(missing_ok=True)  # it held all ids until now
     write_map(counts, out, chosen.size, None)
     described = {"target": describe_target(target), "draft": describe_draft(draft)}
     settings = {"shape": shape.as_text(), "prompts": PROMPTS, "max_tokens": TOKENS, "chosen": chosen.size}

@@ -73,7 +73,7 @@ def describe_difference(a: Path, b: Path, tokenizer_name: str | None, counts_pat
 
 
 def _coverages(sets: dict[str, set[int]], counts: Counts) -> Iterator[str]:
-    for what, counted in (("counted", counts.total()), ("held-out", counts.held_out())):
+    for what, counted in (("counted", counts.total()), ("held-out", counts.held_out_counts())):
         if counted is not None:
             inside = {
                 letter: torch.tensor([one for one in sorted(ids) if 0 <= one < counts.vocab_size], dtype=torch.int64)

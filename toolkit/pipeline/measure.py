@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.bench.acceptance import adaptive_limit, check_forced, measure_acceptance, measured_summary
-from toolkit.bench.answers import ADAPTIVE
 from toolkit.bench.records import machine_name, write_record
 from toolkit.bench.report import write_page
 from toolkit.bench.rows import headline_row, is_slower
@@ -27,7 +26,7 @@ from toolkit.infer.engine.cpu_door import pack
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import device_of, load_models
 from toolkit.infer.load.search_file import SEARCH, found_shape, largest_found, search_of
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.pipeline.forecast import prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
@@ -104,7 +103,10 @@ def measure_head(
     target, draft = load_models(config, device)
     assert draft is not None and config.draft is not None, "a draft is measured"
     adaptive: DraftShape | bool = wanted.adaptive
-    if searched and isinstance(draft, DraftCheckpoint) and (found := search_of(draft, config, target)) is not None:
+    found = None
+    if searched and isinstance(draft, DraftCheckpoint):
+        found = search_of(draft, config, target, wanted.temperature)
+    if found is not None:
         best, adaptive = found_shape(found, config.max_running_requests), largest_found(found)
         say(f"The shapes are those of {config.draft}/{SEARCH} for batch {config.max_running_requests}:")
         say(f"adaptive up to {adaptive.as_text()}, and {best.as_text()} in every step.")

@@ -29,7 +29,7 @@ from toolkit.pipeline.run import (
 )
 from toolkit.pipeline.stages import Outcome, Stage, run_stages, say, summary
 from toolkit.pipeline.train import train_stage
-from toolkit.recipe import RecipeError, result_settings
+from toolkit.recipe import RecipeError, result_settings, training_settings
 
 _TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
 
@@ -86,7 +86,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             name="train",
             folder="train",
             outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
-            settings={**target, "train": result_settings(recipe.train)},
+            settings={**target, "train": training_settings(recipe.train)},
             inputs=lambda: _inputs(run, ROLLOUTS, TOKEN_MAP),
             work=partial(train_stage, run),
             check=run.check_processes,

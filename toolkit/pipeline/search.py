@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from toolkit.bench.acceptance import describe_draft, describe_target, describe_token_map
-from toolkit.bench.answers import ADAPTIVE, Sampling
-from toolkit.bench.forecast import Surface, forecast_surface, supported_shapes
+from toolkit.bench.answers import Sampling
+from toolkit.bench.forecast import Surface, forecast_surface, shapes_of, supported_shapes
 from toolkit.bench.prompts import Prompt, limited
 from toolkit.bench.records import command_line, machine_name, make_record, write_record
-from toolkit.bench.search import Candidate, Objective, confirm, finalists, most_of, predict, winner
+from toolkit.bench.search import FINALISTS, Objective, Setting, confirm, finalists, most_of, predict, winner
 from toolkit.bench.search_table import print_search
-from toolkit.bench.step_times import measure_step_times
+from toolkit.bench.step_times import ROUNDS, covering_shapes, measure_step_times
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.search_file import SEARCH, conditions
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.log import get_logger
 from toolkit.pipeline.forecast import largest_shapes, load_head, prompts_from
 from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run_target import prompts_and_shapes
+from toolkit.pipeline.stages import say
 from toolkit.plan.engine_settings import check_servable, settings_text
 from toolkit.plan.gpus import Gpu
 from toolkit.recipe import BenchSettings
@@ -99,7 +103,7 @@ def _write_search(
     if why is None:
         assert draft.path is not None, "_no_place has looked"
         kept = ("date", "commit", "hardware", "versions", "settings", "best", "target")
-        holds_for = conditions(draft, config, target)
+        holds_for = conditions(draft, config, target, record["settings"]["temperature"])
         try:
             write_json(
                 draft.path / SEARCH, {**{key: record[key] for key in kept}, "times": known, "holds_for": holds_for}
@@ -135,25 +139,25 @@ def _search(
 ) -> tuple[Surface, list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Returns the surface, the record's rows, the best setting by batch size, and the times for adaptive drafting."""
     forecasting = replace(config, max_running_requests=FORECAST_BATCH)
-    stages = 1 + 2 * len(batches)
-    with progress_bar(f"[1/{stages}] forecast", "answer") as show:
+    schedule = _Schedule(_planned_rounds(largest, sum(len(one.turns) for one in prompts), sampling.max_tokens, batches))
+    with schedule.stage("forecast", "answer") as show:
         surface = forecast_surface(target, draft, prompts, largest, sampling, forecasting, show)
     rows: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
     known: list[dict[str, Any]] = []
     texts = [one.question.prompt_ids for one in surface.references]
-    for stage, batch in zip(range(2, stages, 2), batches, strict=True):
+    for batch in batches:
         own = replace(config, max_running_requests=batch)
         shapes = surface.shapes()
-        with progress_bar(f"[{stage}/{stages}] step times at batch {batch}", "round") as show:
-            times = measure_step_times(target, draft, shapes, texts, own, sampling.max_tokens, show)
-        candidates = predict(surface, times)
-        chosen = finalists(candidates, objective)
-        with progress_bar(f"[{stage + 1}/{stages}] end to end at batch {batch}", "answer") as show:
+        with schedule.stage(f"step times at batch {batch}", "round") as show:
+            times = measure_step_times(target, draft, shapes, texts, own, sampling, show)
+        predictions = predict(surface, times)
+        chosen = finalists(predictions, objective)
+        with schedule.stage(f"end to end at batch {batch}", "answer") as show:
             measured = confirm(target, draft, chosen, times, prompts, sampling, own, show)
         first = winner(measured, objective)
         by_name = {one.name: one for one in measured}
-        rows += [_row(batch, by_name.get(one.name, one), one) for one in candidates]
+        rows += [_row(batch, by_name.get(one.name, one), one) for one in predictions]
         rows.append(_row(batch, by_name[ADAPTIVE], by_name[ADAPTIVE]))
         fixed = winner([by_name[one.name] for one in chosen], objective)
         best[str(batch)] = {"setting": first.name, "shape": fixed.name, "adaptive_shape": most_of(chosen).as_text()}
@@ -161,8 +165,43 @@ def _search(
     return surface, rows, best, known
 
 
-def _row(batch: int, one: Candidate, forecast: Candidate) -> dict[str, Any]:
-    """A row of the record. forecast: the candidate before it was run end to end."""
+def _planned_rounds(largest: Sequence[DraftShape], answers: int, max_tokens: int, batches: Sequence[int]) -> list[int]:
+    """About how many rounds each stage of a search takes: those of the forecast, and two stages for each batch size."""
+    timed = covering_shapes([shape for one in largest for shape in shapes_of(one.top_k, one)])
+    found = [(1 + len(largest)) * ceil(answers / FORECAST_BATCH) * max_tokens]
+    for batch in batches:
+        found += [(1 + ROUNDS) * (1 + len(timed)), (2 + FINALISTS) * ceil(answers / batch) * max_tokens]
+    return found
+
+
+@dataclass
+class _Schedule:
+    """The stages of a search: a progress bar for each, and when all of them will be done.
+
+    rounds: of each stage, about. A round that is left is taken to last as long as the mean of those that ran.
+    """
+
+    rounds: list[int]
+    started: float = field(default_factory=time.perf_counter)
+    done: int = 0
+
+    @contextmanager
+    def stage(self, what: str, unit: str) -> Iterator[Callable[..., None]]:
+        label = f"[{self.done + 1}/{len(self.rounds)}] {what}"
+        if self.done:
+            ran, left = sum(self.rounds[: self.done]), sum(self.rounds[self.done :])
+            seconds = (time.perf_counter() - self.started) / ran * left
+            end = datetime.now() + timedelta(seconds=seconds)
+            say(f"{label}: the search ends at about {end:%H:%M}, in {seconds / 60:.1f} min")
+        else:
+            say(f"{label}: when the search ends is said after this stage")
+        with progress_bar(label, unit) as show:
+            yield show
+        self.done += 1
+
+
+def _row(batch: int, one: Setting, forecast: Setting) -> dict[str, Any]:
+    """A row of the record. forecast: the setting before it was run end to end."""
     figures = {"predicted": one.predicted, "measured": one.measured}
     named = {
         f"{when}_{what}": None if found is None else getattr(found, what)

@@ -34,19 +34,17 @@ def map_rollouts(target: Target, rollouts: Path, out: Path, size: int | None, sh
     return write_map(Counts((counted,), _about(counter, forced)), out, size, share)
 
 
-def map_corpora(
+def counts_of(
     corpora: Sequence[str],
     held_out: Sequence[str],
     tokenizer_name: str,
     out: Path,
-    size: int | None,
-    share: float | None,
     *,
     roles: Sequence[str],
     vocab_size: int | None,
     num_proc: int,
-) -> str:
-    """The map of corpora, each SPEC[:WEIGHT]; what a killed call counted is kept in `out`. Returns a headline.
+) -> Counts:
+    """The counts of corpora, each SPEC[:WEIGHT]. What a killed call counted is kept in `out`, which gets no map here.
 
     roles: whose turns are counted in conversations. vocab_size: rows of the target's output embedding; None: the
     tokenizer's size. Raises `TokenMapError`, `DataError`, `TargetError`.
@@ -57,7 +55,7 @@ def map_corpora(
     counter = ShardCounter(tokenizer_name, text, tuple(roles), vocab_size or len(tokenizer))
     counted = count_corpora(parse_corpora(corpora), parse_corpora(held_out), counter, out, num_proc)
     forced = forced_ids_for(tokenizer, (), counter.vocab_size)
-    return write_map(Counts(tuple(counted), _about(counter, forced)), out, size, share)
+    return Counts(tuple(counted), _about(counter, forced))
 
 
 def write_map(counts: Counts, out: Path, size: int | None, share: float | None) -> str:

@@ -87,13 +87,13 @@ def coverage_table(
     ranked = counts[order]
     covered = ranked.cumsum(0)
     occurring = (ranked > 0).cumsum(0)
-    unseen = None if held_out is None else held_out[order].cumsum(0)
+    held_out_sums = None if held_out is None else held_out[order].cumsum(0)
     each = {name: one[order].cumsum(0) for name, one in (corpora or {}).items()}
     rows: list[dict[str, Any]] = []
     for size in sorted(set(sizes)):
         rows.append({"size": size, "coverage": _share(covered, size), "distinct": int(occurring[size - 1])})
-        if unseen is not None:
-            rows[-1]["held_out_coverage"] = _share(unseen, size)
+        if held_out_sums is not None:
+            rows[-1]["held_out_coverage"] = _share(held_out_sums, size)
         if each:
             rows[-1]["by_corpus"] = {name: _share(one, size) for name, one in each.items()}
     return rows

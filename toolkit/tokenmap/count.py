@@ -61,28 +61,28 @@ class Tally:
         self.first_skipped = self.first_skipped or other.first_skipped
         if other.many_tasks:
             self._drop_tasks()
-        for key, counted in other.counts.items():
-            self._add_counts(key, counted)
+        for key, counts in other.counts.items():
+            self._add_counts(key, counts)
 
     def total(self, held_out: bool) -> np.ndarray:
         """Return the counts [V] of all tasks."""
-        found = [counted for key, counted in self.counts.items() if key[0] == held_out]
+        found = [counts for key, counts in self.counts.items() if key[0] == held_out]
         return np.sum(found, axis=0) if found else np.zeros(self.vocab_size, np.int64)
 
-    def _add_counts(self, key: Key, counted: np.ndarray) -> None:
+    def _add_counts(self, key: Key, counts: np.ndarray) -> None:
         key = (key[0], "" if self.many_tasks else key[1])
         if key in self.counts:
-            self.counts[key] += counted
+            self.counts[key] += counts
             return
-        self.counts[key] = counted.copy()
+        self.counts[key] = counts.copy()
         if len({task for _, task in self.counts}) > MAX_TASKS:
             self._drop_tasks()
 
     def _drop_tasks(self) -> None:
         if not self.many_tasks:
             self.many_tasks, earlier, self.counts = True, self.counts, {}
-            for key, counted in earlier.items():
-                self._add_counts(key, counted)
+            for key, counts in earlier.items():
+                self._add_counts(key, counts)
 
 
 def count_documents(documents: Iterable[Document], encode: Encode, vocab_size: int) -> Iterator[Tally]:

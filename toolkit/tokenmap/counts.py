@@ -33,11 +33,11 @@ class CorpusCounts:
     tally: Tally
     held_out: bool = False
 
-    def counted(self) -> torch.Tensor:
+    def ranked_counts(self) -> torch.Tensor:
         """Counts [V] that are ranked."""
         return torch.from_numpy(self.tally.total(held_out=False)) * (not self.held_out)
 
-    def unseen(self) -> torch.Tensor:
+    def held_out_counts(self) -> torch.Tensor:
         """Counts [V] of held-out text."""
         own = self.tally.total(held_out=True)
         return torch.from_numpy(own + self.tally.total(held_out=False) if self.held_out else own)
@@ -45,9 +45,9 @@ class CorpusCounts:
     def by_task(self) -> dict[str, torch.Tensor]:
         """Counts [V] of each named task, most tokens first: those that are ranked, or all of a held-out corpus."""
         found: dict[str, torch.Tensor] = {}
-        for (unseen, task), counted in self.tally.counts.items():
-            if task and (self.held_out or not unseen):
-                found[task] = found.get(task, 0) + torch.from_numpy(counted)
+        for (held_out, task), array in self.tally.counts.items():
+            if task and (self.held_out or not held_out):
+                found[task] = found.get(task, 0) + torch.from_numpy(array)
         return dict(sorted(found.items(), key=lambda one: (-int(one[1].sum()), one[0])))
 
 
@@ -68,11 +68,11 @@ class Counts:
 
     def total(self) -> torch.Tensor:
         """Counts [V] that are ranked: of each corpus times its weight."""
-        return self._weighted(CorpusCounts.counted)
+        return self._weighted(CorpusCounts.ranked_counts)
 
-    def held_out(self) -> torch.Tensor | None:
+    def held_out_counts(self) -> torch.Tensor | None:
         """Weighted counts [V] of held-out text; None when there is none."""
-        found = self._weighted(CorpusCounts.unseen)
+        found = self._weighted(CorpusCounts.held_out_counts)
         return found if found.any() else None
 
     def _weighted(self, part: Callable[[CorpusCounts], torch.Tensor]) -> torch.Tensor:
@@ -85,9 +85,9 @@ class Counts:
 def save_counts(path: str | Path, counts: Counts) -> None:
     """Write counts as safetensors, atomically: a tensor for each corpus, split and task, and JSON as metadata."""
     tensors = {
-        f"{at}/{'held_out' if unseen else 'counted'}/{task}": torch.from_numpy(counted)
+        f"{at}/{'held_out' if held_out else 'counted'}/{task}": torch.from_numpy(array)
         for at, one in enumerate(counts.corpora)
-        for (unseen, task), counted in one.tally.counts.items()
+        for (held_out, task), array in one.tally.counts.items()
     }
     corpora = [
         {

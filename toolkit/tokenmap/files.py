@@ -112,9 +112,9 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
     rows: {size, coverage, distinct} for powers of two and for the map's size, with held_out_coverage and by_corpus
     where there is held-out text, or more than one corpus. Held-out coverage bounds drafts on unseen text.
     """
-    total, held_out = counts.total(), counts.held_out()
+    total, held_out = counts.total(), counts.held_out_counts()
     forced = counts.forced_ids
-    ranked = {one.corpus.spec: one.counted() for one in counts.corpora if not one.held_out}
+    ranked = {one.corpus.spec: one.ranked_counts() for one in counts.corpora if not one.held_out}
     powers = [1 << bits for bits in range(SMALLEST_ROW.bit_length() - 1, total.numel().bit_length())]
     sizes = [size for size in [*powers, token_map.size, total.numel()] if len(forced) <= size <= total.numel()]
     report = {
@@ -136,18 +136,18 @@ def coverage_report(token_map: TokenMap, counts: Counts) -> dict[str, Any]:
 
 
 def _of_corpus(one: CorpusCounts, token_map: TokenMap) -> dict[str, Any]:
-    shown = one.unseen() if one.held_out else one.counted()
+    shown = one.held_out_counts() if one.held_out else one.ranked_counts()
     entry = {
         "spec": one.corpus.spec,
         "weight": one.corpus.weight,
         "held_out": one.held_out,
         "documents": one.tally.documents,
         **_covered(shown, token_map),
-        "tasks": [{"task": task, **_covered(counted, token_map)} for task, counted in one.by_task().items()],
+        "tasks": [{"task": task, **_covered(own, token_map)} for task, own in one.by_task().items()],
     }
-    unseen = one.unseen()
-    if not one.held_out and unseen.any():
-        entry["held_out_tokens"], entry["held_out_coverage"] = int(unseen.sum()), coverage(unseen, token_map.ids)
+    held_out = one.held_out_counts()
+    if not one.held_out and held_out.any():
+        entry["held_out_tokens"], entry["held_out_coverage"] = int(held_out.sum()), coverage(held_out, token_map.ids)
     return entry
 
 

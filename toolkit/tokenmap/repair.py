@@ -1,4 +1,4 @@
-"""What is wrong with the ids of a token map, a repaired map, and the difference of two maps."""
+"""Read the ids of any token map, find what is wrong with them, and repair them."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ def problems_of(ids: torch.Tensor, vocab_size: int | None = None, forced_ids: Se
 def repaired(
     ids: torch.Tensor, vocab_size: int, forced_ids: Sequence[int], counts: torch.Tensor | None = None
 ) -> TokenMap:
-    """Return the map of the valid ids in `ids` [D], of the forced ids, and of no others where there are no counts.
+    """Return the map of the valid ids in `ids` [D] and of the forced ids.
 
-    With `counts` [V] it has D ids: the most frequent others fill it up, or the least frequent of `ids` make room.
-    Without, it shrinks by what is dropped; forced ids replace the last ids of a list that is not ascending, since such
-    lists are ranked by frequency, and are added to an ascending one. Raises `TokenMapError` when nothing is left.
+    With `counts` [V] the map keeps its size D: the most frequent other ids replace those that were dropped, and the
+    least frequent of `ids` make room for forced ones. Without counts it becomes smaller by the ids that are dropped.
+    Forced ids are then added to an ascending list; in a list of another order, which is a ranking by frequency, they
+    replace the last ids. Raises `TokenMapError` when nothing is left.
     """
     valid = ids[(ids >= 0) & (ids < vocab_size)].tolist()
     kept = list(dict.fromkeys([*sorted(set(forced_ids)), *valid]))

@@ -15,7 +15,7 @@ from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
-from toolkit.recipe import Recipe, result_settings
+from toolkit.recipe import Recipe, training_settings
 from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
@@ -74,7 +74,7 @@ class Trainer:
         data = self.settings.data
         self.fingerprint = sha256_json(
             [
-                result_settings(self.settings),
+                training_settings(self.settings),
                 recipe.seed,
                 self.target.fingerprint,
                 str(self.target.dtype),

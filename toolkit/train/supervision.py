@@ -72,13 +72,13 @@ def anchored(supervision: Supervision, shape: torch.Size, full: int, count: int,
     if full >= len(supervision.roots):
         return supervision
     device, (batch, length) = supervision.teacher_positions.device, shape
-    candidates = torch.zeros(batch * length, dtype=torch.bool, device=device)
-    candidates[torch.cat(supervision.roots[full:])] = True
-    candidates = candidates.view(batch, length)
-    found = candidates.sum(1)
+    eligible = torch.zeros(batch * length, dtype=torch.bool, device=device)
+    eligible[torch.cat(supervision.roots[full:])] = True
+    eligible = eligible.view(batch, length)
+    found = eligible.sum(1)
     count = min(count, max(1, int(found.max())))
     drawn = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)).to(device)
-    anchors = drawn.masked_fill(~candidates, -1.0).topk(count, dim=1).indices.sort(dim=1).values
+    anchors = drawn.masked_fill(~eligible, -1.0).topk(count, dim=1).indices.sort(dim=1).values
     flat = (anchors + torch.arange(batch, device=device)[:, None] * length).flatten()
     slot = torch.full((batch * length,), -1, dtype=torch.long, device=device)
     slot[flat] = torch.arange(len(flat), device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
+from toolkit.infer.cache.cache_manager import MemorySettings
 from toolkit.infer.drafters.dynamic_rows import DynamicRows
 from toolkit.infer.drafters.ngram_drafter import NgramLookup
+from toolkit.infer.engine.cpu_door import load_target, pack
 from toolkit.infer.engine.engine import Engine
 from toolkit.infer.load.config import ConfigError
 from toolkit.infer.load.load_draft import fit_draft
@@ -91,11 +94,84 @@ def test_what_the_head_cannot_score_stays_out(small_target, small_draft, shared_
         fit_draft(NgramLookup(), small_target, dynamic_rows=4)
 
 
+def run_watched(target, draft, prompts, params, memory, **settings):
+    """Engine and requests after a run, and the ids outside of the map that were drafted. In every round the rows of
+    the block are the target's rows of its ids; the ids of a request that was just admitted are among them."""
+    engine = Engine(target, draft, DraftShape(3, 3, 8), memory=memory, **settings)
+    rows, outside = engine.drafter._head.dynamic, set()
+    propose, admit = engine.drafter.propose, engine.drafter.admit
+
+    def admitted(first_row, requests, tokens):
+        whole = requests[0].unread <= tokens
+        admit(first_row, requests, tokens)
+        own = [token for token in requests[-1].context_ids if token not in KEPT]
+        assert not whole or set(own[-3:]) <= set(rows.to_target.tolist())
+
+    def watched(requests, state):
+        ids = rows.to_target[len(KEPT) :]
+        assert len(set(ids.tolist())) == len(ids) and torch.equal(rows.weight, target.lm_head.weight[ids])
+        tree = propose(requests, state)
+        outside.update(set(tree.tokens[tree.valid].tolist()) - set(KEPT))
+        return tree
+
+    engine.drafter.propose, engine.drafter.admit = watched, admitted
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    return engine, requests, outside
+
+
+@pytest.mark.parametrize("name", ["eagle2", "mtp-three-layers", "eagle3"])
+def test_preempted_requests_and_shared_prefixes(name, small_target, shared_draft):
+    """A request that comes back, or whose prompt is not read again, has its latest ids in the block as any other."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randint(1, 24, (40,), generator=generator).tolist()
+    prompts = [start + torch.randint(1, 24, (n,), generator=generator).tolist() for n in (3, 9, 5, 12)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = Engine(small_target)
+    expected = [one.output_ids for one in plain.generate(prompts, params)]
+    plain.close()
+    draft = replace(head_of(name, small_target, shared_draft), dynamic_rows=10)
+    memory = MemorySettings(200, chunked_prefill_size=16, scattered_pages=True)
+    sizes = {"max_running_requests": 4, "context_length": 128}
+    engine, requests, outside = run_watched(small_target, draft, prompts, params, memory, **sizes)
+    assert [one.output_ids for one in requests] == expected and outside
+    assert any(one.preemptions for one in requests)
+    again = engine.generate(prompts[:1], params)[0]
+    assert again.output_ids == expected[0] and again.cached_tokens >= len(start) - 16
+    engine.close()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["eagle2", "eagle3"])
+def test_a_quantised_target(name, quantization, small_target, shared_draft, tmp_path, caplog, monkeypatch):
+    """The block has the rows of the matrix that the target chooses by, which are not those before quantisation. That
+    they are kept beside it costs memory, which is said."""
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="toolkit")
+    small_target.model.save_pretrained(tmp_path)
+    small_target.tokenizer.save_pretrained(tmp_path)
+    target = load_target(tmp_path, quantization=quantization, dtype="float32")
+    draft = replace(head_of(name, target, shared_draft), dynamic_rows=10)
+    pack(target, draft, "int8")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = [one.output_ids for one in Engine(target).generate(PROMPTS, params)]
+    engine, requests, outside = run_watched(target, draft, PROMPTS, params, MemorySettings())
+    assert [one.output_ids for one in requests] == expected and outside
+    assert "dynamic rows keep a copy of the output matrix, 0 MB" in caplog.text
+    rows = engine.drafter._head.dynamic
+    states = torch.randn(3, 64)
+    wanted = target.lm_head(states)[:, rows.to_target[len(KEPT) :]]
+    torch.testing.assert_close(rows.logits(states), wanted, atol=1e-4, rtol=1e-4)
+    engine.close()
+
+
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-def test_the_law_of_sampled_tokens_stays(verify, small_target, shared_draft):
+def test_the_distribution_of_sampled_tokens_stays(verify, small_target, shared_draft):
     """Drafts are drawn from q over map and block; the first two tokens follow the target's own distribution.
 
-    Each of 24 shares lies within 5.5 standard errors; by the normal law a false alarm has a probability of 1e-6."""
+    Each of 24 shares lies within 5.5 standard errors: a false alarm has a probability of 1e-6, if they are normal."""
     draft = replace(head_of("mtp", small_target, shared_draft), dynamic_rows=5)
     engine = Engine(small_target, draft, DraftShape.chain(2), max_running_requests=16, verify=verify)
     prompt, count = PROMPTS[0], 3000

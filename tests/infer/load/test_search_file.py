@@ -100,6 +100,66 @@ def test_an_engine_starts_from_what_was_found(searched):
         assert {event.offered for event in done.events} == {5}
 
 
+@pytest.mark.parametrize(
+    ("settings", "options", "shape", "adaptive"),
+    [
+        (("2,4,6", "2,4,6"), {}, "2,4,6", False),
+        (("2,4,6", "2,4,6"), {"max_running_requests": 8}, "3,8,8", True),
+        (("2,4,6", "2,4,6"), {"adaptive": True}, "3,8,8", True),
+        (("2,4,6", "3,1,4"), {}, "3,8,8", True),
+        (("2,4,6", "3,1,4"), {"max_running_requests": 1}, "2,4,6", False),
+        (("2,4,6", "adaptive"), {}, "3,8,8", True),
+        (("plain", "plain"), {}, None, False),
+        (("plain", "plain"), {"adaptive": True}, "3,8,8", True),
+        (("plain", "plain"), {"shape": "2,1,3"}, "2,1,3", False),
+    ],
+)
+def test_an_engine_starts_from_the_winner_itself(searched, caplog, monkeypatch, settings, options, shape, adaptive):
+    """Adaptive drafting that lost at every batch size would be slower than what was found. A batch larger than those
+    that were searched has no winner."""
+    draft = searched()
+    found = read_json(draft / "search.json")
+    for size, setting in zip(("1", "4"), settings, strict=True):
+        found["best"][size]["setting"] = setting
+    write_json(draft / "search.json", found)
+    log_of(caplog, monkeypatch)
+    opened = load_engine(EngineConfig(**{"draft": draft, "max_running_requests": 4, **options}))
+    request = opened.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    opened.engine.close()
+    assert opened.adaptive == adaptive and (opened.shape and opened.shape.as_text()) == shape
+    assert (opened.draft is None) == (shape is None)
+    assert len(request.output_ids) == 8 and (shape or not any(event.offered for event in request.events))
+    started = {"2,4,6": "every step drafts 2,4,6", None: "nothing is drafted"}.get(shape, "")
+    assert started in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "verify", "says"),
+    [
+        (0.0, 0.0, "block", None),
+        (0.0, 0.7, "auto", "requests greedy, here sampled, verify target"),
+        (0.7, 1.0, "auto", None),
+        (0.7, 0.0, "auto", "requests sampled, verify target, here greedy"),
+        (0.7, 0.7, "block", "requests sampled, verify target, here sampled, verify block"),
+        (0.0, lambda target: 1.0, "target", "requests greedy, here sampled, verify target"),
+    ],
+)
+def test_a_search_holds_for_greedy_or_for_sampled_requests(searched, caplog, monkeypatch, made, asked, verify, says):
+    """Sampled requests lose drafts, and their rounds take longer: what is best for one kind may lose for the other."""
+    draft = searched()
+    opened = load_engine(EngineConfig(draft=draft, shape="2,1,3"))
+    opened.engine.close()
+    found = read_json(draft / "search.json")
+    found["best"] = {"1": BEST["1"] | {"setting": "2,1,3", "adaptive_shape": "2,1,3"}}
+    found["holds_for"] = conditions(opened.draft, EngineConfig(draft=draft), opened.target, made)
+    write_json(draft / "search.json", found)
+    log_of(caplog, monkeypatch)
+    again = load_engine(EngineConfig(draft=draft, max_running_requests=1, verify=verify), asked)
+    again.engine.close()
+    assert again.adaptive == (says is not None)
+    assert "search.json is not used, since it was made with " + says in caplog.text if says else not again.adaptive
+
+
 @pytest.mark.parametrize(("times", "offered"), [(None, [0, 0]), (CHEAP, None), (DEAR, [0, 0])])
 def test_adaptive_drafting_knows_the_costs_in_its_first_round(searched, times, offered):
     """Without times an engine begins with two plain rounds; with times that say so, it drafts at once."""

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from toolkit.infer.drafters.lookup_choice import Lengths, LookupChoice
 from toolkit.infer.drafters.running_acceptance import RunningAcceptance
 from toolkit.infer.drafters.step_costs import Arm, ArmTime, LookupArm, Shape, StepCosts
-from toolkit.infer.request.draft_tree import DraftShape, candidates
+from toolkit.infer.request.draft_tree import DraftShape, candidate_count
 from toolkit.infer.request.request import Request
 
 FIRST_ROUNDS = 2  # plain rounds before any draft: the first round is often slow
@@ -63,7 +63,7 @@ def smaller_shapes(most: DraftShape) -> list[DraftShape]:
         for depth in sorted({steps, (steps + 1) // 2}, reverse=True):
             share = depth * width / (steps * k)  # fewer nodes for a smaller tree
             wanted = max(depth + 1, round((nodes - 1) * share) + 1)
-            found.append(DraftShape(depth, width, min(wanted, nodes, candidates(depth, width) + 1)))
+            found.append(DraftShape(depth, width, min(wanted, nodes, candidate_count(depth, width) + 1)))
     deepest = min(steps, nodes - 1)
     found += [DraftShape.chain(depth) for depth in (deepest, *(12, 8, 6, 4, 3, 2, 1)) if depth <= deepest]
     return list(dict.fromkeys(found))

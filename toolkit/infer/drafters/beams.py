@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.infer.drafters.draft_rollout import DraftRollout
 from toolkit.infer.kernels.dispatch import ops_for
-from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidates
+from toolkit.infer.request.draft_tree import DraftShape, DraftTree, candidate_count
 
 
 def draft_beams(
@@ -86,5 +86,5 @@ def _beyond(limits: Sequence[DraftShape | None], ranks: Tensor, steps: int) -> T
 def levels_of(shape: DraftShape, device: torch.device) -> Tensor:
     """Returns the level of every candidate, [C] in level order."""
     k = shape.top_k
-    sizes = [candidates(1, k)] + [k * k] * (shape.num_steps - 1)
+    sizes = [candidate_count(1, k)] + [k * k] * (shape.num_steps - 1)
     return torch.tensor([level for level, size in enumerate(sizes, start=1) for _ in range(size)], device=device)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from toolkit.infer.cache.round_state import RoundRows
 from toolkit.infer.drafters.drafter import WrappedDrafter
 from toolkit.infer.drafters.head_drafter import HeadDrafter
-from toolkit.infer.request.draft_tree import DraftTree, candidates, root_only
+from toolkit.infer.request.draft_tree import DraftTree, candidate_count, root_only
 from toolkit.infer.request.request import Request
 
 Array = npt.NDArray[np.int64]
@@ -75,8 +75,8 @@ def nodes_needed(
     needed = np.full((steps, steps), NEVER, dtype=np.int64)
     parent = -1
     for depth, token in enumerate(following[:steps], start=1):
-        start = 0 if depth == 1 else candidates(depth - 1, width)
-        level = slice(start, candidates(depth, width))
+        start = 0 if depth == 1 else candidate_count(depth - 1, width)
+        level = slice(start, candidate_count(depth, width))
         hit = np.flatnonzero((tokens[level] == token) & (parents[level] == parent))
         if not len(hit):
             break
@@ -84,5 +84,5 @@ def nodes_needed(
         before = scores > scores[parent]
         before[:parent] |= scores[:parent] == scores[parent]
         for deepest in range(depth, steps + 1):
-            needed[depth - 1, deepest - 1] = 2 + int(before[: candidates(deepest, width)].sum())
+            needed[depth - 1, deepest - 1] = 2 + int(before[: candidate_count(deepest, width)].sum())
     return np.maximum.accumulate(needed, axis=0)

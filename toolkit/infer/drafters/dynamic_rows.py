@@ -57,6 +57,8 @@ class DynamicRows:
         self._slots = {token: slot for slot, token in enumerate(self._first)}
         # Of a packed or quantised matrix this is a copy, made once.
         self._rows, self._bias = self._target.lm_head.weight, self._target.lm_head.bias
+        if self._rows.data_ptr() != self._target.lm_head.weight.data_ptr():
+            log.info("dynamic rows keep a copy of the output matrix, %.0f MB", self._rows.nbytes / 1e6)
         slots = torch.arange(len(self._first), device=self.to_target.device)
         self._fill(slots, torch.tensor(self._first, dtype=torch.long, device=self.to_target.device))
 

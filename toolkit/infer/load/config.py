@@ -64,9 +64,7 @@ class EngineConfig:
         "faster; the answers stay the same (default: with adaptive drafting)",
     )
     lookup_corpus: str | Path | None = option(
-        None,
-        "search the earlier answers in FILE for `lookup` too: jsonl (messages or text) or plain text",
-        metavar="FILE",
+        None, "`lookup` in the earlier answers of FILE too: jsonl (messages or text) or plain text", metavar="FILE"
     )
     token_map: str | Path | None = option(
         None,

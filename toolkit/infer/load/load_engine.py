@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,18 +31,19 @@ from toolkit.infer.load.load_draft import (
     target_source,
 )
 from toolkit.infer.load.lookup_file import lookup_of
-from toolkit.infer.load.search_file import SEARCH, found_times, search_of
+from toolkit.infer.load.search_file import SEARCH, found_setting, found_times, search_of
 from toolkit.infer.parallel.driver import Driver
 from toolkit.infer.parallel.rank_engine import DriverEngine, engine_of
 from toolkit.infer.parallel.ranks import ParallelError, RankLostError, Ranks
 from toolkit.infer.parallel.sharded_models import load_sharded_target, shard_output_and_head
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, PLAIN, DraftShape
 from toolkit.infer.verify.forced import ForcedAcceptance
 from toolkit.log import get_logger
 from toolkit.targets.target import Target
 
 logger = get_logger(__name__)
 
+Temperature = float | Callable[[Target], float]  # the function gives that of a loaded target
 WORKER = "toolkit.infer.load.worker_main"  # a module that imports this one
 
 
@@ -64,8 +65,10 @@ class LoadedEngine:
         return f"{'adaptive up to ' if self.adaptive else ''}{self.shape.name} ({self.shape.as_text()})"
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
+def load_engine(config: EngineConfig, temperature: Temperature = 0.0) -> LoadedEngine:
     """Load target and draft and build the engine, in this process or as rank 0 of `tensor_parallel_size` processes.
+
+    temperature: see `build_engine`.
 
     The options are checked before processes start, and all that does not need the target's weights before these load.
     Raises ValueError: ConfigError, DraftDirError, DraftShapeError, TargetError, TokenMapError, EngineError, and
@@ -73,11 +76,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     """
     config.check(device_of(config).type)
     if config.tensor_parallel_size == 1:
-        return load_rank(config)
+        return load_rank(config, temperature=temperature)
     driver = Driver(config.tensor_parallel_size, WORKER, config)
     try:
         with driver.working():
-            return load_rank(config, driver)
+            return load_rank(config, driver, temperature)
     except BaseException as error:
         driver.close()
         if isinstance(error, RankLostError):
@@ -85,9 +88,9 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         raise
 
 
-def load_rank(config: EngineConfig, ranks: Ranks | None = None) -> LoadedEngine:
+def load_rank(config: EngineConfig, ranks: Ranks | None = None, temperature: Temperature = 0.0) -> LoadedEngine:
     """Load the engine of one process. config: checked. ranks: its tensor parallel group; None: a single process."""
-    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks)
+    loaded = build_engine(config, *load_models(config, device_of(config), ranks), ranks, temperature=temperature)
     if loaded.draft is not None and loaded.shape is not None and config.shape is not None:
         too_deep = depth_warning(loaded.draft, loaded.shape)
         if too_deep is not None:
@@ -101,11 +104,14 @@ def build_engine(
     draft: Draft | None = None,
     ranks: Ranks | None = None,
     forced: ForcedAcceptance | None = None,
+    temperature: Temperature = 0.0,
 ) -> LoadedEngine:
     """Build the engine of `config` over loaded models: a packed target and a draft that fits it.
 
-    The options that choose and load the models are not read. forced: see Engine; only in a single process. Raises
-    ConfigError for a value out of range, and the errors of Engine.
+    Without `shape` and `adaptive` it starts from what search.json found fastest, if that holds here. temperature: of
+    most requests; search.json of another kind of requests is not used. forced: see Engine; only in a single process.
+    The options that choose and load the models are not read. Raises ConfigError for a value out of range, and the
+    errors of Engine.
     """
     assert forced is None or ranks is None, "the workers would not force"
     config.check_values()
@@ -113,7 +119,14 @@ def build_engine(
     adaptive = draft is not None and (shape is None and graphs is None if config.adaptive is None else config.adaptive)
     search = None
     if isinstance(draft, DraftCheckpoint) and (shape is None or adaptive):
-        search = search_of(draft, config, target)
+        asked = temperature(target) if callable(temperature) else temperature
+        search = search_of(draft, config, target, asked)
+    if search is not None and adaptive and config.adaptive is None:
+        best = found_setting(search, config.max_running_requests)
+        if best != ADAPTIVE:
+            adaptive, what = False, "nothing is drafted" if best == PLAIN else f"every step drafts {best}"
+            logger.info("%s, the fastest at every batch size in %s; `adaptive` chooses in every step", what, SEARCH)
+            draft, shape = (None, None) if best == PLAIN else (draft, DraftShape.parse(best))
     if draft is not None and shape is None:
         shape = measured_shape(draft, adaptive, search, config.max_running_requests)
     engine = (Engine if ranks is None else engine_of(ranks))(

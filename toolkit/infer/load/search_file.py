@@ -1,6 +1,7 @@
 """search.json in a draft directory: the settings that `toolkit search` found fastest, and the times it measured.
 
-It holds for the weights, the machine and the options that it was made with; elsewhere it is not used.
+It holds for the weights, the machine, the options and the requests (greedy or sampled) that it was made with;
+elsewhere it is not used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.infer.drafters.adaptive import smaller_shapes
 from toolkit.infer.drafters.step_costs import ArmTime
 from toolkit.infer.load.config import EngineConfig
-from toolkit.infer.request.draft_tree import DraftShape
+from toolkit.infer.request.draft_tree import ADAPTIVE, DraftShape
 from toolkit.log import get_logger
 from toolkit.targets.fixed_linear import is_int8
 from toolkit.targets.target import Target
@@ -28,8 +29,12 @@ SEARCH = "search.json"
 OPTIONS = ("torch_compile", "cuda_graph_max_bs", "tensor_parallel_size", "dynamic_rows")
 
 
-def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any]:
-    """Returns what a search of a draft directory depends on, by name: weights, machine and options."""
+def conditions(
+    draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0
+) -> dict[str, Any]:
+    """Returns what a search of a draft directory depends on, by name: weights, machine, options and requests.
+
+    temperature: of the requests."""
     on_gpu = target.device.type == "cuda"
     assert draft.path is not None, "a draft directory has weights"
     return {
@@ -42,16 +47,27 @@ def conditions(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> 
         "device": torch.cuda.get_device_name(target.device) if on_gpu else cpu_info().get("model name"),
         "cpu_flags": cpu_flags(cpu_info()),
         "torch_threads": torch.get_num_threads(),
+        "requests": _requests(temperature, config.verify),
         **{name: getattr(config, name) for name in OPTIONS},
     }
 
 
-def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> dict[str, Any] | None:
+def _requests(temperature: float, verify: str) -> str:
+    """Returns the kind of requests: sampling takes time, loses drafts, and its rule decides how many."""
+    if temperature == 0:
+        return "greedy"
+    # A search runs by the rule `target`, as `auto` does for trees and for requests that state a seed.
+    return f"sampled, verify {'target' if verify == 'auto' else verify}"
+
+
+def search_of(
+    draft: DraftCheckpoint, config: EngineConfig, target: Target, temperature: float = 0.0
+) -> dict[str, Any] | None:
     """Returns the content of search.json if it holds here, else None; the log says why it does not."""
     found = draft.meta.get("search")
     if found is None:
         return None
-    then, here = found.get("holds_for") or {}, conditions(draft, config, target)
+    then, here = found.get("holds_for") or {}, conditions(draft, config, target, temperature)
     differing = [
         f"{name} {_short(then.get(name))}, here {_short(value)}"
         for name, value in here.items()
@@ -65,6 +81,16 @@ def search_of(draft: DraftCheckpoint, config: EngineConfig, target: Target) -> d
 
 def _short(value: Any) -> str:
     return f"{value:.12}.." if isinstance(value, str) and len(value) == 64 else str(value)  # a sha256
+
+
+def found_setting(search: Mapping[str, Any], batch: int) -> str:
+    """Returns the setting that was the fastest at every batch size up to `batch`: a shape as text, or PLAIN.
+
+    ADAPTIVE if adaptive drafting was, if the fastest differ, or if the search has no batch of this size."""
+    sizes = sorted(int(size) for size in search["best"])
+    covering = next((size for size in sizes if size >= batch), None)
+    found = {search["best"][str(size)]["setting"] for size in sizes if covering is not None and size <= covering}
+    return found.pop() if len(found) == 1 else ADAPTIVE
 
 
 def found_shape(search: Mapping[str, Any], batch: int) -> DraftShape:

@@ -20,6 +20,9 @@ from torch import Tensor
 from toolkit.head_kinds import SHAPE_PRESETS
 from toolkit.infer.request.errors import DraftShapeError
 
+PLAIN = "plain"  # in place of a shape: nothing is drafted
+ADAPTIVE = "adaptive"  # in place of a shape: every step chooses what it drafts
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -37,7 +40,7 @@ class DraftShape:
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.top_k < 1:
             raise DraftShapeError(f"draft shape {self.as_text()}: num_steps and top_k must be at least 1")
-        most = 1 + candidates(self.num_steps, self.top_k)
+        most = 1 + candidate_count(self.num_steps, self.top_k)
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise DraftShapeError(
                 f"draft shape {self.as_text()}: a chain (top_k 1) verifies num_steps + 1 nodes, so write "
@@ -92,7 +95,7 @@ class DraftShape:
         steps, k = min(self.num_steps, limit.num_steps), min(self.top_k, limit.top_k)
         if k == 1:
             return DraftShape.chain(steps)
-        return DraftShape(steps, k, min(self.num_draft_tokens, limit.num_draft_tokens, candidates(steps, k) + 1))
+        return DraftShape(steps, k, min(self.num_draft_tokens, limit.num_draft_tokens, candidate_count(steps, k) + 1))
 
     @classmethod
     def covering(cls, shapes: Iterable[DraftShape]) -> DraftShape:
@@ -113,7 +116,7 @@ class DraftShape:
         return f"tree {self.num_steps}x{self.top_k}/{self.num_draft_tokens}"
 
 
-def candidates(num_steps: int, top_k: int) -> int:
+def candidate_count(num_steps: int, top_k: int) -> int:
     """Number of candidate nodes of EAGLE-2's expansion phase, without the root."""
     return top_k + (num_steps - 1) * top_k**2
 

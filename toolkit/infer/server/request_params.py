@@ -76,8 +76,7 @@ class DefaultSampling:
     @classmethod
     def of(cls, target: Target) -> DefaultSampling:
         """Read the target's generation config. Log a warning for settings that the engine does not apply."""
-        config: Any = getattr(target.model, "generation_config", None)
-        stated = config.to_diff_dict() if config is not None else {}
+        stated = _stated(target)
         for name, neutral in NOT_APPLIED.items():
             if stated.get(name) not in (None, neutral):
                 logger.warning(
@@ -94,3 +93,14 @@ class DefaultSampling:
         parts += [f"min_p {self.min_p:g}"] if self.min_p else []
         parts += [f"repetition_penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1 else []
         return ", ".join(parts)
+
+
+def default_temperature(target: Target) -> float:
+    """The temperature of requests that state none."""
+    stated = _stated(target).get("temperature")
+    return DefaultSampling.temperature if stated is None else float(stated)
+
+
+def _stated(target: Target) -> dict[str, Any]:
+    config: Any = getattr(target.model, "generation_config", None)
+    return {} if config is None else config.to_diff_dict()

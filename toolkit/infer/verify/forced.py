@@ -1,8 +1,8 @@
 """Acceptance by chance in place of the target's decision, for benchmarks of hardware.
 
-A step accepts the first drafts of the tree's deepest path, as many as the rates say, whether they are right or not. The
-token after them is the target's choice. Everything else is computed as ever, so the times are those of a head with this
-accept_length. The tokens mean nothing.
+A step accepts drafts on the tree's deepest path, from the root on. How many is drawn from the rates; the target's
+choices do not matter. The target chooses the token after them. All else is computed as usual, so the times are those of
+a head with this accept_length. The text that is written has no meaning.
 
 An accept_length becomes the rates of least variance, as in vLLM's `synthetic_acceptance_length`:
 

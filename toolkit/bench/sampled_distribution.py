@@ -1,12 +1,12 @@
-"""The exact law of sampled continuations, and a G-test of draws against it.
+"""The exact distribution of sampled continuations, and a G-test of draws against it.
 
 The first WRITTEN tokens after a short prompt are drawn at temperature 1 from the WIDTH most probable tokens, DRAWS
-times with other seeds. The target itself gives the law of all WIDTH ** WRITTEN continuations: one forward over every
-beginning, without the engine, its cache or its sampler.
+times with other seeds. The target itself gives the distribution of all WIDTH ** WRITTEN continuations: one forward over
+every beginning, without the engine, its cache or its sampler.
 
 G = 2 sum(seen * log(seen / expected)) follows a chi-square distribution with one degree of freedom less than there are
 cells (Wilks, 1938). Cells of fewer than LEAST expected draws are taken together. In 2 million simulated tests of such
-laws the p-value fell below 1e-3, 1e-4 and 1e-5 at most 1.3 times as often as it says.
+distributions the p-value fell below 1e-3, 1e-4 and 1e-5 at most 1.3 times as often as it says.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.targets.target import Target
 
 WRITTEN, WIDTH, DRAWS, LEAST = 3, 4, 1000, 10
-LAW_ALARM = 1e-6  # chance that an exact engine fails a test
+SAMPLING_ALARM = 1e-6  # chance that an exact engine fails a test
 BATCH = 64
-TRIED = 4  # prompts of which the one with the most even law is taken
+TRIED = 4  # prompts, of which the one with the most even distribution is taken
 LEAST_GAP = 10.0
 CHAIN, TREE = DraftShape.chain(WRITTEN - 1), DraftShape(WRITTEN - 1, 2, 5)
 
 
-class Law(NamedTuple):
-    """The exact law of continuations of a prompt: probabilities [WIDTH ** WRITTEN] fp64 by the tokens written.
+class Continuations(NamedTuple):
+    """The exact distribution of continuations of a prompt: probabilities [WIDTH ** WRITTEN] fp64 by the tokens written.
 
     gap: the least distance between the last logit kept and the first one cut, in units of float32's rounding.
     """
@@ -47,8 +47,8 @@ class Law(NamedTuple):
 
 
 @torch.inference_mode()
-def exact_law(target: Target, prompt: list[int]) -> Law:
-    """The law of the first WRITTEN tokens after `prompt`, each from the WIDTH most probable ones."""
+def exact_distribution(target: Target, prompt: list[int]) -> Continuations:
+    """The distribution of the first WRITTEN tokens after `prompt`, each from the WIDTH most probable ones."""
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     gap = float("inf")
     for _ in range(WRITTEN):
@@ -65,18 +65,19 @@ def exact_law(target: Target, prompt: list[int]) -> Law:
             )
             for token, share in zip(tokens[:WIDTH], of_path, strict=True)
         }
-    return Law(prompt, paths, gap)
+    return Continuations(prompt, paths, gap)
 
 
-def best_law(target: Target, prompts: Sequence[list[int]], stages: int) -> Law | None:
-    """The law with the largest entropy of the first TRIED prompts; None if rounding decides which tokens are kept.
+def most_even_distribution(target: Target, prompts: Sequence[list[int]], stages: int) -> Continuations | None:
+    """The distribution of the largest entropy among those of the first TRIED prompts; None if rounding decides which
+    tokens are kept.
 
     Each prompt is cut to a page of the prefix cache and the few tokens that a head of `stages` stages needs after it,
     so that a draw reads few tokens again.
     """
     length = PAGE_SIZE + stages + 1
-    laws = [exact_law(target, prompt[-length:]) for prompt in prompts[:TRIED]]
-    return max((law for law in laws if law.gap > LEAST_GAP), key=lambda law: law.entropy, default=None)
+    found = [exact_distribution(target, prompt[-length:]) for prompt in prompts[:TRIED]]
+    return max((one for one in found if one.gap > LEAST_GAP), key=lambda one: one.entropy, default=None)
 
 
 def g_test(counts: Tensor, expected: Tensor) -> tuple[float, int, float]:
