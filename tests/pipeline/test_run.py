@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.recipe_stages import local_target_files, recipe_stages
+from toolkit.pipeline.recipe_stages import local_files, recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.run_target import check_head_fits
 from toolkit.recipe import RecipeError, load_recipe
@@ -194,9 +194,9 @@ def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Pa
 
 def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:
     """A target trained further in place has the old path and other weights."""
-    files = local_target_files(str(tiny_target_directory))
+    files = local_files(str(tiny_target_directory), "target", ("*.json", "*.safetensors"))
     assert "target model.safetensors" in files and "target config.json" in files
-    assert local_target_files("smollm2-135m") == {}
+    assert local_files("smollm2-135m", "target", ("*.json",)) == {}
 
 
 def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:
