@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
 from toolkit.recipe_yaml import RecipeError, Rule, check
+
+NewWeights = Literal["target", "copied", "random", "native"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    init: Literal["target", "copied", "random", "native"] = setting(
+    init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
         "target; copied: the same without the regression; native (mtp): the MTP module in the target's own checkpoint",
@@ -208,7 +210,7 @@ class TrainSettings:
         check(self, "train.", (rule for of in rules for rule in of()))
 
     @property
-    def start(self) -> Literal["head", "target", "copied", "random", "native"]:
+    def start(self) -> Literal["head"] | NewWeights:
         """The origin of the initial weights: "head" (train.init), else train.head.init."""
         return self.head.init if self.init is None else "head"
 
@@ -236,6 +238,7 @@ class TrainSettings:
     def _init_rules(self) -> Iterator[Rule]:
         head, new = self.head, self.init is None
         yield "head.init", new or head.init == type(head).init, "target, the default, or train.init: null,"
+        yield "init", self.init not in get_args(NewWeights), f"a head, or train.head.init={self.init},"
         yield "head.lm_head", new or head.lm_head != "random", "null, target or frozen under train.init"
 
     def _unroll_rules(self) -> Iterator[Rule]:

@@ -198,6 +198,7 @@ def test_rules_and_fingerprints_of_the_key(tiny_run, tmp_path):
     assert (settings["init_from"], settings["init"]) == ("org/head", "target")
     for override, says in (
         ("train.head.init=random", "train.head.init = 'random'.*train.init: null"),
+        ("train.init=native", "train.init = 'native', but a head, or train.head.init=native, is needed"),
         ("train.head.lm_head=random", "train.head.lm_head = 'random'"),
         (f"train.init={tiny_run}/ckpt", "train.init = .*outside of run_dir"),
     ):
