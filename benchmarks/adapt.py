@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from results_folder import leave
-from rich.progress import track
 
 from toolkit.bench.records import command_line, make_record
 from toolkit.checkpoint.open_head import open_head
@@ -39,32 +38,36 @@ from toolkit.targets.load import load_target
 
 SHARED = ("rollouts", "token_map", "features", "prompts")
 CHAIN = "4,1,5"
+PART, BATCH = 40, 4  # conversations of a part and of an optimizer step
 
 
-def fine_tune(name: str, conversations: Sequence[Conversation], args: argparse.Namespace, out: Path) -> None:
-    """Train all weights of a target on the last turns, one pass after the other; each is a folder pass-N of `out`."""
-    for number in range(1, args.passes + 1):
-        folder = out / f"pass-{number}"
+def fine_tune(name: str, conversations: Sequence[Conversation], rate: float, out: Path) -> Path:
+    """Train all weights of a target on the last turns; returns the folder of the copy. After every PART conversations
+    the copy is written and AdamW begins anew, so that a killed command loses little."""
+    folder = Path(name)
+    for start in range(0, len(conversations), PART):
+        source, folder = folder, out / f"copy-{start // PART + 1}"
         if (folder / "tokenizer_config.json").is_file():  # is written last
             continue
-        target = load_target(name if number == 1 else out / f"pass-{number - 1}", dtype="float32")
+        target = load_target(source, dtype="float32")
         model = target.model.train().requires_grad_(True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-        order = torch.randperm(len(conversations), generator=torch.Generator().manual_seed(number)).tolist()
-        for at, index in enumerate(track(order, f"fine-tuning, pass {number}"), start=1):
-            messages = conversations[index].messages
-            prompt = prompt_ids(target.tokenizer, messages[:-1])
-            answer = target.tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-            ids = torch.tensor([[*prompt, *answer, min(target.stop_ids)]])
-            labels = ids.clone()
-            labels[:, : len(prompt)] = -100
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                (model(input_ids=ids, labels=labels).loss / args.batch).backward()
-            if at % args.batch == 0 or at == len(order):
-                optimizer.step()
-                optimizer.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+        for first in range(start, min(start + PART, len(conversations)), BATCH):
+            for one in conversations[first : first + BATCH]:
+                prompt = prompt_ids(target.tokenizer, one.messages[:-1])
+                answer = target.tokenizer(one.messages[-1]["content"], add_special_tokens=False)["input_ids"]
+                ids = torch.tensor([[*prompt, *answer, min(target.stop_ids)]])
+                labels = ids.clone()
+                labels[:, : len(prompt)] = -100
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(input_ids=ids, labels=labels).loss
+                (loss / BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"fine-tuned on {PART} more conversations, loss of the last {loss:.2f}", file=sys.stderr)
         model.save_pretrained(folder)
         target.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def toolkit(*words: str) -> None:
@@ -118,9 +121,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the demo recipe's")
     parser.add_argument("--out", type=Path, required=True, help="folder of everything that is made")
     parser.add_argument("--answers", type=int, default=200, help="conversations to fine-tune on")
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=5e-5, help="of the fine-tuning")
     parser.add_argument("--prompts", type=int, default=400, help="further questions that the fine-tuned target answers")
     parser.add_argument("--held-out", type=int, default=40, help="of them, which the engine answers at a measurement")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of a training")
@@ -129,10 +130,10 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     found = list(islice(read_conversations(args.questions), args.answers + args.prompts))
     name = open_head(args.draft).meta["target"]["name"]
-    fine_tune(name, found[: args.answers], args, args.out)
+    copy = fine_tune(name, found[: args.answers], args.learning_rate, args.out)
     write_conversations(questions := args.out / "questions.jsonl", found[args.answers :])
     share, steps = args.held_out / args.prompts, str(args.steps)
-    words = [f"target.model={args.out}/pass-{args.passes}", f"prompts.sources=[{questions}]", "prompts.synthesize=0"]
+    words = [f"target.model={copy}", f"prompts.sources=[{questions}]", "prompts.synthesize=0"]
     words += [f"rollouts.held_out={share}", f"train.max_steps={steps}", "train.epochs=99", "train.save_every=100"]
     words += [f"train.evaluation.eval_every={steps}", f"train.evaluation.real_every={steps}"]
     words += [f"train.evaluation.real_prompts={args.held_out}", "train.evaluation.real_max_tokens=96"]

@@ -169,6 +169,24 @@ def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home
 
 
 @pytest.mark.process
+def test_a_run_that_starts_from_a_head(finished: tuple[Path, str], home: Path) -> None:
+    """accept_length before and after stand in measured.json; other weights at the same path are another start."""
+    folder = Path(shutil.copytree(finished[0], home / "runs" / "adapted"))
+    head = Path(shutil.copytree(finished[0] / "ckpt", home / "head"))
+    line = ("run_dir=runs/adapted", "train.init=head")
+    out = finish(start(home, *line))
+    assert "train.init_from changed from None to head" in out and " before training)" in out
+    assert out.count("skipped, up to date") == 3
+    init = json.loads((folder / "ckpt" / "config.json").read_text())["toolkit"]["init"]
+    assert init == json.loads((folder / "ckpt" / "measured.json").read_text())["init"] and init["name"] == "head"
+    assert init["accept_length_after"] >= init["accept_length_before"] >= 1
+    (head / "measured.json").write_text("{}")
+    assert finish(start(home, *line)).count("skipped, up to date") == 6
+    shutil.copy(folder / "ckpt" / "model.safetensors", head)
+    assert "init model.safetensors has other contents" in finish(start(home, *line, "--until", "train"))
+
+
+@pytest.mark.process
 def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Path, str], home: Path) -> None:
     """Measuring takes longest but for training; what was measured before the kill must not be measured again."""
     folder = Path(shutil.copytree(finished[0], home / "runs" / "measured"))

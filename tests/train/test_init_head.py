@@ -14,6 +14,7 @@ from tests.checkpoint.conftest import PROJECTS
 from tests.conftest import build_draft, build_target
 from tests.train.test_loop import REPOSITORY, _copy_run, _environment, _launch, _line
 from toolkit.bench.report import write_report
+from toolkit.checkpoint import open_head
 from toolkit.checkpoint.draft_dir import DraftDirError, load_draft, save_draft
 from toolkit.checkpoint.export_head import export_head
 from toolkit.checkpoint.inspect_head import inspect_head
@@ -34,7 +35,7 @@ from toolkit.train.init_head import continued_head
 from toolkit.train.offline_features import stored_layer_ids
 from toolkit.train.state import Position
 from toolkit.train_settings import EvaluationSettings, HeadSettings, TrainSettings
-from toolkit.weights import load_tensors, read_json, save_tensors
+from toolkit.weights import load_tensors, read_json, save_tensors, sha256_file
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,15 @@ def test_heads_of_every_writer_are_trained_further(project, tiny_draft, target, 
         assert torch.equal(found.state_dict()[name], value), name
     stored = set(plan.aux_layer_ids or (target.n_layers - 1,))
     assert set(stored_layer_ids(settings, target)) == stored, "no features for a regression"
+
+
+def test_a_head_of_a_hub_is_recorded_with_its_commit(tiny_draft, target, tmp_path, monkeypatch):
+    """A branch moves on: its name alone would not say which head it was."""
+    directory = write(tmp_path / "0123abc", tiny_draft.head, tiny_draft.token_map)
+    monkeypatch.setattr(open_head, "locate", lambda name: directory)
+    record = plan_head(TrainSettings(init="org/head@main"), target, tiny_draft.token_map).init.record
+    digest = sha256_file(directory / "model.safetensors")
+    assert record == {"name": "org/head", "revision": "0123abc", "weights_sha256": digest}
 
 
 def test_mtp_layers_are_trained_further(target, tmp_path):

@@ -65,8 +65,9 @@ def open_init(settings: TrainSettings, target: Target) -> InitHead:
         log.warning("train.init = %s: %s", name, differs)
     assert draft.path is not None, "it was read from files"
     # Of a hub's files the cache keeps each commit in a folder of its name.
-    revision = None if Path(name).expanduser().is_dir() else draft.path.name
-    return InitHead(name, revision, weights_sha256(draft.path), draft)
+    hub = not Path(name).expanduser().is_dir()
+    origin = (name.partition("@")[0], draft.path.name) if hub else (name, None)
+    return InitHead(*origin, weights_sha256(draft.path), draft)
 
 
 def with_head_settings(settings: TrainSettings, config: HeadConfig) -> TrainSettings:
