@@ -134,7 +134,7 @@ def main() -> int:
     write_conversations(questions := args.out / "questions.jsonl", found[args.answers :])
     share, steps = args.held_out / args.prompts, str(args.steps)
     words = [f"target.model={copy}", f"prompts.sources=[{questions}]", "prompts.synthesize=0"]
-    words += [f"rollouts.held_out={share}", f"train.max_steps={steps}", "train.epochs=99", "train.save_every=100"]
+    words += [f"rollouts.held_out={share}", f"train.max_steps={steps}", "train.epochs=99", "train.save_every=50"]
     words += [f"train.evaluation.eval_every={steps}", f"train.evaluation.real_every={steps}"]
     words += [f"train.evaluation.real_prompts={args.held_out}", "train.evaluation.real_max_tokens=96"]
     words += [f"train.evaluation.real_shapes=['{CHAIN}']", "train.evaluation.real_temperatures=[0.0]", *args.overrides]
