@@ -104,7 +104,7 @@ def trainer_of(variant: str) -> str:
 
 def start_tokens(trainer: Trainer) -> int:
     """Answer tokens that the regression of the head's start read: the first of the training's order."""
-    if trainer.settings.head.init != "target":
+    if trainer.settings.start != "target":
         return 0
     batches = (trainer._collate(indices) for indices in trainer.data.plan.epoch(0))
     columns = trainer.model.module.head.warm_start().solved.in_features

@@ -161,6 +161,11 @@ class Recipe:
         yield "rollouts.keep_features", read, "train.data.features: offline, which reads them, or false,"
         one = (self.token_map.size is None) != (self.token_map.coverage is None)
         yield "token_map", one, "exactly one of size and coverage (set the other to null)"
+        init = self.train.init
+        apart = init is None or not Path(init).resolve().is_relative_to(
+            Path(self.run_dir or f"runs/{self.name}").resolve()
+        )
+        yield "train.init", apart, "a head outside of run_dir, where training replaces its own,"
         whole = self.target.quantization is None or self.train.target == "replicated"
         yield "target.quantization", whole, "null under train.target sharded, or train.target: replicated,"
 
@@ -202,6 +207,8 @@ def result_settings(section: Any) -> dict[str, Any]:
         value = getattr(section, key.name)
         if dataclasses.is_dataclass(value):
             found |= result_settings(value)
+        elif own := key.metadata.get("fingerprint_name"):
+            found |= {} if value is None else {own: value}
         elif not key.metadata.get("not_in_fingerprint"):
             name = (key.metadata.get("former") or key.name).rpartition(".")[2]
             found[name] = list(value) if isinstance(value, tuple) else value

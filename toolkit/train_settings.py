@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from toolkit.head_kinds import HEAD_KINDS
 from toolkit.recipe_fields import Beta, EachOnce, HeadName, LossName, Shapes, Temperatures, setting
 from toolkit.recipe_yaml import RecipeError, Rule, check
+
+NewWeights = Literal["target", "copied", "random", "native"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class HeadSettings:
         "eagle2, mtp: ids that the head is trained on and drafts. draft: those of the token map; target: all; null: "
         "draft for mtp, target for eagle2",
     )
-    init: Literal["target", "copied", "random", "native"] = setting(
+    init: NewWeights = setting(
         "target",
         "initial weights. target: the target's last layers, and a regression for fc, which has no counterpart in the "
         "target; copied: the same without the regression; native (mtp): the MTP module in the target's own checkpoint",
@@ -181,6 +183,12 @@ class TrainSettings:
     """Training of a draft head."""
 
     epochs: PositiveFloat = setting(3.0, "passes over the training rollouts")
+    init: str | None = setting(
+        None,
+        "a head to train further, such as on a fine-tuned copy of its target: a draft directory, another project's "
+        "head, or a hub id (org/name, org/name@revision); its kind is train.head.kind; null: a new head",
+        fingerprint_name="init_from",
+    )
     max_steps: PositiveInt | None = setting(None, "end after this many optimizer steps; null: after the epochs")
     precision: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "auto: bf16, or fp32 on a CPU that multiplies it faster, which is measured once"
@@ -203,7 +211,13 @@ class TrainSettings:
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
 
     def __post_init__(self) -> None:
-        check(self, "train.", (*self._head_rules(), *self._unroll_rules(), *self._step_rules(), *self._engine_rules()))
+        rules = (self._head_rules, self._init_rules, self._unroll_rules, self._step_rules, self._engine_rules)
+        check(self, "train.", (rule for of in rules for rule in of()))
+
+    @property
+    def start(self) -> Literal["head"] | NewWeights:
+        """The origin of the initial weights: "head" (train.init), else train.head.init."""
+        return self.head.init if self.init is None else "head"
 
     def _head_rules(self) -> Iterator[Rule]:
         head, steps = self.head, self.unroll.ttt_steps
@@ -225,6 +239,12 @@ class TrainSettings:
                 # Kinds other than eagle3 always use the target's output matrix.
                 unread = key in own or value == default or (key == "head.lm_head" and value == "frozen")
                 yield key, unread, f"{default!r} (it belongs to {kind} heads) or train.head.kind={kind},"
+
+    def _init_rules(self) -> Iterator[Rule]:
+        head, new = self.head, self.init is None
+        yield "head.init", new or head.init == type(head).init, "target, the default, or train.init: null,"
+        yield "init", self.init not in get_args(NewWeights), f"a head, or train.head.init={self.init},"
+        yield "head.lm_head", new or head.lm_head != "random", "null, target or frozen under train.init"
 
     def _unroll_rules(self) -> Iterator[Rule]:
         unroll, most = self.unroll, self.unroll.ttt_steps - 1

@@ -149,6 +149,15 @@ SECTIONS = (
         text="A step is one answer, so that shorter answers make more steps of as many tokens.",
     ),
     Section(
+        "A head on a fine-tuned target",
+        "What is a head worth on a fine-tuned copy of its target: as it is, trained further, beside a new head?",
+        "adapt-*.json",
+        tables.adapt,
+        text="The target was fine-tuned on answers of GSM8K. All heads are measured on its answers to held-out "
+        "questions of GSM8K. The trainings share rollouts, settings and number of steps.",
+        command="python benchmarks/adapt.py DRAFT QUESTIONS --out DIR",
+    ),
+    Section(
         "A training step",
         "What do stored features save over running the target in every step?",
         "training-recipes-step-*.json",

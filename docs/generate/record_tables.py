@@ -107,13 +107,24 @@ def forecast(record: Record) -> str:
 
 def on_policy(record: Record) -> str:
     """accept_length and forecast of heads trained on each kind of answers."""
-    header = ("answers", "seed", "supervised tokens", "steps", "accept_length", "draft", "verify steps", "forecast")
+    return _heads(record, "answers", {"on-policy": "the target's", "off-policy": "the file's"})
+
+
+def adapt(record: Record) -> str:
+    """accept_length and forecast on a fine-tuned target: of the head as it is, trained further, and of a new head."""
+    names = {"old": "the old head as it is", "adapted": "trained from the old head", "new": "a new head"}
+    return _heads(record, "head", names)
+
+
+def _heads(record: Record, what: str, names: Mapping[str, str]) -> str:
+    """A row for each head; names: what a variant is called."""
+    header = (what, "seed", "supervised tokens", "steps", "accept_length", "draft", "verify steps", "forecast")
     return table(
         header,
         (
             (
-                "the target's" if row["variant"] == "on-policy" else "the file's",
-                str(row["seed"]),
+                names[row["variant"]],
+                str(row["seed"]) if row["steps"] else "",
                 str(row["tokens"]),
                 str(row["steps"]),
                 with_interval(row["accept_length"], row["interval"], row["prompts"]),

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.errors import TargetError
 from toolkit.infer.request.errors import DraftShapeError
 from toolkit.jsonl import DataError
-from toolkit.pipeline.recipe_stages import local_target_files, recipe_stages
+from toolkit.pipeline.recipe_stages import local_files, recipe_stages
 from toolkit.pipeline.run import Run
 from toolkit.pipeline.run_target import check_head_fits
 from toolkit.recipe import RecipeError, load_recipe
@@ -169,6 +169,24 @@ def test_changed_setting_goes_on_from_its_stage(finished: tuple[Path, str], home
 
 
 @pytest.mark.process
+def test_a_run_that_starts_from_a_head(finished: tuple[Path, str], home: Path) -> None:
+    """accept_length before and after stand in measured.json; other weights at the same path are another start."""
+    folder = Path(shutil.copytree(finished[0], home / "runs" / "adapted"))
+    head = Path(shutil.copytree(finished[0] / "ckpt", home / "head"))
+    line = ("run_dir=runs/adapted", "train.init=head")
+    out = finish(start(home, *line))
+    assert "train.init_from changed from None to head" in out and " before training)" in out
+    assert out.count("skipped, up to date") == 3
+    init = json.loads((folder / "ckpt" / "config.json").read_text())["toolkit"]["init"]
+    assert init == json.loads((folder / "ckpt" / "measured.json").read_text())["init"] and init["name"] == "head"
+    assert init["accept_length_after"] >= init["accept_length_before"] >= 1
+    (head / "measured.json").write_text("{}")
+    assert finish(start(home, *line)).count("skipped, up to date") == 6
+    shutil.copy(folder / "ckpt" / "model.safetensors", head)
+    assert "init model.safetensors has other contents" in finish(start(home, *line, "--until", "train"))
+
+
+@pytest.mark.process
 def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Path, str], home: Path) -> None:
     """Measuring takes longest but for training; what was measured before the kill must not be measured again."""
     folder = Path(shutil.copytree(finished[0], home / "runs" / "measured"))
@@ -194,9 +212,9 @@ def test_a_killed_measurement_goes_on_by_a_command_of_its_own(finished: tuple[Pa
 
 def test_another_target_on_disk_is_another_input(tiny_target_directory: Path) -> None:
     """A target trained further in place has the old path and other weights."""
-    files = local_target_files(str(tiny_target_directory))
+    files = local_files(str(tiny_target_directory), "target", ("*.json", "*.safetensors"))
     assert "target model.safetensors" in files and "target config.json" in files
-    assert local_target_files("smollm2-135m") == {}
+    assert local_files("smollm2-135m", "target", ("*.json",)) == {}
 
 
 def test_mistakes_of_the_last_stages_are_found_first(home: Path) -> None:

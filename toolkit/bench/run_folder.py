@@ -24,6 +24,7 @@ class RunData:
     training: list[dict[str, Any]] = field(default_factory=list)  # rows with a loss, ascending steps
     forecasts: list[dict[str, Any]] = field(default_factory=list)  # rows with forecast_accept_length, ascending steps
     real: list[dict[str, Any]] = field(default_factory=list)  # rows with real_accept_length, ascending steps
+    init: dict[str, Any] | None = None  # the head of train.init with its accept_length before and after
     token_map: dict[str, Any] | None = None  # coverage.json without its forced ids
     stages: list[dict[str, Any]] = field(default_factory=list)  # {"stage", "seconds", "sessions", "headline"}
     missing: list[str] = field(default_factory=list)
@@ -46,6 +47,8 @@ def read_run(run_dir: str | Path) -> RunData:
     else:
         data.missing.append(f"no measurement: {acceptance} does not exist; `toolkit bench acceptance` writes it")
     _read_metrics(data, run_dir / "train" / "metrics.jsonl")
+    ckpt = run_dir / "ckpt" / "config.json"
+    data.init = read_json(ckpt).get("toolkit", {}).get("init") if ckpt.is_file() else None
     _read_token_map(data, run_dir / "token_map")
     for stage in STAGES:
         manifest = run_dir / stage / "manifest.json"
@@ -85,6 +88,7 @@ def training_summary(data: RunData) -> dict[str, Any] | None:
         "forecast_best_step": None if best is None else best["step"],
         "real_accept_length_best": None if real is None else real["real_accept_length"],
         "real_best_step": None if real is None else real["step"],
+        **({} if data.init is None else {"init": data.init}),
     }
 
 

@@ -195,22 +195,30 @@ def _token_map_from(tensors: dict[str, torch.Tensor], config: HeadConfig, direct
 
 def check_draft_fits(draft: DraftCheckpoint, target: Target) -> None:
     """Raise `DraftDirError` if the head cannot work on `target`: by its sizes, its layers or its embedding."""
-    config = draft.head.config
+    config, reads = draft.head.config, _tensor_of_features(draft.head)
     needed = (target.hidden_size, target.vocab_size)
+    tensors = (reads, "to whose ids t2d and lm_head.weight belong" if config.own_vocabulary else "whose rows it scores")
     wrong = [
-        f"{what} {have} (the target's is {need})"
-        for (what, have), need in zip(config.target_sizes.items(), needed, strict=True)
+        f"{what} {have} (the target's is {need}), {tensor}"
+        for (what, have), need, tensor in zip(config.target_sizes.items(), needed, tensors, strict=True)
         if have != need
     ]
     if config.features.needed_layers > target.n_layers:
         ids = list(config.features.aux_layer_ids or ())
-        wrong.append(f"aux_layer_ids {ids} (the target has {target.n_layers} layers)")
+        wrong.append(f"aux_layer_ids {ids} (the target has {target.n_layers} layers), {reads}")
     if wrong:
         raise DraftDirError(
             f"the draft head {draft.path or ''} does not fit the target {target.name}: {'; '.join(wrong)}. "
-            "Serve it with the target it was trained for"
+            "Use it with the target it was trained for"
         )
     _check_embedding(draft, target)
+
+
+def _tensor_of_features(head: DraftHead) -> str:
+    """The tensor that reads the target's hidden states, and its shape, for messages."""
+    layer = head.warm_start().solved
+    name = next(name for name, module in head.named_modules() if module is layer)
+    return f"whose states {name}.weight {list(layer.weight.shape)} reads"
 
 
 def check_draft_matches(draft: DraftCheckpoint, target: Target) -> None:
@@ -268,7 +276,7 @@ def _check_embedding(draft: DraftCheckpoint, target: Target) -> None:
     if embeddings_differ(share):
         raise DraftDirError(
             f"the head {draft.path or ''} has an embedding that differs from the target's by {100 * share:.1f} %. The "
-            "engine reads the target's, with which this head was not trained; serve it with its own target"
+            "engine reads the target's, with which this head was not trained; use it with its own target"
         )
     # Checked once; it is as large as the target's.
     draft.own_embedding = None

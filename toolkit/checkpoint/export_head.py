@@ -118,6 +118,9 @@ def _write_own(draft: DraftCheckpoint, directory: Path, facts: TargetFacts, hidd
     if meta["target"]["name"] in hidden:
         # The path exists on this machine alone; a directory that names no target asks for --target.
         meta["target"] = {key: value for key, value in meta["target"].items() if key != "name"}
+    if (init := meta.get("init")) is not None and init["revision"] is None:
+        meta["init"] = {key: value for key, value in init.items() if key != "name"}
+        meta["training"] = {**meta["training"], "init": None}
     meta = without_paths(meta, hidden)
     cut = draft.head.config.own_vocabulary or draft.token_map.size < draft.token_map.vocab_size
     token_map = draft.token_map if cut else None

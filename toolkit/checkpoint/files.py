@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from toolkit.checkpoint.config_types import check_types
 from toolkit.checkpoint.errors import DraftDirError
 from toolkit.targets.demo import DEMO_NAME
-from toolkit.weights import WeightsError, load_tensors, read_json
+from toolkit.weights import WeightsError, load_tensors, read_json, sha256_file, sha256_json
 
 CONFIG = "config.json"
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -164,6 +164,12 @@ def weight_files(directory: Path) -> tuple[str, ...]:
             "file of weights, or shards with their index, is needed"
         )
     return (found[0],)
+
+
+def weights_sha256(directory: Path) -> str:
+    """Hex sha256 of the weights: that of their file, or of the hashes of their shards. Raises `WeightsError`."""
+    hashes = {name: sha256_file(directory / name) for name in weight_files(directory)}
+    return next(iter(hashes.values())) if len(hashes) == 1 else sha256_json(hashes)
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:

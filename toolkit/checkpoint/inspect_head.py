@@ -124,6 +124,11 @@ def _describe(report: Report, draft: DraftCheckpoint) -> None:
     named = f"it names {stated}" if stated else "it names none, give --target"
     size = f"width {config.hidden_size}, vocabulary {config.vocab_size:,}{needs}"
     report.rows.append(("needs", f"a target of {size}; {named}"))
+    init = draft.meta.get("init")
+    if init:
+        report.rows.append(
+            ("trained from", f"{init.get('name', 'a local head')}, sha256 {init['weights_sha256'][:12]}")
+        )
     measured = draft.meta.get("measured")
     if measured:
         pays = "" if measured.get("recommended", True) else ", not faster than plain decoding there"

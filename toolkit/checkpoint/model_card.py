@@ -56,6 +56,12 @@ def _what(draft: DraftCheckpoint, facts: TargetFacts) -> str:
     ]
     if (ids := config.features.aux_layer_ids) is not None:
         rows.append(("aux_layer_ids", f"{list(ids)} (id k is the input of layer k)"))
+    if (init := draft.meta.get("init")) is not None:
+        # Without a revision the name is a path of this machine.
+        name = f"{init['name']}, revision {init['revision']}" if init["revision"] else "a local head"
+        rows.append(("trained from", f"{name} (weights sha256 {init['weights_sha256'][:12]})"))
+        lengths = " to ".join(_number(init[f"accept_length_{when}"]) for when in ("before", "after"))
+        rows.append(("accept_length by that training", f"{lengths} ({init['by']})"))
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 
 

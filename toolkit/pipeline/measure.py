@@ -48,7 +48,8 @@ def measure_stage(run: Run) -> str:
     draft = load_draft(ckpt, dtype=target.dtype, device=str(target.device))
     pack(target, draft)
     record = _measure(target, draft, run.recipe.bench, seed=run.recipe.seed, keep=run.folder / ROUNDS)
-    write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)})
+    init = {"init": draft.meta["init"]} if "init" in draft.meta else {}  # with accept_length before and after
+    write_json(ckpt / "measured.json", measured_summary(record) | {"outcome": outcome_line(record)} | init)
     write_record(run.folder / ACCEPTANCE, record)
     if run.recipe.prompts.sources and run.recipe.bench.prompts is None:
         say("Measured on the built-in prompts, not on prompts.sources; bench.prompts names your own.")

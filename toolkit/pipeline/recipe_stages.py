@@ -32,6 +32,7 @@ from toolkit.pipeline.train import train_stage
 from toolkit.recipe import RecipeError, result_settings, training_settings
 
 _TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.bin")
+_HEAD_FILES = ("config.json", "*.safetensors", "*.bin")  # without its measurements
 
 
 def run_recipe(run: Run, *, force: str | None = None, until: str | None = None) -> list[Outcome]:
@@ -87,7 +88,7 @@ def recipe_stages(run: Run) -> list[Stage]:
             folder="train",
             outputs=(METRICS, CKPT_WEIGHTS, CKPT_CONFIG),
             settings={**target, "train": training_settings(recipe.train)},
-            inputs=lambda: _inputs(run, ROLLOUTS, TOKEN_MAP),
+            inputs=lambda: {**_inputs(run, ROLLOUTS, TOKEN_MAP), **local_files(recipe.train.init, "init", _HEAD_FILES)},
             work=partial(train_stage, run),
             check=run.check_processes,
             makes=("ckpt",),
@@ -133,15 +134,15 @@ def _inputs(run: Run, *made: str, own: Sequence[str] = (), target_too: bool = Tr
     files = {name: run.folder / name for name in made}
     # Directories and hub datasets count by their name. A file that does not exist counts: its absence is an error.
     files.update({name: Path(name) for name in own if not name.startswith("hub:") and not Path(name).is_dir()})
-    return {**files, **local_target_files(run.recipe.target.model)} if target_too else files
+    return {**files, **local_files(run.recipe.target.model, "target", _TARGET_FILES)} if target_too else files
 
 
-def local_target_files(model: str) -> dict[str, Path]:
-    """Files of a target on this disk, so that a retrained one counts as another; none for hub and demo names."""
-    path = Path(model).expanduser()
-    if path.is_file():
+def local_files(name: str | None, what: str, patterns: Sequence[str]) -> dict[str, Path]:
+    """Files of a model on this disk, so that a retrained one counts as another; none for hub and demo names."""
+    path = None if name is None else Path(name).expanduser()
+    if path is not None and path.is_file():
         return {path.name: path}
-    if not path.is_dir():
+    if path is None or not path.is_dir():
         return {}
-    found = {file.name: file for pattern in _TARGET_FILES for file in sorted(path.glob(pattern))}
-    return {f"target {name}": file for name, file in sorted(found.items())}
+    found = {file.name: file for pattern in patterns for file in sorted(path.glob(pattern))}
+    return {f"{what} {key}": file for key, file in sorted(found.items())}

@@ -22,9 +22,10 @@ def train_stage(run: Run) -> str:
     status = run_training(line)
     if status:
         raise PipelineError(f"training ended with status {status}; its message is above, its states are kept", status)
-    training = read_json(run.folder / CKPT_CONFIG)["toolkit"].get("training", {})
+    block = read_json(run.folder / CKPT_CONFIG)["toolkit"]
+    training, before = block.get("training", {}), block.get("init", {}).get("accept_length_before")
     forecast, real = training.get("forecast_accept_length"), training.get("real_accept_length")
     best = "" if forecast is None else f", forecast accept_length {forecast:.2f} on held-out rollouts"
     if real is not None:
         best = f", real accept_length {real:.2f} on held-out prompts (mean over draft shapes and temperatures)"
-    return f"{training.get('steps', '?')} steps{best}"
+    return f"{training.get('steps', '?')} steps{best}{'' if before is None else f', {before:.2f} before training'}"

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -15,6 +15,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
 from toolkit.errors import TrainError
 from toolkit.log import get_logger
+from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.threads import physical_cores, users_threads
 
 log = get_logger(__name__)
@@ -30,6 +31,18 @@ def set_threads() -> None:
     chosen = users_threads() or ""
     share = max(1, physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) > 0 else share)
+
+
+def training_device() -> str:
+    """This process's GPU where there is one."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
+    """The dtype of training. "auto": bf16 on a GPU and on CPUs that multiply bf16 at least as fast as fp32."""
+    if wanted != "auto":
+        return wanted
+    return "fp32" if training_device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
 
 
 def build_accelerator(

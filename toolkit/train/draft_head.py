@@ -21,6 +21,7 @@ from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.copied_layers import copy_norm
 from toolkit.train.features import StoredFeatures
+from toolkit.train.init_head import InitHead, open_init
 from toolkit.train.initialise import RANDOM_STD, initialise_from_target, initialise_random, regression_batches
 from toolkit.train.supervision import Supervision, anchored
 from toolkit.train.teacher import Teacher
@@ -35,17 +36,23 @@ class HeadPlan:
     """What is fixed about a head before it has weights.
 
     token_map: the ids that the head is trained on and drafts.
+    init: the head that it starts from (train.init); None: it is a new one.
     aux_layer_ids: the layers whose inputs the head reads. None: it reads the last hidden state, after the final norm.
     """
 
     config: HeadConfig
     token_map: TokenMap
     aux_layer_ids: tuple[int, ...] | None
+    init: InitHead | None = None
 
 
 def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
-    """The plan of a new head. Raises `TargetError` or `HeadError` when the settings do not fit the target."""
-    if settings.head.init == "native":
+    """The plan of a head. Raises `TargetError` or `HeadError` when the settings do not fit the target, and as
+    `open_init` does."""
+    init = None if settings.init is None else open_init(settings, target)
+    if init is not None:
+        config = init.config(token_map)
+    elif settings.head.init == "native":
         config = _native_config(settings, target)
     else:
         config = head_class(settings.head.kind).config_class.from_settings(
@@ -58,13 +65,13 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
     ids = config.features.layer_ids(target.n_layers)
     if ids is not None:
         check_aux_layer_ids(ids, target.n_layers)
-    if settings.head.init in ("target", "copied") and (config.regressed_layer or 0) > target.n_layers:
+    if settings.start in ("target", "copied") and (config.regressed_layer or 0) > target.n_layers:
         raise TargetError(
             f"train.head.layers = {settings.head.layers}: {target.name} has {target.n_layers} layers to copy; lower "
             "it, or set train.head.init=random"
         )
     whole = settings.head.whole_vocabulary
-    return HeadPlan(config, TokenMap.identity(target.vocab_size) if whole else token_map, ids)
+    return HeadPlan(config, TokenMap.identity(target.vocab_size) if whole else token_map, ids, init)
 
 
 def _native_config(settings: TrainSettings, target: Target) -> HeadConfig:

@@ -80,6 +80,14 @@ class Evaluation:
                 save_tensors(best_path(self.directory, position.step), state, {"step": str(position.step)})
         return position
 
+    def before_training(self, model: torch.nn.Module, position: Position) -> Position:
+        """Evaluate the head that training starts from. It counts as the best until another one is better."""
+        real = self.settings.evaluation.real_every is not None
+        position = self(model, position, forecast=True, real=real)
+        if self.accelerator.is_main_process:
+            log.info("before training: %s", describe_best(position, self.settings))
+        return replace(position, initial_forecast=position.best_forecast, initial_real=position.best_real)
+
     def _from_main(self, *values: float | None) -> list[float | None]:
         """The main process's values on all processes, so that all take the same branches. A process that rounded
         differently could otherwise miss a collective."""
@@ -166,7 +174,6 @@ def update_best(position: Position, forecast: float | None, real: float | None, 
         decides = True
     else:
         as_good, better = _compare(forecast, position.best_forecast)
-        as_good = as_good or not position.best_step
         decides = settings.evaluation.real_every is None
     stale = 0 if better else position.stale + decides
     if not as_good:
@@ -189,11 +196,29 @@ def has_stopped(position: Position, settings: TrainSettings) -> bool:
 
 
 def describe_best(position: Position, settings: TrainSettings) -> str:
-    """The accept_length of the best head, for the log."""
-    if position.best_real is not None:
-        over = "train.evaluation.real_shapes and real_temperatures"
-        return f"real accept_length {position.best_real:.2f} (mean over {over})"
-    if position.best_forecast is not None:
-        steps = settings.unroll.ttt_steps
-        return f"forecast accept_length {position.best_forecast:.2f} (chain {steps}, held-out rollouts)"
-    return "accept_length unknown"
+    """The accept_length of the best head, for the log; beside that of the head it started from, after training."""
+    real = position.best_real is not None
+    best, initial = (
+        (position.best_real, position.initial_real) if real else (position.best_forecast, position.initial_forecast)
+    )
+    if best is None:
+        return "accept_length unknown"
+    before = "" if initial is None else f", {initial:.2f} before training"
+    return f"{'real' if real else 'forecast'} accept_length {best:.2f}{before} ({_measured_by(real, settings)})"
+
+
+def _measured_by(real: bool, settings: TrainSettings) -> str:
+    if real:
+        return "mean over train.evaluation.real_shapes and real_temperatures"
+    return f"chain {settings.unroll.ttt_steps}, held-out rollouts"
+
+
+def accept_lengths(position: Position, settings: TrainSettings) -> dict[str, Any]:
+    """accept_length of the head of train.init and of the best head, for the draft directory: the engine's values, else
+    forecasts; `by` says which."""
+    real = position.best_real is not None and position.initial_real is not None
+    return {
+        "accept_length_before": position.initial_real if real else position.initial_forecast,
+        "accept_length_after": position.best_real if real else position.best_forecast,
+        "by": f"{'engine' if real else 'forecast'}: {_measured_by(real, settings)}",
+    }

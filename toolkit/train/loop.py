@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,16 +16,16 @@ from toolkit.data.batches import Batch, collate, process_share
 from toolkit.data.generation import derived_seed
 from toolkit.log import Progress, get_logger
 from toolkit.recipe import Recipe, training_settings
-from toolkit.targets.cpu_dtype import fastest_cpu_dtype
 from toolkit.targets.features import check_packing
 from toolkit.tokenmap.files import load_token_map
-from toolkit.train.accelerator import build_accelerator
+from toolkit.train.accelerator import build_accelerator, training_device, training_precision
 from toolkit.train.draft_head import anchors_of, native_head, plan_head, start_head, trained_head
-from toolkit.train.evaluation import Evaluation, describe_best, due, has_stopped
+from toolkit.train.evaluation import Evaluation, accept_lengths, describe_best, due, has_stopped
 from toolkit.train.failures import check_finite, check_weights
 from toolkit.train.fresh_rollouts import FreshRollouts
 from toolkit.train.frozen_target import frozen_target
 from toolkit.train.head_snapshot import training_record
+from toolkit.train.init_head import continued_head, with_head_settings
 from toolkit.train.metric_rows import StepSums, rollouts_row, step_row
 from toolkit.train.metrics import Metrics, check_trackers
 from toolkit.train.offline_features import offline_features
@@ -65,8 +65,10 @@ class Trainer:
             gradient_clip(self.settings),
             whole_gradients=self.settings.optimizer.name == "muon",
         )
-        self.target = frozen_target(recipe, _device(), self.accelerator)
+        self.target = frozen_target(recipe, training_device(), self.accelerator)
         self.plan = plan_head(self.settings, self.target, load_token_map(token_map))
+        if self.plan.init is not None:
+            self.settings = with_head_settings(self.settings, self.plan.config)
         self.data = read_data(self.settings, rollouts, self.target, recipe.seed)
         self.steps = total_steps(self.settings, len(self.data.plan))
         if self.settings.evaluation.real_every or self.settings.on_policy.every:
@@ -81,6 +83,7 @@ class Trainer:
                 *([] if self.target.quantization is None else [self.target.quantization]),
                 self.plan.token_map.sha256,
                 sha256_file(rollouts),
+                *([] if self.plan.init is None else [self.plan.init.weights_sha256, self.plan.config.to_dict()]),
                 # Draws of anchors depend on these too: a resumed run must cut the same batches.
                 *([] if self.settings.unroll.anchors is None else [data.micro_batch, data.pack, str(world)]),
             ]
@@ -124,7 +127,7 @@ class Trainer:
     def _prepare(self) -> tuple[torch.nn.Module, Any]:
         settings = self.settings
         # A resumed run overwrites every weight, so only a new run computes the regression.
-        start = "random" if stored_states(self.directory) else settings.head.init
+        start = "random" if stored_states(self.directory) else settings.start
         size = settings.data.micro_batch
         batches = (
             self._collate(batch[first : first + size])
@@ -133,6 +136,9 @@ class Trainer:
         )
         if start == "native":
             head = native_head(self.target)
+        elif start == "head":
+            assert self.plan.init is not None, "plan_head opens train.init"
+            head = continued_head(self.plan.init, self.plan.config, self.plan.token_map, settings, self.target)
         else:
             regressed = {"target": batches, "copied": (), "random": None}[start]
             head = start_head(self.plan, settings, self.target, self.recipe.seed, regressed, self.stored)
@@ -169,6 +175,8 @@ class Trainer:
             self.settings.precision,
             self.accelerator.state.deepspeed_plugin.zero_stage,
         )
+        if self.plan.init is not None and not position.step:
+            position = self.evaluation.before_training(self.model, position)
         bar = Progress(self.steps, "train", "step", initial=position.step) if main else None
         try:
             position = self._train(position, bar)
@@ -294,8 +302,11 @@ class Trainer:
         if self.accelerator.is_main_process:
             best = load_tensors(best_path(self.directory, position.best_step))
             meta = training_record(self.settings, self.recipe.seed, self.target, position, len(self.data.train))
-            mapped = {"token_map_sha256": token_map.sha256} if token_map else {}
-            save_draft(ckpt, best, self.plan.config, token_map, meta | mapped)
+            if token_map is not None:
+                meta["token_map_sha256"] = token_map.sha256
+            if self.plan.init is not None:
+                meta["init"] = self.plan.init.record | accept_lengths(position, self.settings)
+            save_draft(ckpt, best, self.plan.config, token_map, meta)
             value = describe_best(position, self.settings)
             log.info("saved the draft head of step %d of %d, %s, to %s", position.best_step, position.step, value, ckpt)
         self.accelerator.wait_for_everyone()
@@ -306,14 +317,3 @@ def accumulation_steps(settings: TrainSettings, processes: int) -> int:
     """Micro-batches of a process in one optimizer step. Raises `RecipeError` if the global batch cannot be shared."""
     settings.check_processes(processes)
     return max(1, settings.data.global_batch // processes // settings.data.micro_batch)
-
-
-def training_precision(wanted: Literal["auto", "bf16", "fp32"]) -> Literal["bf16", "fp32"]:
-    """The dtype of training. "auto": bf16 on a GPU and on CPUs that multiply bf16 at least as fast as fp32."""
-    if wanted != "auto":
-        return wanted
-    return "fp32" if _device() == "cpu" and fastest_cpu_dtype() == torch.float32 else "bf16"
-
-
-def _device() -> str:
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

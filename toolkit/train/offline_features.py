@@ -32,12 +32,12 @@ FORWARD_TOKENS = 4096  # of one forward of the writer, padding included
 def stored_layer_ids(settings: TrainSettings, target: Target) -> tuple[int, ...]:
     """The layers whose inputs are stored for a training with these settings.
 
-    They are the layers that the head reads and, for head.init = "target", the one whose input the regression predicts.
+    They are the layers that the head reads and, for `start` = "target", the one whose input the regression predicts.
     The last hidden state is always stored. If the head needs nothing else, the last layer's input is stored too.
     """
     config, last = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config, target.n_layers
     ids = set(config.features.layer_ids(last) or ())
-    if settings.head.init == "target" and config.regressed_layer is not None:
+    if settings.start == "target" and config.regressed_layer is not None:
         ids.add(last - config.regressed_layer)
     return tuple(sorted(ids or {last - 1}))
 

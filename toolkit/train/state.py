@@ -26,7 +26,8 @@ class Position:
     """The progress of a training: completed optimizer steps (`step`), the next batch (`epoch`, `index`), and totals.
 
     rollouts_of_step: the step at which the current rollouts were written; 0 for the stored rollouts. best_real: the
-    engine's accept_length of the best head, if measured. stale: see `evaluation.update_best`.
+    engine's accept_length of the best head, if measured. initial_forecast, initial_real: those of train.init before the
+    first step. stale: see `evaluation.update_best`.
     """
 
     step: int = 0
@@ -39,6 +40,8 @@ class Position:
     best_real: float | None = None
     stale: int = 0
     rollouts_of_step: int = 0
+    initial_forecast: float | None = None
+    initial_real: float | None = None
     fingerprint: str = ""
     processes: int = 1
 
