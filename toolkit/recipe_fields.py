@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, NonNegativeFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat
 
 from toolkit.head_kinds import HEAD_KINDS
 
@@ -51,5 +51,6 @@ ShapeOrAdaptive = Annotated[
         'be "adaptive" or "num_steps,top_k,num_draft_tokens", or "mtp-3", "mtp-4"',
     ),
 ]
+OneOrSome = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]
