@@ -70,8 +70,8 @@ def write_rollouts(
     have the reason under "shortened".
     `max_context` limits the ids of prompt and answer together. Draws are seeded by (seed, id, turn).
     `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
-    Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about 300
-    bytes per conversation.
+    Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about
+    300 bytes per conversation.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
     conversation becomes a rollout (unless `may_be_empty`, for one process's share).
     """
