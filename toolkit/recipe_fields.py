@@ -40,6 +40,12 @@ def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
+def _one_or_some(given: Any) -> Any:
+    """A text as the only one of its list. (After this a list is no longer JSON, and would be no tuple.)"""
+    return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+
+OneOrSome = Annotated[tuple[str, ...], BeforeValidator(_one_or_some)]
 HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(HEAD_KINDS)}")]
 Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")
@@ -51,6 +57,5 @@ ShapeOrAdaptive = Annotated[
         'be "adaptive" or "num_steps,top_k,num_draft_tokens", or "mtp-3", "mtp-4"',
     ),
 ]
-OneOrSome = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 Shapes = Annotated[tuple[Shape, ...], Some, EachOnce]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Some]

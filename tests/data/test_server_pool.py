@@ -20,8 +20,9 @@ from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, Generation
 from toolkit.data.openai_server import ServerError, _retry_after
 from toolkit.data.rollouts import write_rollouts
 from toolkit.data.server_pool import ServerPool, server_urls
+from toolkit.data.synthesis import synthesise_prompts
 from toolkit.jsonl import read_rows
-from toolkit.recipe import RolloutSettings
+from toolkit.recipe import PromptSettings, RolloutSettings
 from toolkit.targets.served_target import ServedTarget
 
 COUNT = 24
@@ -158,8 +159,8 @@ def test_token_ids_are_taken_as_they_are(start, target, requests, expected, monk
     assert results[0].by_server == {"server": {"model": "tiny", "engine": "fake", "version": "1.2"}}
     body = next(one for one in server.asked if one["seed"] == 3)
     assert body == {
-        "model": "tiny", "prompt": requests[3].prompt_ids, "max_tokens": 32, "temperature": 0.7, "top_p": 0.9, "seed": 3,
-        "stop_token_ids": [expected[0][-1]], "return_token_ids": True, "top_k": -1, "min_p": 0.0,
+        "model": "tiny", "prompt": requests[3].prompt_ids, "max_tokens": 32, "temperature": 0.7, "top_p": 0.9,
+        "seed": 3, "stop_token_ids": [expected[0][-1]], "return_token_ids": True, "top_k": -1, "min_p": 0.0,
         "repetition_penalty": 1.0,
     }  # fmt: skip
     assert set(server.keys) == {"Bearer secret"}
@@ -236,10 +237,8 @@ def test_retry_after(value: str, least: float, most: float) -> None:
 def test_errors_that_pass(start, target, requests, expected, caplog) -> None:
     """A restart, a proxy's 502, an answer that a shutdown cut: the same request is asked again."""
     server = start()
-    faults: list[Reply] = [
-        (429, {}, {}), (500, {}, {"error": "out of memory"}), (200, {}, {"choices": [{"finish_reason": "abort", "token_ids": []}]}),
-        (502, {}, {}),
-    ]  # fmt: skip
+    aborted = {"choices": [{"finish_reason": "abort", "token_ids": []}]}
+    faults: list[Reply] = [(429, {}, {}), (500, {}, {"error": "out of memory"}), (200, {}, aborted), (502, {}, {})]
     server.fault = lambda number: faults[number // 2] if number % 2 == 0 and number < 2 * len(faults) else None
     assert [one.output_ids for one in answers(target(server), requests, 2)] == expected
     assert len(server.asked) == COUNT + len(faults)
@@ -344,7 +343,7 @@ def test_another_model_after_a_restart(start, target, requests) -> None:
         ((401, {}, {}), "set OPENAI_API_KEY"),
         ((200, {}, {"choices": []}), "answers in another form"),
         (
-            (200, {}, {"choices": [{"finish_reason": "stop", "text": "x", "token_ids": [1]}], "model": "b"}),
+            (200, {}, {"choices": [{"finish_reason": "stop", "token_ids": [1]}], "model": "b"}),
             "'b' answered",
         ),
     ],
@@ -356,6 +355,27 @@ def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) 
     with pytest.raises(ServerError, match=told):
         answers(target(server), requests)
     assert len(server.asked) <= 4
+
+
+def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:
+    """Prompts name the server that wrote them; those whose ids are not known are rejected by that reason."""
+
+    def writes(body: dict[str, Any]) -> dict[str, Any]:
+        text = f"How do I cook rice number {body['seed']}?"
+        count = len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
+        return {"text": text, "finish_reason": "stop", "count": count + (body["seed"] % 4 == 0)}
+
+    settings = PromptSettings(synthesize=12)
+    with ServerPool(target(start(writes)), 4) as pool:
+        out = tmp_path / "prompts.jsonl"
+        stats = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert stats["accepted"] == 12 and stats["rejected"] == {NO_ROUND_TRIP: stats["attempts"] - 12} != {}
+    rows = [row for _, row in read_rows(out)]
+    assert {row["provenance"]["server"]["engine"] for row in rows} == {"fake"}
+    with ServerPool(target(start(writes)), 4) as pool:
+        (tmp_path / "prompts.jsonl").unlink()
+        again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert again == stats and [row for _, row in read_rows(out)] == rows, "attempts that were kept lost their server"
 
 
 def test_urls(tmp_path: Path) -> None:
