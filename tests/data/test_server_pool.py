@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -293,6 +294,31 @@ def test_all_servers_die_and_the_run_goes_on_later(start, target, tokenizer, tmp
     assert kept == 9 + 4
     assert write("r.jsonl", healthy) == write("whole.jsonl", start())
     assert len(healthy.asked) == COUNT - kept
+
+
+def test_interrupted(start, target, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C while requests run: they end without a word, rows stay, and the next run asks for the rest."""
+    server, shown = start(), []
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+
+    def write(on_progress: Callable[[int, int, int], None]) -> dict[str, Any]:
+        with ServerPool(target(server), 4) as pool:
+            settings, out = RolloutSettings(max_tokens=20, held_out=0.1), tmp_path / "r.jsonl"
+            more: dict[str, Any] = {"target": "t", "seed": 0, "max_context": 300, "on_progress": on_progress}
+            return write_rollouts(given, pool.generate, tokenizer, settings, out, **more)
+
+    def stop(ended: int, *_: int) -> None:
+        if ended == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(stop)
+    assert len(list(read_rows(tmp_path / "r.jsonl"))) == 5 and len(server.asked) < COUNT
+    server.asked.clear()
+    assert write(lambda *counts: shown.append(counts))["rollouts"] == COUNT and len(server.asked) == COUNT - 5
+    assert shown[-1][:2] == (COUNT, COUNT)
+    gc.collect()
+    assert "never retrieved" not in caplog.text and "destroyed" not in caplog.text
 
 
 def test_no_server_at_the_start(start, target) -> None:

@@ -49,7 +49,8 @@ class OpenAIServer:
         self.provenance: dict[str, Any] = {}
         self.context_length: int | None = None
         self._target, self._client = target, client
-        self._end_id = end_of_turn_id(target.tokenizer) or target.tokenizer.eos_token_id
+        end_of_turn = end_of_turn_id(target.tokenizer)
+        self._end_id = target.tokenizer.eos_token_id if end_of_turn is None else end_of_turn
 
     async def identify(self) -> None:
         """Find the target among the server's models. Raises `ServerError` if it serves another one, `Unavailable`."""
