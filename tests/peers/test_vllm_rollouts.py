@@ -39,7 +39,7 @@ def target(tmp_path: Path) -> Path:
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=7,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
