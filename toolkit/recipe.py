@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter
 
 from toolkit.log import get_logger
-from toolkit.recipe_fields import EachOnce, HeadName, ShapeOrAdaptive, Some, setting
+from toolkit.recipe_fields import EachOnce, HeadName, OneOrSome, ShapeOrAdaptive, Some, setting
 from toolkit.recipe_yaml import RecipeError, Rule, apply_override, build, check, parse_yaml
 from toolkit.train_settings import TrainSettings
 
@@ -72,8 +73,18 @@ class RolloutSettings:
     temperature: NonNegativeFloat = setting(0.0, "temperature of the answers; 0 is greedy")
     top_p: Share = setting(1.0, "nucleus sampling of the answers: the most probable tokens of this total probability")
     max_tokens: PositiveInt = setting(160, "tokens of an answer at most")
+    server: OneOrSome = setting(
+        (),
+        "OpenAI-compatible servers that answer with the target, and write its own prompts: URLs, or files with one URL "
+        "a line; empty: the bundled engine",
+        not_in_fingerprint=True,
+    )
+    server_model: str | None = setting(None, "the target's name on the servers; null: its own name or folder")
     max_running_requests: PositiveInt = setting(
-        64, "answers that are written at once", former="rollouts.batch_size", not_in_fingerprint=True
+        64,
+        "answers that are written at once, by each server if there are several",
+        former="rollouts.batch_size",
+        not_in_fingerprint=True,
     )
     held_out: Annotated[float, Field(gt=0, lt=1)] = setting(
         0.05, "share of the conversations that are not trained on; the training is evaluated on them"
@@ -159,6 +170,15 @@ class Recipe:
         yield "rollouts.torch_compile", eager, "false under rollouts.keep_features: true"
         read = not self.rollouts.keep_features or self.train.data.features == "offline"
         yield "rollouts.keep_features", read, "train.data.features: offline, which reads them, or false,"
+        served = bool(self.rollouts.server)
+        for key, neutral, needed in (
+            ("rollouts.keep_features", False, "false (train.data.features: offline makes them itself)"),
+            ("rollouts.torch_compile", False, "false"),
+            ("target.quantization", None, "null (the servers' weights are their own)"),
+        ):
+            yield key, not served or attrgetter(key)(self) == neutral, f"{needed} under rollouts.server"
+        named = served or self.rollouts.server_model is None
+        yield "rollouts.server_model", named, "null without rollouts.server"
         one = (self.token_map.size is None) != (self.token_map.coverage is None)
         yield "token_map", one, "exactly one of size and coverage (set the other to null)"
         init = self.train.init

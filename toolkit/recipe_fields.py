@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, NonNegativeFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat
 
 from toolkit.head_kinds import HEAD_KINDS
 
@@ -54,6 +54,12 @@ def needs(valid: Callable[[Any], object], needed: str) -> AfterValidator:
     return AfterValidator(checked)
 
 
+def _one_or_some(given: Any) -> Any:
+    """A text as the only one of its list. (After this a list is no longer JSON, and would be no tuple.)"""
+    return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+
+OneOrSome = Annotated[tuple[str, ...], BeforeValidator(_one_or_some)]
 HeadName = Annotated[str, needs(HEAD_KINDS.__contains__, f"be one of {', '.join(HEAD_KINDS)}")]
 Some = needs(len, "hold at least one value")
 EachOnce = needs(lambda values: len(set(values)) == len(values), "hold each value once")

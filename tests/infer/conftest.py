@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
@@ -10,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import uvicorn
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.infer.running_server import running
 from toolkit.checkpoint.draft_dir import DraftCheckpoint
 from toolkit.heads.eagle2 import Eagle2Config, Eagle2Head
 from toolkit.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -25,7 +24,6 @@ from toolkit.infer.kernels.tree_reference import ancestor_mask
 from toolkit.infer.request.draft_tree import DraftShape, DraftTree
 from toolkit.infer.request.params import SamplingParams
 from toolkit.infer.request.request import PromptTooLongError, Request, VerifyEvent
-from toolkit.infer.server.app import build_app, listen
 from toolkit.infer.verify.verifiers import VerifyResult
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -102,26 +100,6 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def scripted() -> type[ScriptedEngine]:
     return ScriptedEngine
-
-
-@contextlib.contextmanager
-def running(served):
-    """A server in a thread; yields its base URL and ends it, also when a test fails."""
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(scope="session", name="running")

@@ -80,8 +80,8 @@ def find_native(facts: TargetFacts) -> NativeModules | None:
     return NativeModules(family, count, tuple(name for name in names if name.startswith(roots)))
 
 
-def native_of(target: Target) -> tuple[TargetFacts, NativeModules]:
-    """The MTP modules of a loaded target. Raises TargetError if it has none, and the errors of `find_native`."""
+def native_of(target: Target | TargetFacts) -> tuple[TargetFacts, NativeModules]:
+    """The MTP modules of a target. Raises TargetError if it has none, and the errors of `find_native`."""
     facts = target_facts(target.name, target.revision)
     found = find_native(facts)
     if found is None:

@@ -7,8 +7,11 @@ as the request finishes, in any order, so that the caller can store it at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+NO_ROUND_TRIP = "no_round_trip"
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class GenerationRequest:
 class GenerationResult:
     """`output_ids` are the generated ids, including the stop id if there is one.
 
-    `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context length).
+    `finish_reason` is "stop" (ended by a stop id) or "length" (cut by max_tokens or the context length). It is
+    NO_ROUND_TRIP, without ids, where a server's text does not give the ids that the target wrote.
     `draft_used` names the draft head; None is plain decoding. `verify_steps` counts the verify steps that were not
-    truncated, `accepted` the drafts accepted in them: accept_length is 1 + accepted / verify_steps.
+    truncated, `accepted` the drafts accepted in them: accept_length is 1 + accepted / verify_steps. `server` says which
+    model and engine answered, if it was a server.
     """
 
     output_ids: list[int]
@@ -41,6 +46,12 @@ class GenerationResult:
     draft_used: str | None = None
     verify_steps: int = 0
     accepted: int = 0
+    server: Mapping[str, Any] | None = None
+
+    @property
+    def by_server(self) -> dict[str, Any]:
+        """`server` as a part of the provenance; empty for the bundled engine."""
+        return {} if self.server is None else {"server": dict(self.server)}
 
 
 GenerateFn = Callable[[Sequence[GenerationRequest]], Iterable[tuple[int, GenerationResult]]]
@@ -59,7 +70,7 @@ def run_all(generate: GenerateFn, requests: Sequence[GenerationRequest]) -> Iter
     for index, result in generate(requests) if requests else ():
         if index not in missing:
             raise RuntimeError(f"generate returned request {index} of {len(requests)} twice, or it does not exist")
-        if result.finish_reason not in ("stop", "length"):
+        if result.finish_reason not in ("stop", "length", NO_ROUND_TRIP):
             raise RuntimeError(f"request {index} has finish reason {result.finish_reason!r}; expected stop or length")
         missing.remove(index)
         yield index, result

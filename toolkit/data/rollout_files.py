@@ -140,7 +140,7 @@ def write_stats(
     if not rollouts and not may_be_empty:
         raise DataError(
             f"none of {total} conversations became a rollout (skipped: {dict(tally.skipped) or 'none'}); "
-            "give shorter prompts, or another target"
+            "give shorter prompts, another target, or for no_round_trip servers that return token ids"
         )
     if tally.skipped or tally.shortened:
         logger.warning(

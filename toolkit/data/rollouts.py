@@ -22,7 +22,15 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat_template import Message, answer_text, prompt_ids
 from toolkit.data.conversations import Conversation, Conversations, user_turns
-from toolkit.data.generation import GenerateFn, GenerationRequest, GenerationResult, derived_seed, run_all, written_ids
+from toolkit.data.generation import (
+    NO_ROUND_TRIP,
+    GenerateFn,
+    GenerationRequest,
+    GenerationResult,
+    derived_seed,
+    run_all,
+    written_ids,
+)
 from toolkit.data.loss_mask import LossMaskError, response_mask, spans
 from toolkit.data.rollout_files import RolloutPaths, Tally, held_out_ids, read_finished, split_name, write_stats
 from toolkit.jsonl import DataError, RowAppender
@@ -52,16 +60,18 @@ def write_rollouts(
     more_provenance: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
     may_be_empty: bool = False,
+    per_wave: int = 0,
 ) -> dict[str, Any]:
     """Answer the user turns of `conversations`, write the rows to the .jsonl file `out_path`, return the statistics.
 
-    Also written: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer)
-    and `<stem>_stats.json`. A later turn whose prompt is too long or whose answer is empty ends the conversation before
-    that turn. An answer that is cut, or whose message would lose special tokens, ends the conversation after that turn.
-    Such rows have the reason under "shortened".
+    Also written: `<stem>_skipped.jsonl` (id and reason of conversations without a row: prompt_too_long, empty_answer,
+    no_round_trip) and `<stem>_stats.json`. For the same reasons a later turn ends the conversation before that turn.
+    An answer that is cut, or whose message would lose special tokens, ends the conversation after that turn. Such rows
+    have the reason under "shortened".
     `max_context` limits the ids of prompt and answer together. Draws are seeded by (seed, id, turn).
     `temperatures`, by conversation id, override that of the settings; `more_provenance` is added to each row.
-    Conversations are read from the sequence wave by wave. Memory: one wave, and about 300 bytes per conversation.
+    Conversations are read from the sequence wave by wave; `per_wave` makes a wave larger. Memory: one wave, and about
+    300 bytes per conversation.
     Raises `DataError` when the file holds rollouts of other prompts or settings, when ids repeat, and when no
     conversation becomes a rollout (unless `may_be_empty`, for one process's share).
     """
@@ -94,8 +104,9 @@ def write_rollouts(
         logger.info(f"{paths.rows}: {len(done)} of {len(places)} conversations are already done, {len(pending)} remain")
     with RowAppender(paths.rows) as rows, RowAppender(paths.skipped) as skipped:
         writer = _Writer(generate, tokenizer, settings, held_out, provenance_of, max_context, rows, skipped, tally)
-        for first in range(0, len(pending), CONVERSATIONS_PER_WAVE):
-            wave = pending[first : first + CONVERSATIONS_PER_WAVE]
+        size = max(per_wave, CONVERSATIONS_PER_WAVE)
+        for first in range(0, len(pending), size):
+            wave = pending[first : first + size]
             for _ in writer.answer(user_turns(conversations[at]) for at in wave):
                 if on_progress is not None:
                     on_progress(tally.ended, len(places), tally.written_tokens)
@@ -170,6 +181,9 @@ class _Writer:
         return asked, requests
 
     def _take(self, one: _Dialogue, prompt: list[int], result: GenerationResult) -> None:
+        if result.finish_reason == NO_ROUND_TRIP:
+            self._close(one, NO_ROUND_TRIP, turn=one.turn)
+            return
         text, complete = answer_text(self.tokenizer, written_ids(result))
         if not text.strip():
             self._close(one, "empty_answer", turn=one.turn)
@@ -183,7 +197,7 @@ class _Writer:
             "input_ids": prompt + list(result.output_ids),
             "response_spans": [*earlier, [len(prompt), len(prompt) + len(result.output_ids)]],
             "finish_reason": result.finish_reason,
-            "provenance": {**self.provenance(one.id), "draft": result.draft_used},
+            "provenance": {**self.provenance(one.id), "draft": result.draft_used, **result.by_server},
             **_drafting(one.row, result),
         }
         if not one.waiting:

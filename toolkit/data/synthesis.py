@@ -140,7 +140,7 @@ class _Judge:
 
     def _verdict(self, result: GenerationResult) -> tuple[str, str | None]:
         if result.finish_reason != "stop":
-            return "", "unfinished"
+            return "", "unfinished" if result.finish_reason == "length" else result.finish_reason
         ids = written_ids(result)
         if not self.specials.isdisjoint(ids):
             return "", "special_token"
@@ -164,7 +164,8 @@ def _next_round(judge: _Judge, wanted: int) -> list[int]:
 
 
 def _as_row(result: GenerationResult) -> dict[str, Any]:
-    return {"output_ids": list(result.output_ids), "finish_reason": result.finish_reason, "draft": result.draft_used}
+    written = {"output_ids": list(result.output_ids), "finish_reason": result.finish_reason}
+    return {**written, "draft": result.draft_used, **result.by_server}
 
 
 def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
@@ -178,7 +179,9 @@ def _read_attempts(path: Path, mark: str) -> dict[int, GenerationResult]:
                 f"{path}:{number}: written with other settings (target, template, system prompts, seed or sampling); "
                 "delete the file or write the prompts to another folder"
             )
-        ended[row["attempt"]] = GenerationResult(row["output_ids"], row["finish_reason"], row["draft"])
+        ended[row["attempt"]] = GenerationResult(
+            row["output_ids"], row["finish_reason"], row["draft"], server=row.get("server")
+        )
     if ended:
         logger.info(f"{path}: {len(ended)} attempts are already done")
     return ended
@@ -214,6 +217,7 @@ def _finish(out: Path, judge: _Judge, recipe: dict[str, Any], systems: Sequence[
             "method": "self-synthesis",
             "attempt": number,
             "system": systems[number % len(systems)],
+            **judge.ended[number].by_server,
         }
     write_conversations(out, conversations, provenance)
     return stats

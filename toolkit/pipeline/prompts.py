@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.data.conversations import read_conversations, user_turns, write_conversations
+from toolkit.data.generation import GenerateFn
+from toolkit.data.server_pool import ServerPool
 from toolkit.data.synthesis import synthesise_prompts
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_engine import build_engine
@@ -12,16 +16,17 @@ from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import PROMPTS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import PromptSettings
+from toolkit.targets.served_target import ServedTarget
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 
 
 def prompts_stage(run: Run) -> str:
     """The prompts of a run. Returns a headline."""
-    return write_prompts(run.target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
+    return write_prompts(run.writing_target, run.recipe.prompts, run.recipe.seed, run.folder / PROMPTS)
 
 
-def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
+def write_prompts(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
     """Write {"id", "messages", "provenance"} rows to `out`: the sources' user turns first, then the target's own.
 
     What the target wrote before a kill is kept beside `out` (attempts.jsonl) and used again. Returns a headline.
@@ -50,20 +55,29 @@ def write_prompts(target: Target, settings: PromptSettings, seed: int, out: Path
     return f"{count} prompts, {turns} user turns"
 
 
-def _synthesise(target: Target, settings: PromptSettings, seed: int, out: Path) -> str:
-    config = EngineConfig(max_running_requests=settings.max_running_requests, prefix_cache=False)
-    engine = build_engine(config, target).engine
+def _synthesise(target: Target | ServedTarget, settings: PromptSettings, seed: int, out: Path) -> str:
+    bar = progress_bar("prompts", "prompt", settings.synthesize, "attempts")
+    with _generate(target, settings.max_running_requests) as generate, bar as show:
+        stats = synthesise_prompts(
+            generate,
+            target.tokenizer,
+            settings,
+            out,
+            target=target.name,
+            seed=seed,
+            on_progress=show,
+        )
+    return f"{stats['accepted']} prompts of {stats['attempts']} that the target wrote"
+
+
+@contextmanager
+def _generate(target: Target | ServedTarget, at_once: int) -> Iterator[GenerateFn]:
+    if isinstance(target, ServedTarget):
+        with ServerPool(target, at_once) as pool:
+            yield pool.generate
+        return
+    engine = build_engine(EngineConfig(max_running_requests=at_once, prefix_cache=False), target).engine
     try:
-        with progress_bar("prompts", "prompt", settings.synthesize, "attempts") as show:
-            stats = synthesise_prompts(
-                engine_generate(engine),
-                target.tokenizer,
-                settings,
-                out,
-                target=target.name,
-                seed=seed,
-                on_progress=show,
-            )
+        yield engine_generate(engine)
     finally:
         engine.close()
-    return f"{stats['accepted']} prompts of {stats['attempts']} that the target wrote"

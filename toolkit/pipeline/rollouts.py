@@ -1,4 +1,4 @@
-"""The rollouts stage: the target answers the prompts itself, with the bundled engine."""
+"""The rollouts stage: the target answers the prompts itself, in the bundled engine or on servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.data.conversations import Conversation, read_conversations
+from toolkit.data.generation import GenerateFn
 from toolkit.data.rollouts import write_rollouts
+from toolkit.data.server_pool import ServerPool
 from toolkit.infer.engine.engine import DEFAULT_SHAPE, Engine
 from toolkit.infer.load.config import EngineConfig
 from toolkit.infer.load.load_draft import fit_draft, load_draft
@@ -18,10 +20,12 @@ from toolkit.pipeline.progress_bar import progress_bar
 from toolkit.pipeline.run import FEATURES, PROMPTS, ROLLOUTS, ROLLOUTS_STATS, Run
 from toolkit.pipeline.stages import PipelineError
 from toolkit.recipe import RolloutSettings
+from toolkit.targets.served_target import ServedTarget
 from toolkit.targets.target import Target
 from toolkit.train.engine_client import engine_generate
 from toolkit.weights import read_json
 
+ROUNDS_PER_WAVE = 16
 Capture = Callable[[Engine, Sequence[Conversation]], AbstractContextManager[OnEnd]]
 
 
@@ -37,7 +41,7 @@ def rollouts_stage(run: Run) -> str:
             captured_features, settings=run.recipe.train, max_tokens=settings.max_tokens, folder=folder / FEATURES
         )
     headline = answer_prompts(
-        run.target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
+        run.writing_target, settings, run.recipe.seed, folder / PROMPTS, folder / ROLLOUTS, capture=capture
     )
     splits = read_json(folder / ROLLOUTS_STATS)["splits"]
     absent = [name for name, count in splits.items() if not count]
@@ -50,7 +54,7 @@ def rollouts_stage(run: Run) -> str:
 
 
 def answer_prompts(
-    target: Target,
+    target: Target | ServedTarget,
     settings: RolloutSettings,
     seed: int,
     prompts: str | Path,
@@ -62,14 +66,21 @@ def answer_prompts(
 
     Memory grows by what `read_conversations` and `write_rollouts` hold of a conversation.
 
-    capture: keeps features, given the engine and the conversations (see feature_capture.py).
-    Raises `PipelineError` for compiled layers on a GPU.
+    capture: keeps features, given the engine and the conversations (see feature_capture.py); not with servers.
+    Raises `PipelineError` for compiled layers on a GPU, and for a draft head with servers.
     """
+    conversations = read_conversations(prompts)
+    if isinstance(target, ServedTarget):
+        if draft_dir is not None:
+            raise PipelineError("--draft is for the bundled engine; servers draft by themselves, leave it out")
+        with ServerPool(target, settings.max_running_requests) as pool:
+            # All requests of a wave end before the next begins: many rounds a wave keep every server busy.
+            per_wave = ROUNDS_PER_WAVE * pool.at_once
+            return _write(pool.generate, target, settings, seed, conversations, out, pool.max_context, per_wave)
     if settings.torch_compile and target.device.type != "cpu":
         raise PipelineError(
             f"rollouts.torch_compile is true and the target is on {target.device}; it is for the CPU: set it to false"
         )
-    conversations = read_conversations(prompts)
     draft = None
     if draft_dir is not None:
         draft = fit_draft(load_draft(draft_dir, target.name, target.revision), target)
@@ -83,18 +94,35 @@ def answer_prompts(
     engine = build_engine(config, target, draft).engine
     keeping = nullcontext() if capture is None else capture(engine, conversations)
     try:
-        with keeping as on_end, progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
-            stats = write_rollouts(
-                conversations,
-                engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end),
-                target.tokenizer,
-                settings,
-                out,
-                target=target.name,
-                seed=seed,
-                max_context=engine.context_length,
-                on_progress=show,
-            )
+        with keeping as on_end:
+            generate = engine_generate(engine, None if draft_dir is None else str(draft_dir), on_end)
+            return _write(generate, target, settings, seed, conversations, out, engine.context_length)
     finally:
         engine.close()
+
+
+def _write(
+    generate: GenerateFn,
+    target: Target | ServedTarget,
+    settings: RolloutSettings,
+    seed: int,
+    conversations: Sequence[Conversation],
+    out: Path,
+    max_context: int,
+    per_wave: int = 0,
+) -> str:
+    with progress_bar("rollouts", "conversation", len(conversations), "tokens") as show:
+        stats = write_rollouts(
+            conversations,
+            generate,
+            target.tokenizer,
+            settings,
+            out,
+            target=target.name,
+            seed=seed,
+            max_context=max_context,
+            more_provenance=None if settings.server_model is None else {"server_model": settings.server_model},
+            on_progress=show,
+            per_wave=per_wave,
+        )
     return f"{stats['rollouts']} rollouts, {stats['response_tokens']} response tokens"

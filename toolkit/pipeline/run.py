@@ -17,6 +17,7 @@ from toolkit.recipe import Recipe
 
 if TYPE_CHECKING:
     from toolkit.infer.engine.cpu_door import Use
+    from toolkit.targets.served_target import ServedTarget
     from toolkit.targets.target import Target
 
 PROMPTS = "prompts/prompts.jsonl"
@@ -58,6 +59,22 @@ class Run:
         # Stored features are in the dtype of the training's target; training would discard those of another dtype.
         target = self.load_target("training" if self.recipe.rollouts.keep_features else "rollouts")
         check_head_fits(target, self.recipe.train)
+        return target
+
+    @property
+    def writing_target(self) -> Target | ServedTarget:
+        """The target that writes prompts and rollouts: without weights where servers run it. Raises as `target`."""
+        rollouts = self.recipe.rollouts
+        if not rollouts.server:
+            return self.target
+        from toolkit.pipeline.run_target import check_head_fits
+        from toolkit.targets.served_target import served_target
+
+        self.check_bench()
+        self.check_processes()
+        chosen = self.recipe.target
+        target = served_target(chosen.model, chosen.revision, rollouts.server, rollouts.server_model)
+        check_head_fits(target.facts, self.recipe.train)
         return target
 
     def check_bench(self) -> None:

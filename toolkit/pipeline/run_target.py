@@ -9,6 +9,7 @@ from toolkit.heads.rope import Rope
 from toolkit.infer.engine.cpu_door import Use, load_target, pack
 from toolkit.infer.request.draft_tree import DraftShape
 from toolkit.recipe import BenchSettings, RecipeError, TargetSettings
+from toolkit.targets.facts import TargetFacts
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
 from toolkit.train.draft_head import plan_head
@@ -34,7 +35,7 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_head_fits(target: Target, settings: TrainSettings) -> None:
+def check_head_fits(target: Target | TargetFacts, settings: TrainSettings) -> None:
     """Raises `TargetError` or `RecipeError` when no draft head can be built for this target by these settings."""
     config = plan_head(settings, target, TokenMap.identity(target.vocab_size)).config
     try:

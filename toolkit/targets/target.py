@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import TargetError
 from toolkit.targets.fixed_linear import FixedLinear
@@ -146,24 +146,16 @@ class Target:
     @cached_property
     def max_context(self) -> int:
         """The largest number of positions that the target supports."""
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            value = getattr(self.config, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-        raise self._unsupported("its config has no max_position_embeddings")
+        stated = stated_context(self.config)
+        if stated is None:
+            raise self._unsupported("its config has no max_position_embeddings")
+        return stated
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: eos of generation config, config and tokenizer, and the template's end of turn."""
-        found: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
-        for source in (generation, self.config, self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            found.update([value] if isinstance(value, int) else value or [])
-        end_of_turn = end_of_turn_id(self.tokenizer)
-        if end_of_turn is not None:
-            found.add(end_of_turn)
-        return frozenset(token for token in found if 0 <= token < self.vocab_size)
+        return stop_ids_of(generation, self.config, self.tokenizer, self.vocab_size)
 
     @cached_property
     def template_sha256(self) -> str:
@@ -212,6 +204,26 @@ def weight_bits(model: PreTrainedModel) -> float:
     if head in fixed and getattr(model.config, "tie_word_embeddings", False):
         weights -= head.in_features * head.out_features
     return 8 * held / weights
+
+
+def stated_context(config: PretrainedConfig) -> int | None:
+    """The largest number of positions that the config of a text model states."""
+    values = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def stop_ids_of(
+    generation: GenerationConfig | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> frozenset[int]:
+    """Ids that end an answer: eos of generation config, config and tokenizer, and the template's end of turn."""
+    found: set[int] = set()
+    for source in (generation, config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    end_of_turn = end_of_turn_id(tokenizer)
+    if end_of_turn is not None:
+        found.add(end_of_turn)
+    return frozenset(token for token in found if 0 <= token < vocab_size)
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

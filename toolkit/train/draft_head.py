@@ -16,6 +16,7 @@ from toolkit.heads.draft_head import DraftHead
 from toolkit.heads.head_config import HeadConfig
 from toolkit.heads.registry import build_head, head_class
 from toolkit.log import get_logger
+from toolkit.targets.facts import TargetFacts
 from toolkit.targets.features import check_aux_layer_ids
 from toolkit.targets.target import Target
 from toolkit.tokenmap.token_map import TokenMap
@@ -46,7 +47,7 @@ class HeadPlan:
     init: InitHead | None = None
 
 
-def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> HeadPlan:
+def plan_head(settings: TrainSettings, target: Target | TargetFacts, token_map: TokenMap) -> HeadPlan:
     """The plan of a head. Raises `TargetError` or `HeadError` when the settings do not fit the target, and as
     `open_init` does."""
     init = None if settings.init is None else open_init(settings, target)
@@ -74,7 +75,7 @@ def plan_head(settings: TrainSettings, target: Target, token_map: TokenMap) -> H
     return HeadPlan(config, TokenMap.identity(target.vocab_size) if whole else token_map, ids, init)
 
 
-def _native_config(settings: TrainSettings, target: Target) -> HeadConfig:
+def _native_config(settings: TrainSettings, target: Target | TargetFacts) -> HeadConfig:
     """The configuration of the target's own MTP module. Raises `TargetError` if it has none, or another depth."""
     _, found = native_of(target)
     if settings.head.sliding_window is not None:

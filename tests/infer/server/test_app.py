@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from toolkit import __version__
 from toolkit.infer.server.app import AddressError, listen
 from toolkit.infer.server.completions import Served
 from toolkit.infer.server.request_params import DefaultSampling
@@ -168,6 +169,21 @@ def test_completions_endpoint(scene):
     assert client.completions.create(model=NAME, prompt="the fox").usage.completion_tokens == 16
 
 
+def test_token_ids(scene):
+    """As vLLM and SGLang name them, of each answer, with the stop id; rollouts are written from them."""
+    whole = {"model": NAME, "prompt": scene.ids("the fox"), "max_tokens": 100, "n": 2, "return_token_ids": True}
+    cut = {"model": NAME, "messages": USER, "max_tokens": 100, "return_token_ids": True, "stop": ["END"]}
+    ids = scene.ids(scene.text)
+    for choice in scene.post(whole, "/v1/completions").json()["choices"]:
+        assert choice["prompt_token_ids"] == whole["prompt"]
+        assert choice["token_ids"] == [*ids, scene.tokenizer.eos_token_id]
+    reply = scene.post(cut).json()
+    written = reply["choices"][0]["token_ids"]
+    assert written == ids[: reply["usage"]["completion_tokens"]] and "END" in scene.tokenizer.decode(written)
+    assert "token_ids" not in scene.post({"model": NAME, "messages": USER}).json()["choices"][0]
+    assert httpx.get(f"{scene.url}/version").json() == {"version": __version__}
+
+
 def test_wrong_model(scene):
     """OpenAI's 404, so that clients raise NotFoundError."""
     with pytest.raises(openai.NotFoundError) as caught:
@@ -200,6 +216,7 @@ def test_prompt_too_long(scene):
         ({"best_of": 2}, "best_of", "not supported"),
         ({"logprobs": 3}, "logprobs", "3"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+        ({"return_token_ids": True, "stream": True}, "return_token_ids", "needs stream=false"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         ({"presence_penalty": 2.5}, "presence_penalty", "2.5"),
         ({"frequency_penalty": -2.5}, "frequency_penalty", "-2.5"),

@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server of one engine.
 
-POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics.
+POST /v1/chat/completions, /v1/completions; GET /v1/models, /version, /health, /metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from toolkit import __version__
 from toolkit.infer.server import api_errors
 from toolkit.infer.server.completions import Completions, Served
 from toolkit.infer.server.openai_protocol import ChatRequest, CompletionRequest
@@ -56,6 +57,10 @@ def build_app(served: Served) -> FastAPI:
     async def model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return _model_card(server)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health")
     async def health() -> Response:

@@ -51,6 +51,12 @@ class _Writing:
     ticket: Ticket
     answer: Answer
 
+    @property
+    def token_ids(self) -> dict[str, list[int]]:
+        """The fields of `return_token_ids`. The ids of the answer include the stop id that ended it."""
+        request = self.ticket.request
+        return {"prompt_token_ids": request.prompt_ids, "token_ids": request.output_ids[: self.answer.n_tokens]}
+
 
 class Completions:
     """The two endpoints; one instance per app."""
@@ -105,6 +111,7 @@ class Completions:
             return Response(status_code=CLIENT_CLOSED)
         choices = [
             form.choice(one.index, text, str(one.answer.finish_reason), self._logprobs(one.answer.take_logprobs()))
+            | (one.token_ids if body.return_token_ids else {})
             for one, text in zip(writing, texts, strict=True)
         ]
         return JSONResponse(form.whole(choices, self._usage(writing)))

@@ -3,7 +3,8 @@
 No field is silently ignored: a request is refused if it sets a field that the engine does not apply, unless the field
 has its neutral value (best_of=1, tools=[], ...).
 Extensions, with the names of SGLang and vLLM: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos. Our own: `speculative` (false: plain decoding) and `shape` (the request's draft shape as text, "S,K,N").
+ignore_eos, return_token_ids. Our own: `speculative` (false: plain decoding) and `shape` (the request's draft shape as
+text, "S,K,N").
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class GenerationFields(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    return_token_ids: bool = False
     speculative: bool = True
     shape: str | None = None
 
@@ -169,6 +171,14 @@ class GenerationFields(_Strict):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "stream_options", "'stream_options' needs stream=true", {"param": "stream_options"}
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_token_ids(self) -> GenerationFields:
+        if self.return_token_ids and self.stream:
+            raise PydanticCustomError(
+                "return_token_ids", "'return_token_ids' needs stream=false", {"param": "return_token_ids"}
             )
         return self
 

@@ -1,0 +1,419 @@
+"""Answers by OpenAI-compatible servers: the ids are the target's, and a server may fail in any way without harm."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from toolkit.data import server_pool
+from toolkit.data.conversations import Conversation
+from toolkit.data.generation import NO_ROUND_TRIP, GenerationRequest, GenerationResult
+from toolkit.data.openai_server import ServerError, _retry_after
+from toolkit.data.rollouts import write_rollouts
+from toolkit.data.server_pool import ServerPool, server_urls
+from toolkit.data.synthesis import synthesise_prompts
+from toolkit.jsonl import read_rows
+from toolkit.recipe import PromptSettings, RolloutSettings
+from toolkit.targets.served_target import ServedTarget
+
+COUNT = 24
+TEXTS = [f"Explain how a clock works, part {place}." for place in range(COUNT)]
+Reply = tuple[int, dict[str, str], dict[str, Any]]  # status, headers, JSON
+
+
+class FakeServer:
+    """A server on a loopback port. `fault(n)` replaces the reply to the n-th completion, from 0, if it is not None.
+
+    `answer` gives the choice of a request's body. `asked` keeps the bodies, `paths` and `keys` those of all requests.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]], port: int = 0) -> None:
+        self.answer, self.cards = answer, [{"id": "tiny", "owned_by": "fake", "max_model_len": 300}]
+        self.fault: Callable[[int], Reply | None] = lambda number: None
+        self.die_after: int | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                server.keys.append(self.headers.get("Authorization"))
+                known = {"/v1/models": {"data": server.cards}, "/version": {"version": "1.2"}}
+                self.send(200 if self.path in known else 404, {}, known.get(self.path, {}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    number = len(server.asked)
+                    server.asked.append(body)
+                if server.die_after is not None and number >= server.die_after:
+                    server.http.socket.close()  # nobody connects any more, and this connection ends without a reply
+                    self.close_connection = True
+                    return
+                fault = server.fault(number)
+                if fault is not None:
+                    self.send(*fault)
+                    return
+                choice = server.answer(body)
+                count = choice.pop("count", len(choice.get("token_ids") or ()))
+                self.send(200, {}, {"choices": [choice], "model": body["model"], "usage": {"completion_tokens": count}})
+
+            def send(self, status: int, headers: dict[str, str], body: dict[str, Any]) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.lock = threading.Lock()
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rests of milliseconds, and warnings that pytest's log sees."""
+    monkeypatch.setattr(server_pool, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(logging.getLogger("toolkit"), "propagate", True)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, request: dict[str, Any] | GenerationRequest) -> list[int]:
+    """What the target writes for a prompt: it depends on the prompt alone."""
+    prompt = request["prompt"] if isinstance(request, dict) else request.prompt_ids
+    return tokenizer(f"It is {sum(prompt) % 97}, yes.", add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture
+def start(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., FakeServer]]:
+    """Starts a server; by default it returns token ids, with the stop id."""
+    started: list[FakeServer] = []
+
+    def with_ids(body: dict[str, Any]) -> dict[str, Any]:
+        ids = ids_of(tokenizer, body)
+        return {"text": "not read", "finish_reason": "stop", "token_ids": [*ids, tokenizer.eos_token_id]}
+
+    def call(answer: Callable[[dict[str, Any]], dict[str, Any]] = with_ids, port: int = 0) -> FakeServer:
+        started.append(FakeServer(answer, port))
+        return started[-1]
+
+    yield call
+    for one in started:
+        one.http.shutdown()
+        one.http.server_close()
+
+
+@pytest.fixture
+def target(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ServedTarget]:
+    """(servers or URLs) -> the target that they serve."""
+
+    def call(*servers: FakeServer | str, name: str = "org/Tiny", **more: Any) -> ServedTarget:
+        urls = tuple(one if isinstance(one, str) else one.url for one in servers)
+        facts: Any = SimpleNamespace(name=name)
+        return ServedTarget(facts, tokenizer, frozenset([tokenizer.eos_token_id]), 500, urls, **more)
+
+    return call
+
+
+@pytest.fixture
+def requests(tokenizer: PreTrainedTokenizerFast) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(tokenizer(text, add_special_tokens=False)["input_ids"], 0.7, 0.9, 32, seed)
+        for seed, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.fixture
+def expected(tokenizer: PreTrainedTokenizerFast, requests: list[GenerationRequest]) -> list[list[int]]:
+    return [[*ids_of(tokenizer, one), tokenizer.eos_token_id] for one in requests]
+
+
+def answers(target: ServedTarget, requests: list[GenerationRequest], per_server: int = 4) -> list[GenerationResult]:
+    with ServerPool(target, per_server) as pool:
+        return [result for _, result in sorted(pool.generate(requests), key=lambda one: one[0])]
+
+
+def test_token_ids_are_taken_as_they_are(start, target, requests, expected, monkeypatch) -> None:
+    """The request must name the target's sampling in full: what is left out, servers fill in by themselves."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    server = start()
+    results = answers(target(server), requests)
+    assert [one.output_ids for one in results] == expected
+    assert {one.finish_reason for one in results} == {"stop"}
+    assert results[0].by_server == {"server": {"model": "tiny", "engine": "fake", "version": "1.2"}}
+    body = next(one for one in server.asked if one["seed"] == 3)
+    assert body == {
+        "model": "tiny", "prompt": requests[3].prompt_ids, "max_tokens": 32, "temperature": 0.7, "top_p": 0.9,
+        "seed": 3, "stop_token_ids": [expected[0][-1]], "return_token_ids": True, "top_k": -1, "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert set(server.keys) == {"Bearer secret"}
+
+
+def test_a_cut_answer(start, target, requests, tokenizer) -> None:
+    """As the engine says: "length" without a stop id, and "stop" where the last id that fits is one."""
+    ends = {0: [5, 6], 1: [5, tokenizer.eos_token_id]}
+    server = start(lambda body: {"text": "", "finish_reason": "length", "token_ids": ends[body["seed"]]})
+    results = answers(target(server), requests[:2])
+    assert [(one.output_ids, one.finish_reason) for one in results] == [(ends[0], "length"), (ends[1], "stop")]
+    server.answer = lambda body: {"text": "", "finish_reason": "stop", "token_ids": [5, 6]}
+    other = answers(target(server), requests[:1])[0]
+    assert (other.output_ids, other.finish_reason) == ([], NO_ROUND_TRIP), "it ended where the target does not"
+
+
+def test_text_is_tokenised_where_no_ids_come(start, target, requests, expected, tokenizer) -> None:
+    """Ids that the target did not write would be trained on as if it had: those are counted, and left out."""
+
+    def text_alone(body: dict[str, Any]) -> dict[str, Any]:
+        ids = ids_of(tokenizer, body)
+        reason = "length" if body["seed"] == 2 else "stop"
+        odd = {
+            4: {"count": len(ids) + 2},  # the target wrote the same text with other ids
+            5: {"text": " part"},  # it merges with the prompt's end
+        }
+        count = len(ids) + (reason == "stop")
+        return {"text": tokenizer.decode(ids), "finish_reason": reason, "count": count} | odd.get(body["seed"], {})
+
+    requests[5] = GenerationRequest(tokenizer(" how do", add_special_tokens=False)["input_ids"][:-1], 0, 1, 9, 5)
+    server = start(text_alone)
+    results = answers(target(server), requests)
+    left_out = {place for place, one in enumerate(results) if one.finish_reason == NO_ROUND_TRIP}
+    assert 4 in left_out and left_out <= {4, 5}
+    assert results[2].output_ids == expected[2][:-1] and results[2].finish_reason == "length"
+    assert all(one.output_ids == expected[at] for at, one in enumerate(results) if at not in left_out | {2})
+
+
+def test_left_out_answers_are_counted(start, target, tokenizer, tmp_path: Path) -> None:
+    """In the statistics, and not asked for again."""
+    whole = len(tokenizer("Yes.", add_special_tokens=False)["input_ids"]) + 1
+    server = start(lambda body: {"text": "Yes.", "finish_reason": "stop", "count": whole + sum(body["prompt"]) % 2})
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+
+    def write() -> dict[str, Any]:
+        with ServerPool(target(server), 4) as pool:
+            settings = RolloutSettings(max_tokens=20, held_out=0.1)
+            out = tmp_path / "r.jsonl"
+            return write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
+
+    stats = write()
+    assert 0 < stats["skipped"][NO_ROUND_TRIP] == COUNT - stats["rollouts"] < COUNT
+    row = next(read_rows(tmp_path / "r.jsonl"))[1]
+    assert row["provenance"]["server"] == {"model": "tiny", "engine": "fake", "version": "1.2"}
+    asked = len(server.asked)
+    assert write() == stats and len(server.asked) == asked
+
+
+def test_a_busy_server_is_left_alone(start, target, requests, expected) -> None:
+    """429 with Retry-After: not one more request before its time. The other server answers all."""
+    busy, other = start(), start()
+    busy.fault = lambda number: (429, {"Retry-After": "1000"}, {"error": "busy"})
+    assert [one.output_ids for one in answers(target(busy, other), requests, 1)] == expected
+    assert len(busy.asked) == 1 and len(other.asked) == COUNT
+
+
+@pytest.mark.parametrize("value, least, most", [("7", 7, 7), ("Wed, 21 Oct 2099 07:28:00 GMT", 1e9, 1e10), ("x", 0, 0)])
+def test_retry_after(value: str, least: float, most: float) -> None:
+    """Both forms of HTTP."""
+    reply: Any = SimpleNamespace(headers={"retry-after": value})
+    assert least <= (_retry_after(reply) or 0) <= most
+
+
+def test_errors_that_pass(start, target, requests, expected, caplog) -> None:
+    """A restart, a proxy's 502, an answer that a shutdown cut: the same request is asked again."""
+    server = start()
+    aborted = {"choices": [{"finish_reason": "abort", "token_ids": []}]}
+    faults: list[Reply] = [(429, {}, {}), (500, {}, {"error": "out of memory"}), (200, {}, aborted), (502, {}, {})]
+    server.fault = lambda number: faults[number // 2] if number % 2 == 0 and number < 2 * len(faults) else None
+    assert [one.output_ids for one in answers(target(server), requests, 2)] == expected
+    assert len(server.asked) == COUNT + len(faults)
+    assert f"{server.url}/v1: status 429" in caplog.text and "answers again" not in caplog.text.split("status 429")[0]
+
+
+@pytest.mark.parametrize("die_after", [0, 5])
+def test_a_server_that_dies(start, target, requests, expected, die_after: int) -> None:
+    """Its requests go to the others, those that it had as well."""
+    dying, other = start(), start()
+    dying.die_after = die_after
+    assert [one.output_ids for one in answers(target(dying, other), requests)] == expected
+    assert len(other.asked) >= COUNT - die_after - 4
+
+
+def test_a_server_that_was_down_joins(start, target, requests, expected) -> None:
+    """Rollouts begin while a machine still loads the model."""
+    first, gone = start(), start()
+    gone.http.shutdown()
+    gone.http.server_close()
+    second: list[FakeServer] = []
+
+    def later(body: dict[str, Any]) -> dict[str, Any]:
+        if not second:
+            second.append(start(port=gone.port))
+        threading.Event().wait(0.005)
+        return answer(body)
+
+    answer, first.answer = first.answer, later
+    assert [one.output_ids for one in answers(target(first, gone), requests, 1)] == expected
+    assert second[0].asked, "it was not asked again"
+
+
+def test_all_servers_die_and_the_run_goes_on_later(start, target, tokenizer, tmp_path: Path) -> None:
+    """An error that says what each server said. What is answered is kept: the second run asks for the rest alone."""
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+
+    def write(name: str, *servers: FakeServer) -> dict[str, Any]:
+        with ServerPool(target(*servers), 2) as pool:
+            settings = RolloutSettings(max_tokens=20, held_out=0.1)
+            out = tmp_path / name
+            write_rollouts(given, pool.generate, tokenizer, settings, out, target="t", seed=0, max_context=300)
+        return {row["id"]: row for _, row in read_rows(out)}
+
+    dying, failing, healthy = start(), start(), start()
+    dying.die_after, failing.fault = 9, lambda number: (500, {}, {"detail": "no memory"}) if number > 3 else None
+    with pytest.raises(ServerError, match="(?s)no server answers any more.*what was answered is kept") as caught:
+        write("r.jsonl", dying, failing)
+    assert f"{failing.url}/v1: status 500" in str(caught.value) and "no memory" in str(caught.value)
+    assert f"{dying.url}/v1: " in str(caught.value)
+    kept = len(list(read_rows(tmp_path / "r.jsonl")))
+    assert kept == 9 + 4
+    assert write("r.jsonl", healthy) == write("whole.jsonl", start())
+    assert len(healthy.asked) == COUNT - kept
+
+
+def test_interrupted(start, target, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C while requests run: they end without a word, rows stay, and the next run asks for the rest."""
+    server, shown = start(), []
+    given = [Conversation(f"c{at}", ({"role": "user", "content": text},)) for at, text in enumerate(TEXTS)]
+
+    def write(on_progress: Callable[[int, int, int], None]) -> dict[str, Any]:
+        with ServerPool(target(server), 4) as pool:
+            settings, out = RolloutSettings(max_tokens=20, held_out=0.1), tmp_path / "r.jsonl"
+            more: dict[str, Any] = {"target": "t", "seed": 0, "max_context": 300, "on_progress": on_progress}
+            return write_rollouts(given, pool.generate, tokenizer, settings, out, **more)
+
+    def stop(ended: int, *_: int) -> None:
+        if ended == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(stop)
+    assert len(list(read_rows(tmp_path / "r.jsonl"))) == 5 and len(server.asked) < COUNT
+    server.asked.clear()
+    assert write(lambda *counts: shown.append(counts))["rollouts"] == COUNT and len(server.asked) == COUNT - 5
+    assert shown[-1][:2] == (COUNT, COUNT)
+    gc.collect()
+    assert "never retrieved" not in caplog.text and "destroyed" not in caplog.text
+
+
+def test_no_server_at_the_start(start, target) -> None:
+    """A wrong port is told at once, not after all retries."""
+    gone = start()
+    gone.http.shutdown()
+    gone.http.server_close()
+    with pytest.raises(ServerError, match=f"no server answers:\n  {gone.url}/v1: ConnectError"):
+        answers(target(gone), [])
+
+
+def test_another_model(start, target, requests, expected) -> None:
+    """Both are named. The name of the target on the server may be given, and vLLM's `root` counts."""
+    server = start()
+    server.cards = [{"id": "org/other"}, {"id": "lora"}]
+    with pytest.raises(ServerError, match="serves 'org/other', 'lora', but the target is 'org/Tiny'; .*server_model"):
+        answers(target(server), [])
+    with pytest.raises(ServerError, match="but rollouts.server_model is 'mine'"):
+        answers(target(server, served_model="mine"), [])
+    assert [one.output_ids for one in answers(target(server, served_model="lora"), requests)] == expected
+    assert {body["model"] for body in server.asked} == {"lora"}
+    server.cards = [{"id": "x", "root": None}, {"id": "served", "root": "/models/tiny/", "max_model_len": 99}]
+    with ServerPool(target(server), 4) as pool:
+        assert pool.max_context == 99 and len(list(pool.generate(requests))) == COUNT
+    assert server.asked[-1]["model"] == "served"
+
+
+def test_another_model_after_a_restart(start, target, requests) -> None:
+    """SGLang and llama.cpp answer whatever model a request names, so it is looked up after each failure."""
+    server = start()
+
+    def restart(number: int) -> Reply | None:
+        if number == 3:
+            server.cards = [{"id": "other"}]
+            return 503, {}, {}
+        return None
+
+    server.fault = restart
+    with pytest.raises(ServerError, match="serves 'other', but the target is 'org/Tiny'"):
+        answers(target(server), requests, 1)
+    assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "reply, told",
+    [
+        ((400, {}, {"error": {"message": "top_k is wrong"}}), "refuses .status 400.: .*top_k is wrong"),
+        ((401, {}, {}), "set OPENAI_API_KEY"),
+        ((200, {}, {"choices": []}), "answers in another form"),
+        (
+            (200, {}, {"choices": [{"finish_reason": "stop", "token_ids": [1]}], "model": "b"}),
+            "'b' answered",
+        ),
+    ],
+)
+def test_refusals_end_the_run(start, target, requests, reply: Reply, told: str) -> None:
+    """Another try would end in the same way."""
+    server = start()
+    server.fault = lambda number: reply
+    with pytest.raises(ServerError, match=told):
+        answers(target(server), requests)
+    assert len(server.asked) <= 4
+
+
+def test_synthesised_prompts(start, target, tokenizer, tmp_path: Path) -> None:
+    """Prompts name the server that wrote them; those whose ids are not known are rejected by that reason."""
+
+    def writes(body: dict[str, Any]) -> dict[str, Any]:
+        text = f"How do I cook rice number {body['seed']}?"
+        count = len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
+        return {"text": text, "finish_reason": "stop", "count": count + (body["seed"] % 4 == 0)}
+
+    settings = PromptSettings(synthesize=12)
+    with ServerPool(target(start(writes)), 4) as pool:
+        out = tmp_path / "prompts.jsonl"
+        stats = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert stats["accepted"] == 12 and stats["rejected"] == {NO_ROUND_TRIP: stats["attempts"] - 12} != {}
+    rows = [row for _, row in read_rows(out)]
+    assert {row["provenance"]["server"]["engine"] for row in rows} == {"fake"}
+    with ServerPool(target(start(writes)), 4) as pool:
+        (tmp_path / "prompts.jsonl").unlink()
+        again = synthesise_prompts(pool.generate, tokenizer, settings, out, target="t", seed=0)
+    assert again == stats and [row for _, row in read_rows(out)] == rows, "attempts that were kept lost their server"
+
+
+def test_urls(tmp_path: Path) -> None:
+    """URLs with and without /v1, and files of them; anything else is told."""
+    listed = tmp_path / "servers.txt"
+    listed.write_text("# the first rack\nhttp://a:1/v1/\n\nhttps://b\n")
+    assert server_urls(["http://c", str(listed), "http://a:1"]) == ["http://c/v1", "http://a:1/v1", "https://b/v1"]
+    with pytest.raises(ServerError, match="'localhost:8000' is neither a URL nor a file"):
+        server_urls(["localhost:8000"])
+    listed.write_text("b:1\n")
+    with pytest.raises(ServerError, match=f"'b:1' in {listed} is neither"):
+        server_urls([str(listed)])
+    listed.write_text("#\n")
+    with pytest.raises(ServerError, match="lists no URL"):
+        server_urls([str(listed)])
