@@ -16,20 +16,20 @@ from urllib.request import Request, urlopen
 
 from toolkit import LLM, SamplingParams
 
-PROMPTS, MAX_TOKENS = 8, 48
+MAX_TOKENS = 48
 # As exact as ours: float32 keys and values, no other layout of weights, no fused attention.
 EXACT = "-t 1 --no-repack -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --no-warmup --fit off".split()
 
 
 @contextmanager
-def llama_server(path: Path, drafts: int, log: Path, *more: str) -> Iterator[str]:
+def llama_server(path: Path, drafts: int, log: Path, slots: int, *more: str) -> Iterator[str]:
     """The address of a server with a slot for each prompt: a slot used twice keeps a hidden state of the first.
 
     more: the kind of draft, and its file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = ["-m", str(path), "--port", port, "-np", str(PROMPTS), "-c", str(PROMPTS * 256), *more]
+    words = ["-m", str(path), "--port", port, "-np", str(slots), "-c", str(slots * 256), *more]
     words += ["--spec-draft-n-max", str(drafts), "--spec-draft-p-min", "0"]
     with log.open("w") as said:
         process = subprocess.Popen([os.environ["TOOLKIT_LLAMA_SERVER"], *words, *EXACT], stdout=said, stderr=said)
@@ -49,7 +49,7 @@ def llama_server(path: Path, drafts: int, log: Path, *more: str) -> Iterator[str
 
 def llamas_answers(path: Path, prompts: list[list[int]], drafts: int, log: Path, *more: str) -> list[dict[str, Any]]:
     found = []
-    with llama_server(path, drafts, log, *more) as address:
+    with llama_server(path, drafts, log, len(prompts), *more) as address:
         for slot, prompt in enumerate(prompts):
             asked = {"prompt": prompt, "n_predict": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "id_slot": slot}
             asked |= {"return_tokens": True, "cache_prompt": False}

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests.checkpoint.native_targets import change_module, write_native_target
-from tests.peers.llama_server import PROMPTS, llamas_answers, our_answers
+from tests.peers.llama_server import llamas_answers, our_answers
 from tests.targets.glm_gguf import write_glm_gguf
 from toolkit.checkpoint.draft_dir import save_draft
 from toolkit.checkpoint.native_mtp import load_native, native_of
 from toolkit.cli import main
 from toolkit.targets.load import load_target
 
-MTP = ("--spec-type", "draft-mtp")
+PROMPTS, MTP = 8, ("--spec-type", "draft-mtp")
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif("TOOLKIT_LLAMA_SERVER" not in os.environ, reason="TOOLKIT_LLAMA_SERVER names no llama-server"),
