@@ -194,7 +194,7 @@ def _rounded(
             "rope_parameters": {"rope_type": "default", "rope_theta": float(str(np.float32(theta)))},
         }
     wanted = _rope_factors(config)
-    same = (wanted is None) == (factors is None) and (wanted is None or np.array_equal(wanted, factors))
+    same = factors is None if wanted is None else factors is not None and np.array_equal(wanted, factors.numpy())
     rope = config["rope_parameters"]
     if not same or (np.float32(config["rms_norm_eps"]), np.float32(rope["rope_theta"])) != (eps, theta):
         raise DraftDirError(f"{path}: {EXACT} and what llama.cpp reads differ; export the head again")
