@@ -246,17 +246,17 @@ class LlamaCppBinary(LlamaCppServer):
         if self._drafts:
             words += ["-md", settings["draft"], "--spec-type", "draft-eagle3"]
             words += ["--spec-draft-n-max", str(settings["num_steps"])]
+            words += ["--spec-draft-p-min", str(settings["least_probability"])]
         said = subprocess.run([settings["binary"], "--version"], capture_output=True, text=True, check=True)
         self._process = subprocess.Popen(words)
         atexit.register(self._process.terminate)
         self._wait(port)
         self._connect(f"http://127.0.0.1:{port}", settings["gguf"])
         self.version = " ".join((said.stderr + said.stdout).splitlines()[0].split()[:2])
-        head = (
-            f"chain of {settings['num_steps']} by our head, {os.path.basename(settings['draft'])}"
-            if self._drafts
-            else None
-        )
+        head = None
+        if self._drafts:
+            head = f"chain of {settings['num_steps']} by our head in {os.path.basename(settings['draft'])}"
+            head += f", drafts of p >= {settings['least_probability']}" if settings["least_probability"] else ""
         weights = f"weights of {os.path.basename(settings['gguf'])}"
         self.settings = in_words(settings, weights, head, "compiled for this CPU")
 

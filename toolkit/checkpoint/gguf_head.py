@@ -161,11 +161,13 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     begin = f"{ARCHITECTURE}."
     stated = {name.removeprefix(begin): fields[name].contents() for name in fields if name.startswith(begin)}
     config = {key: stated.pop(name) for key, name in (NUMBERS | SWITCHES).items() if name in stated}
-    lacking = [name for key, name in NUMBERS.items() if key not in config] + [
-        name for name in (LAYERS, EPS, THETA, "tokenizer.ggml.tokens") if name not in stated and name not in fields
-    ]
+    lacking = [NUMBERS[key] for key in NUMBERS if key not in config and key not in ("head_dim", "num_key_value_heads")]
+    lacking += [name for name in (LAYERS, EPS, THETA) if name not in stated]
+    lacking += ["tokenizer.ggml.tokens"] if "tokenizer.ggml.tokens" not in fields else []
     if lacking:
         raise DraftDirError(f"{path} lacks {', '.join(lacking)}; copy the file again from its source")
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])  # as llama.cpp reads it
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     config |= {"architectures": [ARCHITECTURE], "vocab_size": len(fields["tokenizer.ggml.tokens"].data)}
     config[AUX_KEY] = list(stated.pop(LAYERS))
     tensors = {tensor.name: _tensor(tensor, path) for tensor in reader.tensors}
